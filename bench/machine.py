@@ -1,0 +1,52 @@
+"""What the figures were measured on. Ratios travel between machines; absolutes do not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("numpy", "msgspec", "pyzmq", "uvloop", "xxhash")
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def describe() -> dict[str, Any]:
+    """Cores, memory and versions, as a plain dict."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
+        "memory_bytes": _memory_bytes(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _line(path: str, name: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
+
+
+def _memory_bytes() -> int:
+    """What the host has, or what the memory cgroup allows where that is less."""
+    total = int(_line("/proc/meminfo", "MemTotal").split()[0]) * 1024
+    for path in _CGROUP_LIMITS:
+        if path.exists() and (text := path.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,92 @@
+"""Contents: cheap, seeded, different for every value, and known again by a digest.
+
+A value is one random block of 16 KiB, repeated, each repetition XORed with its number: so it costs
+a memory write to make, holds valid token ids and finite floats, and no two of its blocks are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bench.columns import Field, shape_of
+from bench.trace import Prompt
+
+Array = NDArray[Any]
+
+BLOCK_BYTES = 16 * 1024
+TOKEN_IDS = 1 << 17
+_SIGN_AND_EXPONENT = 0xBF800000  # floats in (-2, -1]: log-probs, and never a NaN
+_MANTISSA = 1 << 23
+
+
+class Source:
+    """Makes the values of one rollout worker. Media lie in buffers that the next prompt reuses."""
+
+    def __init__(self, seed: int, media_bytes: dict[str, int] | None = None) -> None:
+        self.seed = seed
+        # Touched here, so that no run pays for first touch of memory that is not a plane's.
+        self._buffers = {
+            name: np.ones(n // 4, np.uint32) for name, n in (media_bytes or {}).items()
+        }
+
+    def column(self, field: Field, prompt: Prompt) -> list[Array]:
+        """One value a row; a shared value is one array, n times."""
+        samples = range(len(prompt.response_tokens))
+        if field.shared:
+            return [self.value(field, prompt, 0)] * len(samples)
+        return [self.value(field, prompt, sample) for sample in samples]
+
+    def value(self, field: Field, prompt: Prompt, sample: int) -> Array:
+        shape = shape_of(field, prompt, sample)
+        if field.name == "uid":
+            return np.array([prompt.index, sample], np.int64)
+        if field.name in ("attention_mask", "response_mask"):
+            return np.ones(shape, np.int64)
+        if field.name == "position_ids":
+            return np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1]), shape))
+        if field.name == "image_grid_thw":
+            assert prompt.clip is not None
+            return np.array([prompt.clip.grid], np.int64)
+        out = self._room(field, shape)
+        fill(out, (self.seed, prompt.index, 0 if field.shared else sample + 1, field.number))
+        return out
+
+    def _room(self, field: Field, shape: tuple[int, ...]) -> Array:
+        buffer = self._buffers.get(field.name)
+        size = int(np.prod(shape))
+        if buffer is None or buffer.size < size:
+            return np.empty(shape, field.dtype)
+        return buffer[:size].view(field.dtype).reshape(shape)
+
+
+def fill(out: Array, key: tuple[int, ...]) -> None:
+    """Fill a contiguous int64 or float32 array with the content that belongs to `key`."""
+    rng = np.random.Generator(np.random.SFC64(key))
+    words: Array
+    if out.dtype == np.float32:
+        words = out.reshape(-1).view(np.uint32)
+        length = min(words.size, BLOCK_BYTES // 4)
+        block = rng.integers(0, _MANTISSA, length, np.uint32) | np.uint32(_SIGN_AND_EXPONENT)
+    else:
+        words = out.reshape(-1).view(np.uint64)
+        length = min(words.size, BLOCK_BYTES // 8)
+        block = rng.integers(0, TOKEN_IDS, length, np.uint64)
+    if not length:
+        return
+    whole = words.size // length
+    numbers = np.arange(whole + 1, dtype=words.dtype)
+    body = words[: whole * length].reshape(whole, length)
+    np.bitwise_xor(block, numbers[:whole, None], out=body)
+    rest = words[whole * length :]
+    np.bitwise_xor(block[: rest.size], numbers[whole], out=rest)
+
+
+def digest(value: Array) -> int:
+    """64 bits of dtype, shape and every byte of a value."""
+    form = xxhash.xxh3_64_intdigest(f"{value.dtype.str}{value.shape}".encode())
+    contiguous = np.ascontiguousarray(value)
+    return xxhash.xxh3_64_intdigest(contiguous.reshape(-1).view(np.uint8).data, seed=form)

@@ -1,0 +1,14 @@
+"""The planes that the bench can drive. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from bench.planes.base import Plane
+from bench.planes.controller import ControllerPlane
+from bench.planes.dataplane_plane import DataplanePlane
+
+PLANES: dict[str, type[Plane]] = {
+    "dataplane": DataplanePlane,
+    "controller": ControllerPlane,
+}
+
+__all__ = ["PLANES", "Plane"]

@@ -1,0 +1,172 @@
+"""Frames of the controller's sockets: a 16-byte header, a MessagePack table, then raw bytes.
+
+The table says which column lies where; arrays are sent from where they lie (sendmsg) and received
+into memory that is there already (recv_into). Nothing is pickled, and nothing is copied on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.planes.base import Columns
+
+Array = NDArray[Any]
+Buffer = NDArray[np.uint8]
+
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"BCF1"
+_ALIGN = 64
+_IOVECS = 512
+_MADV_POPULATE_WRITE = 23
+_MAX_TABLE_BYTES = 1 << 26
+
+
+class ColumnTable(msgspec.Struct):
+    """Per row: the shape, and the number of the part that holds the bytes."""
+
+    dtype: str
+    shapes: list[list[int]]
+    parts: list[int]
+
+
+class Frame(msgspec.Struct):
+    """`parts`: byte lengths in order; each part starts at a multiple of 64 of the payload."""
+
+    kind: str
+    prompt: int = -1
+    name: str = ""
+    columns: dict[str, ColumnTable] = {}
+    parts: list[int] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+_PADDING = bytes(_ALIGN)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Landing:
+    """Memory for received payloads, mapped and touched before it is needed."""
+
+    def __init__(self, reserve: int) -> None:
+        self._free = _mapped(aligned(max(reserve, 1)))
+
+    def keep(self, nbytes: int) -> Buffer:
+        """Room that stays the caller's. More than was reserved is mapped anew."""
+        if nbytes > self._free.size:
+            return _mapped(nbytes)
+        room, self._free = self._free[:nbytes], self._free[nbytes:]
+        return room
+
+    def reuse(self, nbytes: int) -> Buffer:
+        """Room that the next call overwrites."""
+        if nbytes > self._free.size:
+            self._free = _mapped(nbytes)
+        return self._free[:nbytes]
+
+
+def _mapped(nbytes: int) -> Buffer:
+    region = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(region, np.uint8)
+    try:
+        region.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # a kernel before 5.14: touch every page instead
+        room[::4096] = 0
+    return room[:nbytes]
+
+
+def pack(kind: str, columns: Columns, dedup: bool, **names: Any) -> tuple[Frame, list[Buffer]]:
+    """A frame of these columns. With dedup an array that several rows share is one part."""
+    parts: list[Buffer] = []
+    seen: dict[tuple[int, int], int] = {}
+    tables = {}
+    for field, values in columns.items():
+        table = ColumnTable(values[0].dtype.str, [], [])
+        for value in values:
+            place = (value.ctypes.data, value.nbytes)
+            number = seen.get(place) if dedup else None
+            if number is None:
+                number = seen[place] = len(parts)
+                parts.append(value.reshape(-1).view(np.uint8))
+            table.shapes.append(list(value.shape))
+            table.parts.append(number)
+        tables[field] = table
+    return Frame(kind, columns=tables, parts=[part.size for part in parts], **names), parts
+
+
+def send(sock: socket.socket, frame: Frame, parts: Sequence[Buffer] = ()) -> int:
+    """Send one frame; returns its payload bytes, padding not counted."""
+    table = _encoder.encode(frame)
+    payload = sum(aligned(n) for n in frame.parts)
+    views = [memoryview(_HEADER.pack(_MAGIC, len(table), payload)), memoryview(table)]
+    for part in parts:
+        views.append(part.data)
+        if pad := aligned(part.size) - part.size:
+            views.append(memoryview(_PADDING)[:pad])
+    _send_all(sock, [view for view in views if view.nbytes])
+    return sum(frame.parts)
+
+
+def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
+    first = 0
+    while first < len(views):
+        sent = sock.sendmsg(views[first : first + _IOVECS])
+        while first < len(views) and sent >= views[first].nbytes:
+            sent -= views[first].nbytes
+            first += 1
+        if sent:
+            views[first] = views[first][sent:]
+
+
+def receive_table(sock: socket.socket) -> tuple[Frame, int]:
+    """The next frame's table and the bytes of the payload that follows. EOFError at the end."""
+    magic, table_bytes, payload = _HEADER.unpack(_exactly(sock, bytearray(_HEADER.size)))
+    if magic != _MAGIC or table_bytes > _MAX_TABLE_BYTES:
+        raise ValueError("what arrived is not a frame")
+    frame = _decoder.decode(_exactly(sock, bytearray(table_bytes)))
+    if payload != sum(aligned(n) for n in frame.parts):
+        raise ValueError(f"a payload of {payload} bytes does not fit its table")
+    return frame, payload
+
+
+def receive_payload(sock: socket.socket, room: Buffer) -> None:
+    _exactly(sock, room)
+
+
+def _exactly(sock: socket.socket, room: Any) -> Any:
+    view = memoryview(room)
+    while view.nbytes:
+        n = sock.recv_into(view)
+        if n == 0:
+            raise EOFError("the other side closed the connection")
+        view = view[n:]
+    return room
+
+
+def unpack(frame: Frame, payload: Buffer) -> dict[str, list[Array]]:
+    """Views into the payload, one a row."""
+    starts = [0, *itertools.accumulate(aligned(n) for n in frame.parts)]
+    columns: dict[str, list[Array]] = {}
+    for field, table in frame.columns.items():
+        dtype = np.dtype(table.dtype)
+        columns[field] = values = []
+        for shape, part in zip(table.shapes, table.parts, strict=True):
+            start, nbytes = starts[part], frame.parts[part]
+            if math.prod(shape) * dtype.itemsize != nbytes:
+                raise ValueError(f"a value of {field} does not fit its part")
+            values.append(payload[start : start + nbytes].view(dtype).reshape(shape))
+    return columns

@@ -1,0 +1,185 @@
+"""The processes of a run: started together, listened to, and never left behind.
+
+Each has its own session and log file, and asks the kernel to be killed when the runner dies, so
+that nothing outlives a run, not even one whose runner was killed with -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.events import parse
+
+_PR_SET_PDEATHSIG = 1
+_TICK_S = 0.1
+_LOG_LINES = 12
+_FAREWELL_S = 5.0
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+class ProcessDied(RuntimeError):
+    """A process ended that should not have, or with an exit code other than 0."""
+
+    def __init__(self, name: str, returncode: int, log: str, services: str = "") -> None:
+        how = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+        told = f"{name} ended with {how}; its last log lines:\n{log or '  (none)'}"
+        super().__init__(told + services)
+        self.name = name
+        self.returncode = returncode
+        self.log = log
+
+
+def die_with(parent: int) -> None:
+    """Called in a child: the kernel kills this process when `parent` dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        raise SystemExit("the runner is gone")
+
+
+@dataclass(slots=True)
+class Member:
+    """One process. `done` once it said so; from then on it may end."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    speaks: bool
+    pending: bytes = b""
+    done: bool = False
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-_LOG_LINES:])
+
+
+@dataclass(slots=True)
+class Crew:
+    """All processes of one run; a context manager that ends them, in whatever way it is left."""
+
+    folder: Path
+    members: dict[str, Member] = field(default_factory=dict)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(
+        self,
+        name: str,
+        argv: Iterable[str],
+        env: Mapping[str, str] | None = None,
+        speaks: bool = True,
+    ) -> None:
+        """Start a process. One that speaks writes events to its stdout; stderr is its log."""
+        log = self.folder / f"{name}.log"
+        path = os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if speaks else out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": path, **(env or {})},
+                start_new_session=True,
+            )
+        self.members[name] = member = Member(name, process, log, speaks)
+        if process.stdout:
+            os.set_blocking(process.stdout.fileno(), False)
+            self._selector.register(process.stdout, selectors.EVENT_READ, member)
+
+    def pids(self) -> dict[str, int]:
+        """The processes that still run."""
+        return {
+            m.name: m.process.pid
+            for m in list(self.members.values())
+            if m.process.returncode is None
+        }
+
+    def tell(self, name: str) -> None:
+        """Send a worker the line that it waits for."""
+        stdin = self.members[name].process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # dead already: the next events() says so
+            stdin.write(b"go\n")
+            stdin.flush()
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """What was said within a tick. Raises ProcessDied when somebody ended out of turn."""
+        said: list[tuple[str, dict[str, Any]]] = []
+        ended = [m for m in self.members.values() if m.process.poll() is not None]
+        timeout = 0 if any(not m.done for m in ended) else _TICK_S
+        for key, _ in self._selector.select(timeout):
+            said += self._read(key.data)
+        # Looked at before reading: whatever these said before they ended has been read by now.
+        for member in ended:
+            code = member.process.returncode
+            if code or not member.done:
+                raise ProcessDied(member.name, code, member.tail(), self._service_logs(member))
+        return said
+
+    def _service_logs(self, dead: Member) -> str:
+        """What the plane's services logged: a worker's error often has its cause there."""
+        services = [m for m in self.members.values() if not m.speaks and m is not dead]
+        return "".join(f"\n{m.name}:\n{tail}" for m in services if (tail := m.tail()))
+
+    def _read(self, member: Member) -> list[tuple[str, dict[str, Any]]]:
+        stdout = member.process.stdout
+        assert stdout is not None
+        said: list[tuple[str, dict[str, Any]]] = []
+        while chunk := stdout.read(1 << 20):
+            *lines, member.pending = (member.pending + chunk).split(b"\n")
+            said += [(member.name, event) for line in lines if (event := parse(line))]
+        if chunk == b"":
+            self._selector.unregister(stdout)
+        member.done |= any(event["event"] == "done" for _, event in said)
+        return said
+
+    def end(self) -> None:
+        """End all: services that never speak are asked first, then every session is killed."""
+        running = [m for m in self.members.values() if m.process.returncode is None]
+        for member in running:
+            if not member.speaks:
+                member.process.terminate()
+        deadline = time.monotonic() + _FAREWELL_S
+        for member in running:
+            while not member.speaks and not _is_zombie(member) and time.monotonic() < deadline:
+                time.sleep(_TICK_S / 10)
+            # Its whole session: a service's own children too. Not yet reaped, so the id is ours.
+            with suppress(ProcessLookupError):
+                os.killpg(member.process.pid, signal.SIGKILL)
+            member.process.wait()
+        for member in self.members.values():
+            for stream in (member.process.stdin, member.process.stdout):
+                if stream:
+                    with suppress(BrokenPipeError):
+                        stream.close()
+        self._selector.close()
+
+
+def _is_zombie(member: Member) -> bool:
+    ended = os.waitid(os.P_PID, member.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended is not None
+
+
+def leashed(argv: list[str]) -> list[str]:
+    """A command line that runs another program which knows nothing of `die_with`."""
+    return [sys.executable, "-m", "bench.processes", str(os.getpid()), *argv]
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,7 @@
+"""The public surface with `await`: `async with dataplane.aio.connect() as plane: …`."""
+
+from dataplane.client.aio import Plane, connect
+from dataplane.client.aio_batch import Batch, Rows, Stream
+from dataplane.client.aio_partition import Partition
+
+__all__ = ["Batch", "Partition", "Plane", "Rows", "Stream", "connect"]

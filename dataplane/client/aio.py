@@ -1,0 +1,292 @@
+"""connect() and Plane on an event loop: the same operations, carried out with `await`.
+
+Each call in flight has a connection of its own; cancelling the task closes it, which cancels the
+call at the peer. Big copies run in the loop's executor. Works from several loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dataplane.client import core, reads
+from dataplane.client.aio_batch import Rows
+from dataplane.client.aio_partition import Partition
+from dataplane.client.connection import (
+    GRACE_S,
+    REMIND_S,
+    Connection,
+    answer,
+    no_answer,
+    peer_lost,
+    remind,
+    unwrap,
+)
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step, Tell
+from dataplane.client.housekeeping import Housekeeper
+from dataplane.client.opening import framed, further, open_session, told
+from dataplane.client.plane import checked_name
+from dataplane.client.ref import Ref
+from dataplane.client.session import Session
+from dataplane.errors import DataplaneError
+from dataplane.wire.messages import Body
+
+OFFLOAD_BYTES = 1 << 20
+"""Copies of at least this much leave the event loop."""
+
+T = TypeVar("T")
+
+
+def connect(name: str | None = None, *, plane: str | None = None) -> Connecting:
+    """As `dataplane.connect`: `await connect()`, or `async with connect() as plane`."""
+    return Connecting(name, plane)
+
+
+class Connecting:
+    """A plane that is being connected to."""
+
+    def __init__(self, name: str | None, plane: str | None) -> None:
+        self._name, self._plane = name, plane
+        self._opened: Plane | None = None
+
+    async def _open(self) -> Plane:
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, open_session, self._name, self._plane)
+        try:
+            return Plane(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+    def __await__(self) -> Generator[Any, None, Plane]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Plane:
+        self._opened = await self._open()
+        return self._opened
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+
+def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close("connecting was cancelled")
+
+
+class Plane:
+    """One client of the plane. An async context manager; `await plane.close()` otherwise."""
+
+    def __init__(self, keeper: Housekeeper) -> None:
+        self._keeper = keeper
+        self._session = keeper.session
+        weakref.finalize(self, keeper.desert).atexit = False
+
+    @property
+    def name(self) -> str:
+        """The plane's name."""
+        return self._session.plane
+
+    @property
+    def peer(self) -> str:
+        """The name of the peer that this client is attached to."""
+        return self._session.peer
+
+    async def partition(
+        self,
+        name: str,
+        stages: Mapping[str, Sequence[str]] | None = None,
+        group_size: int | None = None,
+        groups: int | None = None,
+        free: str | None = None,
+        place: str = "local",
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Partition:
+        """As `dataplane.Plane.partition`."""
+        handle = Handle(self._session, checked_name(name))
+        definition = core.definition_of(stages, group_size, groups, free, place)
+        if definition is not None:
+            await self.run(handle.define(definition, core.Deadline(timeout)))
+        return Partition(self, handle)
+
+    async def get(
+        self,
+        ref: Ref,
+        fields: Sequence[str] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """The rows of a ref, from wherever they are. fields None: all of them."""
+        handle = Handle(self._session, ref.partition)
+        found = await self.run(reads.read_ref(handle, ref, fields, timeout))
+        return Rows(self.run, handle, *found)
+
+    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """What this peer holds, as nested dicts."""
+        return await self.run(core.stats(self._session, None, timeout))
+
+    async def close(self) -> None:
+        """Release leases and grants, and leave. Views in hand stay readable."""
+        why = "this client was closed; call dataplane.aio.connect() for another"
+        await asyncio.get_running_loop().run_in_executor(None, self._keeper.close, why)
+
+    async def __aenter__(self) -> Plane:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._session.closed else ""
+        return f"<aio.Plane {self.name!r} at peer {self.peer!r}{state}>"
+
+    # carrying operations out
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Carry out the steps of an operation on the running loop, and return its result."""
+        outcome: Any = None
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = operation.throw(failure) if failure else operation.send(outcome)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            outcome, failure = None, None
+            try:
+                outcome = await self._perform(step)
+            except BaseException as exc:
+                failure = exc
+
+    async def _perform(self, step: Step) -> Any:
+        if isinstance(step, Offload):
+            return await offload(step)
+        session = self._session
+        connection = session.connections.idle() or await _further(session)
+        try:
+            if isinstance(step, Tell):
+                await _post(connection, told(session, step))
+                return None
+            return await self._call(connection, step)
+        finally:
+            session.connections.give_back(connection)
+
+    async def _call(self, connection: Connection, step: Call) -> Body:
+        session = self._session
+        request, frame, limit_s = framed(session, connection, step)
+        try:
+            return await exchange(connection, frame, request.rid, limit_s, step.waiting)
+        finally:
+            session.answered(request)
+
+
+async def _further(session: Session) -> Connection:
+    """One more connection; if nobody waits for it any more, it is kept for later calls."""
+    opening = asyncio.get_running_loop().run_in_executor(None, further, session)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+
+        def keep(opened: asyncio.Future[Connection]) -> None:
+            if not opened.cancelled() and opened.exception() is None:
+                session.connections.give_back(opened.result())
+
+        opening.add_done_callback(keep)
+        raise
+
+
+async def offload(step: Offload) -> Any:
+    """Run the work, off the loop where it is much. A cancelled task still waits for its end: the
+    thread writes into memory that must not be given away meanwhile."""
+    if step.nbytes < OFFLOAD_BYTES:
+        return step.work()
+    working = asyncio.get_running_loop().run_in_executor(None, step.work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError:
+                continue
+        raise
+
+
+async def _post(connection: Connection, frame: bytearray) -> None:
+    """Send one-way frames."""
+    try:
+        connection.sock.setblocking(False)
+        async with asyncio.timeout(GRACE_S):
+            await asyncio.get_running_loop().sock_sendall(connection.sock, frame)
+    except BaseException as exc:
+        connection.close()
+        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+            raise peer_lost(connection.peer) from exc
+        raise
+
+
+async def exchange(
+    connection: Connection, frame: bytearray, rid: int, limit_s: float | None, waiting: str
+) -> Body:
+    """Send one request and wait for its answer. Raises what the peer answered as an error."""
+    reminder = _Reminder(waiting)
+    try:
+        connection.sock.setblocking(False)
+        async with asyncio.timeout(limit_s):
+            body = answer(await _converse(connection, frame), rid)
+    except DataplaneError:
+        connection.close()
+        raise
+    except TimeoutError as exc:
+        connection.close()
+        raise no_answer(connection.peer, limit_s or 0.0) from exc
+    except OSError as exc:
+        connection.close()
+        raise peer_lost(connection.peer) from exc
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        reminder.cancel()
+    return unwrap(body)
+
+
+async def _converse(connection: Connection, frame: bytearray) -> Any:
+    loop, sock = asyncio.get_running_loop(), connection.sock
+    await loop.sock_sendall(sock, frame)
+    while (reply := connection.arrived_reply()) is None:
+        connection.count(await loop.sock_recv_into(sock, connection.inbox.room()))
+    return reply
+
+
+class _Reminder:
+    """Says every minute what a call waits for."""
+
+    def __init__(self, waiting: str) -> None:
+        self._waiting = waiting
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._timer = self._loop.call_later(REMIND_S, self._say) if waiting else None
+
+    def _say(self) -> None:
+        remind(self._waiting, self._loop.time() - self._started)
+        self._timer = self._loop.call_later(REMIND_S, self._say)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

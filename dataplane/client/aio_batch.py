@@ -1,0 +1,206 @@
+"""Rows, batches and streams on an event loop.
+
+`batch["field"]` never waits: what was not fetched is `await batch.fetch("field")`, or comes with
+`await batch.numpy("field")` and its like.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from dataplane.client import convert
+from dataplane.client.batch import LeasedRows
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Offload, Operation
+from dataplane.client.reads import read_rows
+from dataplane.client.rows import Names, TagValues
+from dataplane.client.selection import Selection
+from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.memory.mapping import Pin
+from dataplane.wire.messages import Claimed
+from dataplane.wire.tables import Table
+
+if TYPE_CHECKING:
+    import pyarrow
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Operation[Any]], Awaitable[Any]]
+
+
+class Converting(Selection):
+    """What trainers ask for. Fields that are not here are fetched; big copies leave the loop."""
+
+    _run: Run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here."""
+        raise NotImplementedError
+
+    async def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
+        """As `dataplane.Batch.numpy`."""
+        array: npt.NDArray[Any] | list[Any] = await self._converted(
+            [field], lambda: convert.to_numpy(self[field])
+        )
+        return array
+
+    async def torch(
+        self,
+        field: str,
+        layout: convert.Layout = "auto",
+        padding: float = 0,
+        view: bool = False,
+        device: str = "cpu",
+    ) -> Any:
+        """As `dataplane.Batch.torch`."""
+        return await self._converted(
+            [field], lambda: convert.to_torch(self[field], layout, padding, view, device)
+        )
+
+    async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
+        """As `dataplane.Batch.arrow`."""
+        names = self.fields if fields is None else list(fields)
+        return await self._converted(
+            names,
+            lambda: convert.to_arrow({n: self[n] for n in names}, keys=self.keys, tags=self.tags),
+        )
+
+    async def _converted(self, fields: list[str], work: Callable[[], Any]) -> Any:
+        missing = [field for field in fields if field not in self]
+        if missing:
+            await self.fetch(*missing)
+        return await self._run(_offloaded(work, sum(map(self.nbytes, fields))))
+
+
+def _offloaded(work: Callable[[], Any], nbytes: int) -> Operation[Any]:
+    return (yield Offload(work, nbytes))
+
+
+class Rows(Converting):
+    """Rows that were read without a lease."""
+
+    def __init__(self, run: Run, handle: Handle, table: Table, pin: Pin) -> None:
+        super().__init__(handle, table, pin)
+        self._run = run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Read more fields of these rows. RowsGone where they were freed since."""
+        self._admit(*await self._run(read_rows(self._handle, self._rows, fields, timeout)))
+
+
+class Batch(LeasedRows, Converting):
+    """Rows that a stage leased; as `dataplane.Batch`, and an async context manager."""
+
+    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
+        super().__init__(handle, stage, claimed, pin)
+        self._run = run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here."""
+        await self._run(self._more(fields, timeout))
+
+    async def add(self, *, timeout: float | None = DEFAULT_TIMEOUT_S, **columns: Any) -> None:
+        """Add fields, one value a row. Copied at once; stored together with the ack."""
+        await self._run(self.lease.add(columns, timeout))
+
+    async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """The stage is done with these rows; what was added is stored with it, or nothing is."""
+        await self._run(self.lease.finish("ack", timeout=timeout))
+
+    async def release(
+        self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Give the rows back to their stage, as they were claimed."""
+        await self._run(self.lease.finish("release", tags=tags, timeout=timeout))
+
+    async def drop(
+        self,
+        groups: Names | None = None,
+        rows: Sequence[int] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Drop rows for every stage: those of these groups, at these positions, or all."""
+        await self._run(self._drop(rows, groups, timeout))
+
+    async def __aenter__(self) -> Batch:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state != "leased":
+            return
+        if kind is None:
+            await self.ack()
+            return
+        try:
+            await self.release()
+        except DataplaneError as failure:
+            # The body's own exception is the one to see; the rows come back with the session.
+            log.warning("%r was not released: %s", self, failure)
+
+
+class Stream(AsyncIterator[Batch]):
+    """As `dataplane.Stream`, with `async for`. Also an async context manager."""
+
+    def __init__(self, claim: Callable[[], Awaitable[Batch]], what: str) -> None:
+        self._claim = claim
+        self._what = what
+        self._batch: Batch | None = None
+        self._ended = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Batch:
+        await self._ack()
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            self._batch = await self._claim()
+        except StreamEnd:
+            self._ended = True
+            raise StopAsyncIteration from None
+        return self._batch
+
+    async def _ack(self) -> None:
+        batch = self._batch
+        if batch is not None and batch.state == "leased":
+            await batch.ack()
+        self._batch = None
+
+    async def aclose(self) -> None:
+        """Release the batch in hand; the stream has ended."""
+        self._ended = True
+        batch, self._batch = self._batch, None
+        if batch is not None and batch.state == "leased":
+            await batch.release()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self._ack()
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if self._batch is not None:
+            self._batch.lease.abandon()
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else repr(self._batch) if self._batch else "before a batch"
+        return f"<aio.Stream of {self._what}: {state}>"

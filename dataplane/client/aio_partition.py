@@ -1,0 +1,189 @@
+"""Partition on an event loop: as `dataplane.Partition`, with `await`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataplane.client import changes, core, reads
+from dataplane.client.aio_batch import Batch, Rows, Stream
+from dataplane.client.changes import Dropped
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.lease import Demand, claim
+from dataplane.client.ref import Ref
+from dataplane.client.rows import Names, TagValues
+from dataplane.client.writing import put
+from dataplane.metadata.where import Where
+from dataplane.wire.tables import Name, Scalar
+
+if TYPE_CHECKING:
+    from dataplane.client.aio import Plane
+
+
+class Partition:
+    """A named set of rows; see `dataplane.Partition`."""
+
+    def __init__(self, plane: Plane, handle: Handle) -> None:
+        self._plane = plane
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._handle.name
+
+    # writing
+
+    async def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        key: Names | None = None,
+        group: Names | Sequence[Name | None] | None = None,
+        tags: TagValues | None = None,
+        dedup: Collection[str] = (),
+        replace: bool = False,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Ref:
+        """As `dataplane.Partition.put`."""
+        return await self._plane.run(
+            put(self._handle, columns, key, group, tags, dedup, replace, timeout)
+        )
+
+    async def tag(
+        self,
+        keys: Names,
+        tags: TagValues,
+        *,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """As `dataplane.Partition.tag`."""
+        await self._plane.run(changes.tag(self._handle, keys, tags, expect, timeout))
+
+    async def close(
+        self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """As `dataplane.Partition.close`."""
+        await self._plane.run(core.close_group(self._handle, group, n, timeout))
+
+    async def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """As `dataplane.Partition.seal`."""
+        await self._plane.run(core.seal(self._handle, timeout))
+
+    async def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """As `dataplane.Partition.reset`."""
+        await self._plane.run(core.reset(self._handle, stage, timeout))
+
+    async def drop(
+        self,
+        keys: Names | None = None,
+        groups: Names | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Dropped:
+        """As `dataplane.Partition.drop`."""
+        return await self._plane.run(changes.drop(self._handle, keys, groups, where, timeout))
+
+    # consuming
+
+    async def claim(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Batch:
+        """As `dataplane.Partition.claim`."""
+        demand = Demand(rows, groups, budget, min, where, unit)
+        return await self._claim(stage, demand, fields, timeout, lease)
+
+    async def _claim(
+        self,
+        stage: str,
+        demand: Demand,
+        fields: Sequence[str] | None,
+        timeout: float | None,
+        lease: float | None,
+    ) -> Batch:
+        handle, run = self._handle, self._plane.run
+        claimed = await run(claim(handle, stage, demand, fields, timeout, lease))
+        return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
+
+    def stream(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Stream:
+        """Claim batch after batch until the partition is sealed and the stage has had every row.
+
+        Asking for the next batch acks the one before; leaving early releases it. Arguments as of
+        `claim`; `timeout` is per batch.
+        """
+        demand = Demand(rows, groups, budget, min, where, unit)
+        demand.want("rows")
+        return Stream(
+            lambda: self._claim(stage, demand, fields, timeout, lease),
+            f"{self.name!r} for {stage!r}",
+        )
+
+    async def wait(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        below: int | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """As `dataplane.Partition.wait`."""
+        await self._plane.run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+
+    # looking
+
+    async def get(
+        self,
+        keys: Names | None = None,
+        fields: Sequence[str] | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """As `dataplane.Partition.get`."""
+        found = await self._plane.run(reads.read(self._handle, keys, where, fields, timeout))
+        return Rows(self._plane.run, self._handle, *found)
+
+    async def rows(
+        self,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """As `dataplane.Partition.rows`."""
+        return await self.get(fields=(), where=where, timeout=timeout)
+
+    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """As `dataplane.Partition.stats`."""
+        return await self._plane.run(core.stats(self._handle.session, self.name, timeout))
+
+    def __repr__(self) -> str:
+        defined = self._handle.defined
+        state = "not attached yet" if defined is None else f"generation {defined.generation}"
+        return f"<aio.Partition {self.name!r} of plane {self._plane.name!r}, {state}>"

@@ -1,0 +1,193 @@
+"""Batch: leased rows in the hands of a sync caller, and what it may do with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from dataplane.client import convert
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.lease import Lease
+from dataplane.client.reads import read_rows
+from dataplane.client.rows import Names, TagValues
+from dataplane.client.selection import Selection
+from dataplane.errors import DataplaneError, NotFetched
+from dataplane.memory.mapping import Pin
+from dataplane.wire.messages import Claimed, Fetched
+from dataplane.wire.tables import Table
+
+if TYPE_CHECKING:
+    import pyarrow
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Operation[Any]], Any]
+"""How operations are carried out: `Plane.run`."""
+
+
+class Converting(Selection):
+    """What trainers ask for. Fields that are not here are brought first."""
+
+    def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
+        """A dense array [n, …] where all rows have one shape (without a copy where they lie
+        side by side), else a list of arrays."""
+        return convert.to_numpy(self[field])
+
+    def torch(
+        self,
+        field: str,
+        layout: convert.Layout = "auto",
+        padding: float = 0,
+        view: bool = False,
+        device: str = "cpu",
+    ) -> Any:
+        """A private, writable, packed copy as torch tensor: dense, padded with `padding`, jagged
+        (a nested tensor) or a list. `view=True`: tensors over the shared read-only memory; writing
+        into them crashes the process."""
+        return convert.to_torch(self[field], layout, padding, view, device)
+
+    def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
+        """The fields (default: those fetched) with keys and tags as a pyarrow table."""
+        names = self.fields if fields is None else list(fields)
+        return convert.to_arrow({n: self[n] for n in names}, keys=self.keys, tags=self.tags)
+
+
+class Rows(Converting):
+    """Rows that were read without a lease. Fields that are not here are read on first access."""
+
+    def __init__(self, run: Run, handle: Handle, table: Table, pin: Pin) -> None:
+        super().__init__(handle, table, pin)
+        self._run = run
+
+    def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Read more fields of these rows. RowsGone where they were freed since."""
+        self._admit(*self._run(read_rows(self._handle, self._rows, fields, timeout)))
+
+    def _bring(self, field: str) -> None:
+        self.fetch(field)
+
+
+class LeasedRows(Selection):
+    """The part of a batch that both shells share: the lease's state, without I/O."""
+
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
+        super().__init__(handle, claimed.table, pin)
+        self.lease = Lease(handle, stage, claimed)
+
+    @property
+    def stage(self) -> str:
+        return self.lease.stage
+
+    @property
+    def state(self) -> str:
+        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`."""
+        return self.lease.state
+
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
+        """More fields: under the lease, and once that has ended by the rows' keys."""
+        if self.state == "leased":
+            added = set(fields) & set(self.lease.added)
+            if added:
+                raise NotFetched(
+                    f"{', '.join(sorted(added))} was added to this batch and can be read once it "
+                    "is acked",
+                    fields=sorted(added),
+                )
+            done: Fetched = yield from self.lease.fetch(fields, timeout)
+            self._admit(done.table, self._handle.session.pinned(done.pin))
+        else:
+            self._admit(*(yield from read_rows(self._handle, self._rows, fields, timeout)))
+
+    def _drop(
+        self, rows: Sequence[int] | None, groups: Names | None, timeout: float | None
+    ) -> Operation[None]:
+        self.lease.check()
+        at = self.lease.positions(rows, groups, self._table)
+        if at is None or len(at):
+            yield from self.lease.finish("drop", at, timeout=timeout)
+
+    def __repr__(self) -> str:
+        lease = self.lease
+        state = lease.state
+        if state == "leased" and lease.open_rows < len(self):
+            state = f"leased, {lease.open_rows} left"
+        added = f", added {', '.join(lease.added)}" if lease.added else ""
+        fields = ", ".join(self.fields) or "no fields"
+        return (
+            f"<Batch {len(self)} rows of {self.partition!r} for {self.stage!r}, {state}: "
+            f"{fields}{added}>"
+        )
+
+
+class Batch(LeasedRows, Converting):
+    """Rows that a stage leased. They go back unless the batch is acked or dropped.
+
+    As a context manager it acks at the end of the body and releases when the body raised. What was
+    fetched stays readable after either. Not for several threads at once.
+    """
+
+    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
+        super().__init__(handle, stage, claimed, pin)
+        self._run = run
+
+    def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here; `batch["field"]` does so by itself."""
+        self._run(self._more(fields, timeout))
+
+    def _bring(self, field: str) -> None:
+        self.fetch(field)
+
+    def add(self, *, timeout: float | None = DEFAULT_TIMEOUT_S, **columns: Any) -> None:
+        """Add fields, one value a row. Copied at once; stored together with the ack.
+
+        FieldExists for a field that was added before; LeaseExpired once the lease has ended.
+        """
+        self._run(self.lease.add(columns, timeout))
+
+    def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """The stage is done with these rows; what was added is stored with it, or nothing is."""
+        self._run(self.lease.finish("ack", timeout=timeout))
+
+    def release(
+        self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Give the rows back to their stage, as they were claimed; what was added is forgotten.
+
+        tags: set on the rows (of the whole batch), for example to count attempts.
+        """
+        self._run(self.lease.finish("release", tags=tags, timeout=timeout))
+
+    def drop(
+        self,
+        groups: Names | None = None,
+        rows: Sequence[int] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Drop rows for every stage, and free them: those of these groups, those at these
+        positions in the batch, or all. The lease goes on for the others."""
+        self._run(self._drop(rows, groups, timeout))
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state != "leased":
+            return
+        if kind is None:
+            self.ack()
+            return
+        try:
+            self.release()
+        except DataplaneError as failure:
+            # The body's own exception is the one to see; the rows come back with the session.
+            log.warning("%r was not released: %s", self, failure)

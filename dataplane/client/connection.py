@@ -1,0 +1,348 @@
+"""Connections to this host's peer: one call at a time on each, strictly request and reply.
+
+Runs in the client. Whatever interrupts a wait closes the connection, which cancels the call at the
+peer; nothing is retried. The event loop's side of the same sockets is in `client/aio.py`; framing
+and the handshake are here, once.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from dataplane.errors import (
+    ClientClosed,
+    DataplaneError,
+    DeadlineExceeded,
+    InvalidValue,
+    PeerLost,
+    ProtocolError,
+    VersionMismatch,
+    from_wire,
+)
+from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
+from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.wire.messages import Body, Failed, Hello, HelloDone, Reply, Request, Welcome
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long after a call's deadline the peer's own answer is still awaited."""
+REMIND_S = 60.0
+"""A call that may wait for ever says in the log what it waits for, this often."""
+
+_BUFFER_BYTES = 64 << 10
+_KEPT_BUFFER_BYTES = 1 << 20
+_HANDSHAKE_S = 20.0
+_IDLE_CONNECTIONS = 16
+
+Opener = Callable[[], socket.socket]
+
+
+class Inbox:
+    """Cuts what arrives into replies, in one buffer that grows to what a frame announces."""
+
+    __slots__ = ("_buffer", "_filled")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes go. Never empty."""
+        return memoryview(self._buffer)[self._filled :]
+
+    def arrived(self, count: int) -> None:
+        """`count` bytes were written into the room."""
+        self._filled += count
+
+    def reply(self) -> Reply | None:
+        """The next whole reply; None where more bytes are needed."""
+        if self._filled < HEADER_BYTES:
+            return None
+        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
+        if self._filled < end:
+            if end > len(self._buffer):
+                self._move(0, end)
+            return None
+        reply = decode_reply(memoryview(self._buffer)[HEADER_BYTES:end])
+        if self._filled > end or len(self._buffer) > _KEPT_BUFFER_BYTES:
+            self._move(end, _BUFFER_BYTES)
+        else:
+            self._filled = 0
+        return reply
+
+    def _move(self, start: int, size: int) -> None:
+        rest = bytes(memoryview(self._buffer)[start : self._filled])
+        # One byte more than what is there, so that room() is never empty.
+        self._buffer = bytearray(max(size, len(rest) + 1))
+        self._buffer[: len(rest)] = rest
+        self._filled = len(rest)
+
+
+class Connection:
+    """A joined socket with its inbox; borrowed by one call at a time."""
+
+    __slots__ = ("sock", "inbox", "peer", "_rid", "_complaint")
+
+    def __init__(self, sock: socket.socket, peer: str = "?") -> None:
+        self.sock = sock
+        self.inbox = Inbox()
+        self.peer = peer
+        self._rid = 0
+        self._complaint: DataplaneError | None = None
+
+    def next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def receive(self, limit_s: float | None, waiting: str = "") -> Reply:
+        """The next reply. DeadlineExceeded after `limit_s`; without one, logs every minute."""
+        started = time.monotonic()
+        while True:
+            reply = self.arrived_reply()
+            if reply is not None:
+                return reply
+            waited = time.monotonic() - started
+            if limit_s is not None and waited >= limit_s:
+                raise no_answer(self.peer, limit_s)
+            left = REMIND_S if limit_s is None else min(REMIND_S, limit_s - waited)
+            self.sock.settimeout(left)
+            try:
+                arrived = self.sock.recv_into(self.inbox.room())
+            except TimeoutError:
+                remind(waiting, time.monotonic() - started)
+                continue
+            self.count(arrived)
+
+    def count(self, arrived: int) -> None:
+        """Bytes arrived in the inbox; none means that the peer closed the connection."""
+        if not arrived:
+            raise self._complaint or peer_lost(self.peer)
+        self.inbox.arrived(arrived)
+
+    def arrived_reply(self) -> Reply | None:
+        """A whole reply, if one is there. What the peer says about one-way frames is only logged:
+        their call is over. Where it then closes the connection, that was the reason."""
+        while (reply := self.inbox.reply()) is not None and reply.rid == 0:
+            if not isinstance(reply.body, Failed):
+                return reply
+            failed = reply.body
+            log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
+            self._complaint = from_wire(failed.code, failed.message, failed.details)
+        return reply
+
+    def exchange(self, frame: bytearray, rid: int, limit_s: float | None, waiting: str) -> Body:
+        """Send one request and wait for its answer. Raises what the peer answered as an error."""
+        try:
+            self.send(frame, limit_s)
+            reply = self.receive(limit_s, waiting)
+            body = answer(reply, rid)
+        except DataplaneError:
+            self.close()
+            raise
+        except OSError as exc:
+            self.close()
+            raise peer_lost(self.peer) from exc
+        except BaseException:
+            self.close()
+            raise
+        return unwrap(body)
+
+    def post(self, frame: bytearray) -> None:
+        """Send one-way frames."""
+        try:
+            self.send(frame, GRACE_S)
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+                raise peer_lost(self.peer) from exc
+            raise
+
+    def send(self, frame: bytearray, limit_s: float | None) -> None:
+        self.sock.settimeout(limit_s)
+        try:
+            self.sock.sendall(frame)
+        except TimeoutError as exc:
+            raise no_answer(self.peer, limit_s or 0.0) from exc
+
+
+def answer(reply: Reply, rid: int) -> Body:
+    """The body of the reply to request `rid`."""
+    if reply.rid != rid:
+        raise ProtocolError(f"the peer answered request {reply.rid}, not {rid}")
+    return reply.body
+
+
+def unwrap(body: Body) -> Body:
+    """The body, unless it is an error: that is raised as its own type."""
+    if isinstance(body, Failed):
+        raise from_wire(body.code, body.message, body.details)
+    return body
+
+
+def frame_of(request: Request) -> bytearray:
+    """The request's frame; InvalidValue for a scalar that MessagePack cannot hold."""
+    try:
+        return encode(request)
+    except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
+        name = type(request.body).__name__
+        raise InvalidValue(
+            f"this {name} cannot be encoded: {exc}; tags and ids are str, bool, "
+            "float or an int of 64 bits"
+        ) from exc
+
+
+def remind(waiting: str, waited_s: float) -> None:
+    """Say what a call waits for, once a minute."""
+    if waiting and waited_s >= REMIND_S - 1:
+        log.info("still waiting after %.0f s: %s", waited_s, waiting)
+
+
+def peer_lost(peer: str) -> PeerLost:
+    return PeerLost(
+        f"peer {peer!r} went away in the middle of a call, which may or may not have taken effect; "
+        "connect again with dataplane.connect() and repeat it",
+        peer=peer,
+    )
+
+
+def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"peer {peer!r} did not answer within {limit_s:.1f} s and the call was cancelled; see the "
+        "peer's log, or give a longer timeout=",
+        peer=peer,
+        limit_s=limit_s,
+    )
+
+
+def negotiate(welcome: Welcome) -> int:
+    """The highest protocol version that both sides speak."""
+    lowest, highest = welcome.versions
+    version = min(highest, PROTOCOL_VERSION)
+    if version < max(lowest, PROTOCOL_VERSION_MIN):
+        raise VersionMismatch(
+            f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, this client "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same dataplane on both",
+            peer_versions=list(welcome.versions),
+        )
+    return version
+
+
+def open_connection(
+    opener: Opener, session: int = 0, peer: str = "?"
+) -> tuple[Connection, Welcome, HelloDone, list[int]]:
+    """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
+    the caller, when `session` is 0; a further connection of a session lets the kernel drop them."""
+    descriptors: list[int] = []
+    try:
+        connection = Connection(opener(), peer)
+    except OSError as exc:
+        raise peer_lost(peer) from exc
+    try:
+        connection.sock.settimeout(_HANDSHAKE_S)
+        welcome = _receive_welcome(connection, descriptors if session == 0 else None)
+        hello = Hello(negotiate(welcome), session)
+        rid = connection.next_rid()
+        request = Request(rid, session, 0, 0, welcome.epoch, int(_HANDSHAKE_S * 1e3), hello)
+        connection.send(encode(request), _HANDSHAKE_S)
+        done = unwrap(answer(connection.receive(_HANDSHAKE_S), rid))
+        if not isinstance(done, HelloDone):
+            raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
+    except BaseException as exc:
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+            raise peer_lost(connection.peer) from exc
+        raise
+    return connection, welcome, done, descriptors
+
+
+def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:
+    while (reply := connection.inbox.reply()) is None:
+        room = connection.inbox.room()
+        if descriptors is None:
+            connection.count(connection.sock.recv_into(room))
+        else:
+            connection.count(_receive_with_descriptors(connection.sock, room, descriptors))
+    body = unwrap(reply.body)
+    if not isinstance(body, Welcome):
+        raise ProtocolError(f"the peer opened with {type(body).__name__}, not Welcome")
+    if descriptors is not None and len(descriptors) != 2:
+        raise ProtocolError(f"Welcome brought {len(descriptors)} descriptors instead of 2")
+    connection.peer = body.peer
+    return body
+
+
+def _receive_with_descriptors(sock: socket.socket, room: memoryview, descriptors: list[int]) -> int:
+    count, ancillary, _, _ = sock.recvmsg_into(
+        [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            descriptors.extend(received)
+    return count
+
+
+class Connections:
+    """The idle connections of one session; more are opened as calls need them.
+
+    Idle sockets belong to no event loop, so threads and loops share one pool.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.opener = opener
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._closed: str | None = None
+
+    def idle(self) -> Connection | None:
+        """The connection used last, which keeps a lone caller's one-way frames in order."""
+        with self._lock:
+            if self._closed is not None:
+                raise ClientClosed(self._closed)
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, connection: Connection) -> None:
+        if connection.sock.fileno() < 0:
+            return
+        with self._lock:
+            if self._closed is None and len(self._idle) < _IDLE_CONNECTIONS:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self, why: str) -> None:
+        with self._lock:
+            self._closed = why
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def drop(self) -> None:
+        """Close what is idle without a lock, for the collector; nobody refers to the client."""
+        self._closed = "nothing refers to this client any more"
+        while self._idle:
+            self._idle.pop().close()
+
+    def poison(self, why: str) -> None:
+        """In a forked child: the parent's lock may be held for ever, and its sockets are shared,
+        so they are closed without a word to the peer."""
+        self._lock = threading.Lock()
+        self.close(why)
+
+    def __len__(self) -> int:
+        return len(self._idle)

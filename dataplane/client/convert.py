@@ -1,0 +1,232 @@
+"""What trainers ask of a column: one numpy array, torch tensors, or an Arrow table.
+
+Runs in the client. torch and pyarrow are imported when they are asked for, never before. Nothing
+here changes a stored value: tensors are private copies, unless views are asked for by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dataplane.client.views import ColumnView
+from dataplane.errors import InvalidValue
+from dataplane.wire.arrays import Array, dtype_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Layout = Literal["auto", "padded", "jagged", "list"]
+
+_AS_INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
+"""How ml_dtypes pass through torch, which knows them but not from numpy."""
+
+
+def to_numpy(column: ColumnView) -> Array | list[Any]:
+    """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
+
+    The array is a read-only view where the rows lie at a regular distance, else a packed copy.
+    Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
+    """
+    if column.uniform is not None:
+        dense = column.dense()
+        return _packed(column) if dense is None else dense
+    if column.holds_arrays or not len(column):
+        return list(column)
+    values = [column[row] if column.present(row) else None for row in range(len(column))]
+    numbers = _numbers(values)
+    return values if numbers is None else numbers
+
+
+def to_torch(
+    column: ColumnView,
+    layout: Layout = "auto",
+    padding: float = 0,
+    view: bool = False,
+    device: str = "cpu",
+) -> Any:
+    """The column as private, writable torch tensors, packed in one piece of memory.
+
+    auto: one tensor [n, ...] where all rows have one dtype and shape, else a list of tensors.
+    padded: one tensor, rows filled up behind with `padding`. jagged: a nested tensor (rows differ
+    in their first length only). list: a tensor a row; objects keep their form, with tensors as
+    leaves. view=True: tensors over the arena itself; torch does not know read-only memory, so
+    writing to them ends the process. InvalidValue where torch has no such dtype or layout.
+    """
+    import torch
+
+    if layout not in ("auto", "padded", "jagged", "list"):
+        raise InvalidValue(f"no layout: {layout!r}; it is auto, padded, jagged or list")
+    if not column.holds_arrays:
+        return _object_tensors(column, layout, view, device)
+    if view:
+        return _views(column, layout, device)
+    if column.uniform is not None and layout in ("auto", "padded"):
+        return _tensor(_packed(column)).to(device)
+    if layout == "padded":
+        return _tensor(_padded(column, padding)).to(device)
+    rows = _rows(column)
+    if layout != "jagged":
+        return [_tensor(row).to(device) for row in rows]
+    if len({(row.dtype, row.shape[1:]) for row in rows}) > 1 or rows[0].ndim == 0:
+        raise InvalidValue(f"{column.field}: jagged rows differ in their first length only")
+    ends = np.cumsum([0, *(len(row) for row in rows)])
+    values = _tensor(np.concatenate(rows)).to(device)
+    offsets = torch.from_numpy(ends).to(device)
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def to_arrow(
+    fields: Mapping[str, ColumnView],
+    keys: Sequence[object] | None = None,
+    tags: Mapping[str, Sequence[object]] | None = None,
+) -> pa.Table:
+    """A table with `key`, the fields and the tags; a tag named like a field is `tag.NAME`.
+
+    Equal arrays are a fixed-shape tensor column, others nested lists. bfloat16, fp8 and other small
+    floats become float32, small ints int8 or uint8. A row that lacks a field is null.
+    """
+    from dataplane.client import arrow
+
+    columns: dict[str, Any] = {}
+    if keys is not None:
+        mixed = len(set(map(type, keys))) > 1
+        columns["key"] = arrow.from_values("key", [str(k) for k in keys] if mixed else list(keys))
+    for name, column in fields.items():
+        columns["field.key" if name == "key" and keys is not None else name] = arrow.from_column(
+            column
+        )
+    for name, values in (tags or {}).items():
+        columns[f"tag.{name}" if name in columns else name] = arrow.from_values(name, list(values))
+    return arrow.table(columns)
+
+
+def _numbers(values: list[Any]) -> Array | None:
+    """Numbers as one array; None where they are not all numbers of one kind."""
+    kinds = set(map(type, values))
+    try:
+        if kinds == {bool}:
+            return np.array(values, np.bool_)
+        if kinds == {int}:
+            return np.array(values, np.int64)
+        if kinds in ({float}, {int, float}):
+            return np.array(values, np.float64)
+    except OverflowError:
+        return None
+    if all(issubclass(kind, np.generic) for kind in kinds):
+        dtypes = {value.dtype for value in values}
+        return np.array(values, dtypes.pop()) if len(dtypes) == 1 else None
+    return None
+
+
+def _packed(column: ColumnView) -> Array:
+    """A private copy [n, ...] of a uniform column."""
+    assert column.uniform is not None
+    dtype, shape = column.uniform
+    array = np.empty((len(column), *shape), dtype)
+    if array.size:
+        column.pack(array.reshape(-1).view(np.uint8))
+    return array
+
+
+def _rows(column: ColumnView) -> list[Array]:
+    """Private copies of the rows, in one piece where they have one dtype."""
+    views = list(column)
+    dtypes = {row.dtype for row in views}
+    if len(dtypes) > 1:
+        return [row.copy() for row in views]
+    dtype = dtypes.pop()
+    memory = np.empty(int(column.places["nbytes"].sum()), np.uint8)
+    column.pack(memory)
+    items, rows, at = memory.view(dtype), [], 0
+    for view in views:
+        rows.append(items[at : at + view.size].reshape(view.shape))
+        at += view.size
+    return rows
+
+
+def _padded(column: ColumnView, padding: float) -> Array:
+    rows = list(column)
+    if len({(row.dtype, row.ndim) for row in rows}) > 1:
+        raise InvalidValue(f"{column.field}: rows of different dtypes or ranks cannot be padded")
+    shape = tuple(max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True))
+    try:
+        array = np.full((len(rows), *shape), padding, rows[0].dtype)
+    except (OverflowError, ValueError, TypeError) as exc:
+        raise InvalidValue(f"{column.field}: {padding!r} is no {rows[0].dtype}: {exc}") from exc
+    for target, row in zip(array, rows, strict=True):
+        target[tuple(slice(length) for length in row.shape)] = row
+    return array
+
+
+def _tensor(array: Array) -> Any:
+    """A tensor over this array's memory."""
+    torch = sys.modules["torch"]
+    name = dtype_name(array.dtype) or ""
+    try:
+        if array.dtype.isbuiltin == 1:
+            return torch.from_numpy(array)
+        integers = array.view(_AS_INTEGERS[array.dtype.itemsize])
+        return torch.from_numpy(integers).view(getattr(torch, name))
+    except (TypeError, AttributeError, KeyError) as exc:
+        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
+
+
+class _Writable:
+    """Says of read-only memory that it is writable: torch takes nothing else without a warning."""
+
+    def __init__(self, array: Array) -> None:
+        self._keeps_alive = array
+        described = array.dtype.isbuiltin == 1
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.dtype.str if described else f"<u{array.itemsize}",
+            "data": (array.__array_interface__["data"][0], False),
+        }
+
+
+def _view_of(array: Array) -> Array:
+    """The same memory under an array that claims to be writable, and keeps the pin."""
+    return np.asarray(_Writable(array)).view(array.dtype)
+
+
+def _views(column: ColumnView, layout: Layout, device: str) -> Any:
+    dense = column.dense()
+    if dense is not None and layout in ("auto", "padded"):
+        return _tensor(_view_of(dense)).to(device)
+    if layout in ("padded", "jagged"):
+        raise InvalidValue(f"{column.field}: a {layout} tensor of these rows is a copy, no view")
+    return [_tensor(_view_of(row)).to(device) for row in column]
+
+
+def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str) -> Any:
+    values = list(column)
+    numbers = _numbers(values)
+    if numbers is not None and layout != "jagged":
+        tensor = _tensor(numbers).to(device)
+        return list(tensor.unbind()) if layout == "list" else tensor
+    found: list[Any] = []
+
+    def lowered(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            found.append(_tensor(_view_of(value) if view else value.copy()).to(device))
+            return found[-1]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(lowered, value))
+        if isinstance(value, dict):
+            return {key: lowered(item) for key, item in value.items()}
+        return value
+
+    tensors = [lowered(value) for value in values]
+    if layout in ("auto", "list") and (found or not values):
+        return tensors
+    raise InvalidValue(
+        f"{column.field}: its rows are objects, which make no {layout} tensor; "
+        "layout='list' gives objects whose arrays are tensors",
+        field=column.field,
+    )

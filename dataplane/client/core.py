@@ -1,0 +1,223 @@
+"""The client's operations as generators, without I/O: they yield steps and return results.
+
+`plane.Plane` carries the steps out with blocking sockets, `aio` on an event loop; so both do the
+same. A step's outcome is sent in, its error thrown in. Bodies of several messages, copies and the
+bookkeeping that must survive a failure between them belong here and in the files beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dataplane.client.session import Session
+from dataplane.errors import DeadlineExceeded, InvalidCall, ProtocolError
+from dataplane.wire.messages import (
+    Body,
+    Close,
+    Define,
+    Defined,
+    Done,
+    Reset,
+    Seal,
+    Stats,
+    StatsDone,
+    Wait,
+)
+from dataplane.wire.tables import Definition, Name
+
+DEFAULT_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
+    wait (for rows), `deadline_s` only how long this side does; None: for ever."""
+
+    body: Body
+    deadline_s: float | None
+    blocking: bool = False
+    waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send `body`, expect no answer."""
+
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Run `work`, which copies `nbytes`: off the event loop where that is much."""
+
+    work: Callable[[], Any]
+    nbytes: int
+
+
+Step = Call | Tell | Offload
+Operation = Generator[Step, Any, T]
+
+
+class Deadline:
+    """How much time an operation of several calls has left."""
+
+    __slots__ = ("timeout_s", "_until")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left(self, doing: str) -> float | None:
+        """Seconds left; DeadlineExceeded when none are."""
+        if self._until is None:
+            return None
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"{doing} did not end within {self.timeout_s} s; give a longer timeout=",
+                limit_s=self.timeout_s,
+            )
+        return left
+
+
+def ask(body: Body, expected: type[B], deadline: Deadline, doing: str = "") -> Operation[B]:
+    """One request and its answer, of the expected type."""
+    doing = doing or type(body).__name__.lower()
+    return expect((yield Call(body, deadline.left(doing))), expected, body)
+
+
+def wait_for(body: Body, expected: type[B], timeout_s: float | None, waiting: str) -> Operation[B]:
+    """A request that the peer may hold until rows come; its body carries the same time-out."""
+    return expect((yield Call(body, timeout_s, True, waiting)), expected, body)
+
+
+def expect(reply: object, expected: type[B], body: Body) -> B:
+    if not isinstance(reply, expected):
+        raise ProtocolError(
+            f"the peer answered {type(body).__name__} with {type(reply).__name__}, "
+            f"not {expected.__name__}"
+        )
+    return reply
+
+
+def milliseconds(timeout_s: float | None) -> int:
+    """As messages tell it: -1 for ever."""
+    return -1 if timeout_s is None else max(0, int(timeout_s * 1e3))
+
+
+# partitions
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One partition as this client knows it. `defined` is there once it has been attached."""
+
+    session: Session
+    name: str
+    defined: Defined | None = None
+
+    def attach(self, deadline: Deadline) -> Operation[int]:
+        """The generation; asks once, waiting until somebody has defined the partition."""
+        if self.defined is None:
+            yield from self.define(None, deadline)
+        assert self.defined is not None
+        return self.defined.generation
+
+    def define(self, definition: Definition | None, deadline: Deadline) -> Operation[None]:
+        doing = f"attaching to partition {self.name!r}"
+        self.defined = yield from ask(Define(self.name, definition), Defined, deadline, doing)
+
+    @property
+    def definition(self) -> Definition:
+        return self.defined.definition if self.defined is not None else Definition()
+
+    @property
+    def unit(self) -> str:
+        """What one counts by where nothing is said."""
+        return "groups" if self.definition.group_size is not None else "rows"
+
+
+def definition_of(
+    stages: Mapping[str, Sequence[str]] | None,
+    group_size: int | None,
+    groups: int | None,
+    free: str | None,
+    place: str,
+) -> Definition | None:
+    """The definition that the arguments of `partition(…)` spell; None where they only attach."""
+    if (stages, group_size, groups, free) == (None, None, None, None) and place == "local":
+        return None
+    for name, value in (("group_size", group_size), ("groups", groups)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidCall(f"{name}={value!r}: it must be a positive int, or None")
+    free = free or ("acked" if stages else "drop")
+    if free not in ("acked", "drop") or place not in ("local", "spread"):
+        raise InvalidCall(
+            f"free={free!r}, place={place!r}: free is 'acked' or 'drop', place 'local' or 'spread'"
+        )
+    named: dict[str, list[str]] = {}
+    for stage, fields in (stages or {}).items():
+        if isinstance(fields, str):
+            raise InvalidCall(f"stages={{{stage!r}: {fields!r}}}: give a list of field names")
+        named[stage] = list(fields)
+    return Definition(named, group_size, groups, free, place)  # type: ignore[arg-type]
+
+
+def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> Operation[None]:
+    deadline = Deadline(timeout)
+    generation = yield from handle.attach(deadline)
+    yield from ask(Close(handle.name, generation, group, n), Done, deadline)
+
+
+def seal(handle: Handle, timeout: float | None) -> Operation[None]:
+    deadline = Deadline(timeout)
+    generation = yield from handle.attach(deadline)
+    yield from ask(Seal(handle.name, generation), Done, deadline)
+
+
+def reset(handle: Handle, stage: str, timeout: float | None) -> Operation[None]:
+    deadline = Deadline(timeout)
+    generation = yield from handle.attach(deadline)
+    yield from ask(Reset(handle.name, generation, stage), Done, deadline)
+
+
+def wait(
+    handle: Handle,
+    stage: str,
+    rows: int | None,
+    groups: int | None,
+    below: int | None,
+    unit: str | None,
+    timeout: float | None,
+) -> Operation[None]:
+    """Until so many rows or groups are ready, or fewer than `below` are not yet done."""
+    if sum(n is not None for n in (rows, groups, below)) != 1:
+        raise InvalidCall("wait(stage, …) takes exactly one of rows=, groups=, below=")
+    generation = yield from handle.attach(Deadline(timeout or DEFAULT_TIMEOUT_S))
+    if below is None:
+        unit = "rows" if groups is None else "groups"
+    body = Wait(
+        handle.name,
+        generation,
+        stage,
+        unit or handle.unit,  # type: ignore[arg-type]
+        count=rows or groups or 0,
+        below=below or 0,
+        timeout_ms=milliseconds(timeout),
+    )
+    what = f"fewer than {below}" if below is not None else f"{body.count} ready"
+    waiting = f"{what} {body.unit} of partition {handle.name!r}, stage {stage!r}"
+    yield from wait_for(body, Done, timeout, waiting)
+
+
+def stats(
+    session: Session, partition: str | None, timeout: float | None
+) -> Operation[dict[str, Any]]:
+    done = yield from ask(Stats(partition), StatsDone, Deadline(timeout))
+    return done.stats

@@ -1,0 +1,94 @@
+"""Stretches of the arena that were granted to this client and are not written yet.
+
+The reply to a put grants room for the next one, so that a steady producer needs one round trip.
+What stays unused for a second goes back to the peer. Thread-safe; never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.wire.records import EXTENT
+
+MAX_LEFTOVERS = 16
+MAX_LEFTOVER_BYTES = 32 << 20
+IDLE_S = 1.0
+"""Grants that nobody used for this long go back."""
+
+Extents = npt.NDArray[np.void]
+
+
+def no_extents() -> Extents:
+    return np.zeros(0, EXTENT)
+
+
+class Leftovers:
+    """The granted, unwritten extents of one session."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents: list[tuple[int, int]] = []
+        self._touched = time.monotonic()
+
+    def take(self, nbytes: int) -> Extents | None:
+        """The smallest extent that holds `nbytes`, now the caller's; None where none does."""
+        with self._lock:
+            fitting = [e for e in self._extents if e[1] >= nbytes]
+            if not fitting:
+                return None
+            best = min(fitting, key=lambda e: e[1])
+            self._extents.remove(best)
+            self._touched = time.monotonic()
+        return np.array([best], EXTENT)
+
+    def keep(self, extents: Extents) -> Extents:
+        """Keep unwritten extents for the next put; returns those that must go back now."""
+        if not len(extents):
+            return extents
+        with self._lock:
+            self._touched = time.monotonic()
+            merged = _merge(self._extents + [(int(o), int(n)) for o, n in extents.tolist()])
+            merged.sort(key=lambda e: e[1], reverse=True)
+            kept: list[tuple[int, int]] = []
+            total = 0
+            for extent in merged:
+                if len(kept) < MAX_LEFTOVERS and total + extent[1] <= MAX_LEFTOVER_BYTES:
+                    kept.append(extent)
+                    total += extent[1]
+            self._extents = kept
+        held = set(kept)
+        return np.array([e for e in merged if e not in held], EXTENT)
+
+    def take_idle(self, idle_s: float = IDLE_S) -> Extents:
+        """All of them, if no put has used any for `idle_s`."""
+        with self._lock:
+            if time.monotonic() - self._touched < idle_s:
+                return no_extents()
+            extents, self._extents = self._extents, []
+        return np.array(extents, EXTENT)
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether one extent has room for so much."""
+        with self._lock:
+            return any(length >= nbytes for _, length in self._extents)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, length in self._extents)
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+
+def _merge(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for offset, length in sorted(extents):
+        if merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((offset, length))
+    return merged

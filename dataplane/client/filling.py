@@ -1,0 +1,131 @@
+"""The one copy of a put: values into the arena, where the layout and the peer's grant say.
+
+Runs in the client, in the caller's thread. Rows that lie at a regular distance are copied in one
+operation, small values are joined first; only values of at least 4 KiB are copied one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.parcel import Ints, Parcel, Strand
+from dataplane.client.values import Buffer
+from dataplane.wire.limits import ALIGNMENT_BYTES, PACK_LIMIT_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+Write = Callable[[int, int], Bytes]
+
+_FEW = 4
+_PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
+
+
+def fill(parcel: Parcel, offsets: npt.NDArray[np.uint64], write: Write) -> None:
+    """Copy the parcel's values into the arena.
+
+    offsets: where each of `parcel.sizes` starts, as `place` said. write(offset, length): that
+    stretch of the arena as a writable uint8 array; it is asked for stretches of adjacent ranges.
+    """
+    starts = offsets.astype(np.int64)
+    if not len(starts):
+        return
+    ends = starts + -(-parcel.sizes.astype(np.int64) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    breaks = (np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist() if len(starts) > 1 else []
+    if not breaks:
+        window = write(int(starts[0]), int(ends[-1] - starts[0]))
+        for strand in parcel.strands():
+            _copy(window, strand, starts - starts[0])
+        return
+    strands = list(parcel.strands())
+    for first, last in zip([0, *breaks], [*breaks, len(starts)], strict=True):
+        window = write(int(starts[first]), int(ends[last - 1] - starts[first]))
+        for strand in strands:
+            _copy(window, _within(strand, first, last), starts - starts[first])
+
+
+def _within(strand: Strand, first: int, last: int) -> Strand:
+    """Those values that lie in the ranges `first` to `last`."""
+    ranges = strand.records["range"]
+    chosen = np.flatnonzero((ranges >= first) & (ranges < last))
+    at = chosen if strand.at is None else strand.at[chosen]
+    return Strand(strand.source, strand.first, at, strand.records[chosen])
+
+
+def _copy(window: Bytes, strand: Strand, starts: Ints) -> None:
+    records, count = strand.records, len(strand.records)
+    if not count:
+        return
+    targets = starts[records["range"]] + records["delta"]
+    source = _chosen(strand)
+    if isinstance(source, np.ndarray) and count > _FEW:
+        _copy_rows(window, source, targets)
+    elif count <= _FEW:
+        _copy_each(window, source, targets, records["nbytes"])
+    else:
+        _copy_items(window, list(source), targets, records["nbytes"].astype(np.int64))
+
+
+def _chosen(strand: Strand) -> Bytes | list[Buffer]:
+    source, first, at = strand.source, strand.first, strand.at
+    if at is None:
+        return source[first : first + len(strand.records)]
+    if isinstance(source, np.ndarray) and source.shape[1] < PACK_LIMIT_BYTES:
+        return source[first + at]
+    return [source[index] for index in (first + at).tolist()]
+
+
+def _copy_rows(window: Bytes, rows: Bytes, targets: Ints) -> None:
+    """Rows of equal length, in as few operations as their places are regular."""
+    steps = np.diff(targets)
+    if (steps == steps[0]).all():
+        _copy_regular(window, rows, int(targets[0]), int(steps[0]))
+        return
+    step = int(steps.min())
+    bounds = [0, *(np.flatnonzero(steps != step) + 1).tolist(), len(rows)]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        _copy_regular(window, rows[first:last], int(targets[first]), step)
+
+
+def _copy_regular(window: Bytes, rows: Bytes, start: int, step: int) -> None:
+    count, length = rows.shape
+    if step == length:
+        window[start : start + rows.size] = rows.reshape(-1)
+    elif length:
+        # words instead of bytes: numpy copies rows of few items by item
+        word = next(size for size in (8, 4, 2, 1) if length % size == 0)
+        dtype = f"u{word}"
+        target = np.ndarray((count, length // word), dtype, window, start, (step, word))
+        target[...] = rows.view(dtype)
+
+
+def _copy_items(window: Bytes, items: list[Buffer], targets: Ints, sizes: Ints) -> None:
+    """Values of any length: large ones by themselves, runs of small ones joined."""
+    large = sizes >= PACK_LIMIT_BYTES
+    if large.any():
+        at = np.flatnonzero(large)
+        _copy_each(window, [items[index] for index in at.tolist()], targets[at], sizes[at])
+        at = np.flatnonzero(~large)
+        items, targets, sizes = [items[index] for index in at.tolist()], targets[at], sizes[at]
+    if not items:
+        return
+    rooms = np.maximum(-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+    padding = map(_PADDING.__getitem__, (rooms - sizes).tolist())
+    parts = list(chain.from_iterable(zip(items, padding, strict=True)))
+    ends = targets + rooms
+    bounds = [0, *(np.flatnonzero(targets[1:] != ends[:-1]) + 1).tolist(), len(items)]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        joined = b"".join(parts[2 * first : 2 * last])
+        start = int(targets[first])
+        window[start : start + len(joined)] = np.frombuffer(joined, np.uint8)
+
+
+def _copy_each(
+    window: Bytes, items: Bytes | list[Buffer], targets: Ints, sizes: npt.NDArray[Any]
+) -> None:
+    for item, start, size in zip(items, targets.tolist(), sizes.tolist(), strict=True):
+        if size:
+            window[start : start + size] = np.frombuffer(item, np.uint8)

@@ -1,0 +1,181 @@
+"""What a client does without being asked: release pins, give grants back, say goodbye.
+
+One daemon thread a client, started when there is something to do. It owns the anchor: a connection
+that no call borrows, so that the session outlives cancelled calls. Also here: process exit, and
+forks, whose children must not touch what their parent has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+
+from dataplane.client.connection import Connection, frame_of
+from dataplane.client.extents import IDLE_S
+from dataplane.client.session import Session
+from dataplane.errors import DataplaneError
+from dataplane.wire.frames import encode
+from dataplane.wire.messages import Body, Finish, GiveBack, Goodbye
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.2
+"""Releases are collected this long, so that a loop over batches sends few messages."""
+_SEND_S = 5.0
+_GOODBYE_S = 2.0
+
+_living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
+
+
+class Housekeeper:
+    """Keeps house for one session, on its anchor connection."""
+
+    def __init__(self, session: Session, anchor: Connection) -> None:
+        self.session = session
+        self._anchor: Connection | None = anchor
+        self._sending = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._deserted = False
+        session.tend = self.start
+        _living.add(self)
+
+    def start(self) -> None:
+        if self._thread is not None or self._closing.is_set():
+            return
+        with self._sending:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="dataplane-housekeeping", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        session = self.session
+        while self._anchor is not None and not self._over():
+            woken = session.await_release(IDLE_S if len(session.leftovers) else None)
+            if self._deserted and session.closed is None:
+                self.close("nothing refers to this client any more")
+            elif woken:
+                self._closing.wait(GATHER_S)
+            due = session.parting(housekeeping=True)
+            idle = session.leftovers.take_idle()
+            if len(idle):
+                due.append(GiveBack(idle.tobytes()))
+            self.tell(due)
+        if self._over():
+            self._drop_anchor()
+
+    def _over(self) -> bool:
+        """After close() the anchor stays only for views that are still alive."""
+        return self._closing.is_set() and not self.session.pins
+
+    def tell(self, bodies: list[Body]) -> None:
+        """Send one-way messages. A peer that is gone needs no telling."""
+        if not bodies:
+            return
+        with self._sending:
+            anchor = self._anchor
+            if anchor is None:
+                return
+            try:
+                self._discard_answers(anchor)
+                for body in bodies:
+                    anchor.send(encode(self.session.one_way(body)), _SEND_S)
+            except (OSError, DataplaneError) as exc:
+                log.info("peer %r does not take one-way messages: %s", self.session.peer, exc)
+                self._anchor = None
+                anchor.close()
+
+    @staticmethod
+    def _discard_answers(anchor: Connection) -> None:
+        """The peer only answers one-way messages that it refused; arrived_reply logs them."""
+        anchor.sock.setblocking(False)
+        try:
+            while True:
+                anchor.count(anchor.sock.recv_into(anchor.inbox.room()))
+                anchor.arrived_reply()
+        except BlockingIOError:
+            return
+
+    def close(self, why: str) -> None:
+        """End the session in order; live views stay readable, their pins go when they do."""
+        session = self.session
+        if session.closed is not None:
+            return
+        session.closed = why
+        self._goodbye()
+        session.connections.close(why)
+        self._closing.set()
+        if session.pins and self._thread is not None:
+            session.wake()
+            return
+        session.wake()
+        self._drop_anchor()
+
+    def desert(self) -> None:
+        """The last reference to the plane died. Runs inside the collector, so it takes no lock:
+        the thread closes; without one nothing was ever held, and only sockets remain."""
+        self._deserted = True
+        if self._thread is not None:
+            self.session.wake()
+            return
+        self.session.connections.drop()
+        if self._anchor is not None:
+            self._anchor.close()
+
+    def _goodbye(self) -> None:
+        session = self.session
+        leases, session.leases = list(session.leases), set()
+        due: list[Body] = [Finish(lease, "release") for lease in leases]
+        due += session.parting()
+        grants = session.leftovers.take_idle(0)
+        if len(grants):
+            due.append(GiveBack(grants.tobytes()))
+        self.tell(due)
+        with self._sending:
+            anchor = self._anchor
+            if anchor is None:
+                return
+            try:
+                request = session.one_way(Goodbye(), anchor.next_rid())
+                anchor.exchange(frame_of(request), request.rid, _GOODBYE_S, "")
+            except (OSError, DataplaneError) as exc:
+                log.info("peer %r did not say goodbye: %s", session.peer, exc)
+                self._anchor = None
+
+    def _drop_anchor(self) -> None:
+        with self._sending:
+            anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.close()
+
+    def poison(self) -> None:
+        """In a forked child: close the copies of the sockets, silently."""
+        self._sending = threading.Lock()
+        self._thread = None
+        self._closing.set()
+        self.session.poison()
+        self._drop_anchor()
+
+
+def close_all() -> None:
+    """At exit, every client leaves in order."""
+    started = time.monotonic()
+    for keeper in list(_living):
+        if time.monotonic() - started > _GOODBYE_S:
+            return
+        keeper.close("the process is exiting")
+
+
+def _poison_all() -> None:
+    for keeper in list(_living):
+        keeper.poison()
+
+
+atexit.register(close_all)
+os.register_at_fork(after_in_child=_poison_all)

@@ -1,0 +1,271 @@
+"""How a put lies in the arena: which values share a range, in parcels that are written whole.
+
+Runs in the client, sans-I/O, in columns. A parcel is what the peer reserves as one unit: whole
+groups (or single rows) of up to about 1 MiB together, or one larger group alone. Values of at least
+4 KiB are ranges of their own; smaller ones are packed, field by field, into blocks of at most
+64 KiB. Where a range lies is decided later, by `memory.placement`; the copy is in `filling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.copies import Copies, find_copies
+from dataplane.client.filling import fill
+from dataplane.client.parcel import Ints, LaidColumn, LaidStrip, Layout, Parcel, join
+from dataplane.client.values import Prepared, PreparedColumn, Strip
+from dataplane.errors import LimitExceeded
+from dataplane.wire.limits import (
+    ALIGNMENT_BYTES,
+    MAX_ROWS_PER_MESSAGE,
+    NO_GROUP,
+    PACK_BLOCK_BYTES,
+    PACK_LIMIT_BYTES,
+)
+from dataplane.wire.records import U8, VALUE
+
+__all__ = ["Parcel", "fill", "join", "plan"]
+
+PARCEL_BYTES = 1 << 20
+BLOCK_STEP_BYTES = PACK_BLOCK_BYTES - PACK_LIMIT_BYTES
+"""A packed value is in the block `its last byte // this`, counted through the parcel: so blocks are
+found for all values at once, follow each other without a gap, and none is over PACK_BLOCK_BYTES."""
+FEW_VALUES = 48
+"""Up to here plain Python beats numpy's fixed cost a call."""
+
+
+def plan(prepared: Prepared, group_index: np.ndarray | None = None) -> list[Parcel]:
+    """Cut a put into parcels.
+
+    group_index: u4 a row, NO_GROUP for a row without group. Rows of one group stay together
+    wherever they are in the put; else rows keep their order. LimitExceeded where one group has
+    more rows than a message takes.
+    """
+    columns = prepared.columns
+    few = _lay_few(prepared)
+    if few is not None:
+        return [Parcel(few, 0, 1)]
+    row_ends = np.cumsum(_row_bytes(prepared))
+    order = None
+    if row_ends[-1] <= PARCEL_BYTES and prepared.n <= MAX_ROWS_PER_MESSAGE:
+        bounds = np.array([0, prepared.n])
+    elif group_index is None:
+        bounds = _cut(row_ends, np.arange(1, prepared.n + 1))
+    else:
+        order, unit_ends = _units(group_index)
+        if order is not None:
+            row_ends = np.cumsum(_row_bytes(prepared)[order])
+            columns = [_reordered(column, order) for column in columns]
+        bounds = _cut(row_ends, unit_ends)
+    layout = _lay(prepared, columns, bounds)
+    layout.order = order
+    return [Parcel(layout, at, at + 1) for at in range(len(bounds) - 1)]
+
+
+def _room(sizes: int | Ints) -> int | Ints:
+    """What a value takes: padded, and never nothing, so that every value has a place."""
+    return np.maximum(-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+
+
+def _sizes(strip: Strip) -> Ints:
+    if isinstance(strip.sizes, int):
+        return np.full(strip.count, strip.sizes)
+    return strip.sizes
+
+
+def _from_zero(values: npt.NDArray[Any]) -> Ints:
+    """Running totals, with the 0 before the first."""
+    totals = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=totals[1:])
+    return totals
+
+
+def _row_bytes(prepared: Prepared) -> Ints:
+    total = np.zeros(prepared.n, np.int64)
+    for column in prepared.columns:
+        total += _room(column.values.sizes)
+        if column.leaves is not None and column.leaf_counts is not None:
+            ends = _from_zero(np.asarray(_room(_sizes(column.leaves))))
+            total += np.diff(ends[_from_zero(column.leaf_counts)])
+    return total
+
+
+def _units(group_index: np.ndarray) -> tuple[Ints | None, Ints]:
+    """The order of rows that brings groups together (None: they are), and where each unit ends."""
+    count = len(group_index)
+    unit = group_index.astype(np.int64)
+    alone = unit == NO_GROUP
+    unit[alone] = NO_GROUP + np.flatnonzero(alone)
+    _, first, inverse = np.unique(unit, return_index=True, return_inverse=True)
+    rank = first[inverse]
+    order = None
+    if (np.diff(rank) < 0).any():
+        order = np.argsort(rank, kind="stable")
+        rank = rank[order]
+    return order, np.append(np.flatnonzero(np.diff(rank)) + 1, count)
+
+
+def _cut(row_ends: Ints, unit_ends: Ints) -> Ints:
+    """Row bounds of the parcels: as many whole units as fit PARCEL_BYTES, at least one."""
+    bytes_to = row_ends[unit_ends - 1]
+    bounds, unit, before = [0], 0, 0
+    while unit < len(unit_ends):
+        unit = max(unit + 1, int(np.searchsorted(bytes_to, before + PARCEL_BYTES, "right")))
+        before = int(bytes_to[unit - 1])
+        bounds.append(int(unit_ends[unit - 1]))
+        if bounds[-1] - bounds[-2] > MAX_ROWS_PER_MESSAGE:
+            raise LimitExceeded(
+                f"one group has {bounds[-1] - bounds[-2]} rows in this put, the limit is "
+                f"{MAX_ROWS_PER_MESSAGE}; put it in several calls",
+                limit=MAX_ROWS_PER_MESSAGE,
+            )
+    return np.array(bounds)
+
+
+def _reordered(column: PreparedColumn, order: Ints) -> PreparedColumn:
+    values = _taken(column.values, order)
+    if column.leaves is None or column.leaf_counts is None:
+        return PreparedColumn(column.field, values, dedup=column.dedup)
+    starts, counts = _from_zero(column.leaf_counts)[:-1][order], column.leaf_counts[order]
+    ends = _from_zero(counts)
+    leaf_order = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
+    leaves = _taken(column.leaves, leaf_order)
+    return PreparedColumn(column.field, values, counts, leaves, column.dedup)
+
+
+def _taken(strip: Strip, order: Ints) -> Strip:
+    source = strip.source
+    if isinstance(source, np.ndarray) and source.shape[1] < PACK_LIMIT_BYTES:
+        source = source[order]
+    else:
+        # large rows stay where they are until the one copy
+        source = [source[index] for index in order.tolist()]
+    sizes = strip.sizes if isinstance(strip.sizes, int) else strip.sizes[order]
+    specs = strip.specs if isinstance(strip.specs, int) else strip.specs[order]
+    return Strip(len(order), source, sizes, specs)
+
+
+def _lay(prepared: Prepared, columns: list[PreparedColumn], row_bounds: Ints) -> Layout:
+    laid: list[LaidColumn] = []
+    strips: list[tuple[Strip, LaidStrip]] = []
+    for column in columns:
+        values = LaidStrip(column.values.source, np.zeros(column.values.count, VALUE), row_bounds)
+        strips.append((column.values, values))
+        leaves = None
+        if column.leaves is not None and column.leaf_counts is not None:
+            bounds = _from_zero(column.leaf_counts)[row_bounds]
+            leaves = LaidStrip(column.leaves.source, np.zeros(bounds[-1], VALUE), bounds)
+            strips.append((column.leaves, leaves))
+        laid.append(LaidColumn(column.field, values, column.leaf_counts, leaves, column.dedup))
+    for strip, target in strips:
+        target.records["nbytes"], target.records["spec"] = strip.sizes, strip.specs
+    copies = find_copies(laid) if any(column.dedup for column in laid) else Copies()
+    sizes, range_bounds = _number([target for _, target in strips], len(row_bounds) - 1)
+    layout = Layout(prepared.specs, row_bounds, range_bounds, sizes, laid)
+    copies.settle(layout)
+    return layout
+
+
+def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
+    """Give every value its range, numbered through the put: in each parcel blocks, then large ones.
+
+    Returns the ranges' sizes (u8) and the bounds of the parcels in them.
+    """
+    packed, large = np.zeros(parcels, np.int64), np.zeros(parcels, np.int64)
+    passes: list[tuple[np.ndarray, Ints, Ints, Ints]] = []
+    for strip in strips:
+        sizes = strip.records["nbytes"].astype(np.int64)
+        small = sizes < PACK_LIMIT_BYTES
+        own = ~small if strip.skip is None else ~(small | strip.skip)
+        room = np.where(small, _room(sizes), 0)
+        ends, ranks = _from_zero(room), _from_zero(own)
+        at, rank_at = ends[strip.bounds], ranks[strip.bounds]
+        counts = np.diff(strip.bounds)
+        ends = ends[1:] + np.repeat(packed - at[:-1], counts)
+        ranks = ranks[:-1] + np.repeat(large - rank_at[:-1], counts)
+        packed += np.diff(at)
+        large += np.diff(rank_at)
+        passes.append((small, room, ends, ranks))
+    blocks = -(-packed // BLOCK_STEP_BYTES)
+    range_bounds = _from_zero(blocks + large)
+    block_ends = np.zeros(range_bounds[-1] + 1, np.int64)
+    sizes = np.zeros(range_bounds[-1], U8)
+    for strip, (small, room, ends, ranks) in zip(strips, passes, strict=True):
+        first = np.repeat(range_bounds[:-1], np.diff(strip.bounds))
+        inside = np.where(small, (ends - 1) // BLOCK_STEP_BYTES, 0)
+        ranges = first + np.where(small, inside, ranks)
+        ranges += np.where(small, 0, np.repeat(blocks, np.diff(strip.bounds)))
+        _end_blocks(block_ends, ranges[small], ends[small])
+        before = np.where(inside > 0, block_ends[ranges - 1], 0)
+        strip.records["range"] = ranges
+        strip.records["delta"] = np.where(small, ends - room - before, 0)
+        own = ~small if strip.skip is None else ~(small | strip.skip)
+        sizes[ranges[own]] = strip.records["nbytes"][own]
+    is_block = block_ends[:-1] > 0
+    starts = np.where(_first_of_parcel(range_bounds), 0, np.roll(block_ends[:-1], 1))
+    sizes[is_block] = (block_ends[:-1] - starts)[is_block]
+    return sizes, range_bounds
+
+
+def _first_of_parcel(range_bounds: Ints) -> np.ndarray:
+    first = np.zeros(range_bounds[-1] + 1, bool)
+    first[range_bounds[:-1]] = True
+    return first[:-1]
+
+
+def _end_blocks(block_ends: Ints, ranges: Ints, ends: Ints) -> None:
+    """Note where blocks end, as far as this strip knows: later strips of a parcel lie behind."""
+    if len(ranges):
+        last = np.append(ranges[1:] != ranges[:-1], True)
+        block_ends[ranges[last]] = ends[last]
+
+
+def _lay_few(prepared: Prepared) -> Layout | None:
+    """The same for a put of few values in one parcel and one block; None where it is not one."""
+    columns = prepared.columns
+    strips = [s for c in columns for s in (c.values, c.leaves) if s is not None]
+    if sum(s.count for s in strips) > FEW_VALUES or any(c.dedup for c in columns):
+        return None
+    sizes = [[s.sizes] * s.count if isinstance(s.sizes, int) else s.sizes.tolist() for s in strips]
+    small = [_few_room(n) for each in sizes for n in each if n < PACK_LIMIT_BYTES]
+    large = [n for each in sizes for n in each if n >= PACK_LIMIT_BYTES]
+    packed = sum(small)
+    if packed > BLOCK_STEP_BYTES or (prepared.n > 1 and packed + sum(large) > PARCEL_BYTES // 2):
+        return None
+    place = _FewPlaces(1 if small else 0)
+    laid = iter([_laid_few(strip, each, place) for strip, each in zip(strips, sizes, strict=True)])
+    fields = [
+        LaidColumn(c.field, next(laid), c.leaf_counts, next(laid) if c.leaves else None)
+        for c in columns
+    ]
+    ranges = np.array([packed, *large] if small else large, U8)
+    return Layout(prepared.specs, (0, prepared.n), (0, len(ranges)), ranges, fields)
+
+
+def _few_room(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES or ALIGNMENT_BYTES
+
+
+@dataclass(slots=True)
+class _FewPlaces:
+    """Where the next large and the next packed value go."""
+
+    next_range: int
+    delta: int = 0
+
+
+def _laid_few(strip: Strip, sizes: list[int], place: _FewPlaces) -> LaidStrip:
+    specs = [strip.specs] * strip.count if isinstance(strip.specs, int) else strip.specs.tolist()
+    records = []
+    for size, spec in zip(sizes, specs, strict=True):
+        if size < PACK_LIMIT_BYTES:
+            records.append((0, 0, size, spec, place.delta, 0))
+            place.delta += _few_room(size)
+        else:
+            records.append((place.next_range, 0, size, spec, 0, 0))
+            place.next_range += 1
+    return LaidStrip(strip.source, np.array(records, VALUE), (0, strip.count))

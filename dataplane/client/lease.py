@@ -1,0 +1,301 @@
+"""A lease and what was added under it, until ack, release or drop. Operations without I/O.
+
+Positions of rows are those of the claim and stay so when some rows were dropped. Added values lie
+in the arena at once and travel with the ack, in one message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.core import (
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Deadline,
+    Handle,
+    Operation,
+    Tell,
+    ask,
+    expect,
+    milliseconds,
+    wait_for,
+)
+from dataplane.client.rows import Names, TagValues, group_positions, tag_columns, take_tags
+from dataplane.client.written import Written, beside
+from dataplane.client.writing import write_columns
+from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired
+from dataplane.metadata.where import Where
+from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.wire.messages import (
+    Body,
+    Claim,
+    Claimed,
+    Done,
+    Fetch,
+    Fetched,
+    Finish,
+    PutDone,
+    Want,
+)
+from dataplane.wire.records import EXTENT, KEY, U4
+from dataplane.wire.tables import Table
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["ack", "release", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a claim's arguments ask for; `want` checks them."""
+
+    rows: int | None
+    groups: int | None
+    budget: Mapping[str, float] | None
+    minimum: int | None
+    where: Where | None
+    unit: str | None
+
+    def want(self, default_unit: str) -> Want:
+        """The demand as it travels. InvalidCall unless it is exactly one of the three."""
+        if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
+            raise InvalidCall("a claim takes exactly one of rows=, groups=, budget={tag: sum}")
+        where = None if self.where is None else self.where.to_wire()
+        if self.budget is not None:
+            return self._budget(self.budget, self.unit or default_unit, where)
+        kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
+        count = self.rows if self.rows is not None else self.groups
+        if self.unit not in (None, kind):
+            raise InvalidCall(f"unit={self.unit!r} goes with budget=; {kind}= says the unit itself")
+        if not isinstance(count, int) or count < 1:
+            raise InvalidCall(f"{kind}={count!r}: it must be a positive int")
+        least = count if self.minimum is None else self.minimum
+        if not isinstance(least, int) or not 1 <= least <= count:
+            raise InvalidCall(f"min={least!r}: it must be from 1 to {kind}={count}")
+        return Want(kind, count, least, where)
+
+    def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
+        shown = dict(budget)
+        if len(budget) != 1:
+            raise InvalidCall(f"budget={shown!r}: give one tag and the sum that it may reach")
+        if self.minimum is not None:
+            raise InvalidCall("min= does not go with budget=: a budget takes what fits")
+        if unit not in ("rows", "groups"):
+            raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
+        ((tag, amount),) = budget.items()
+        if not amount > 0:
+            raise InvalidCall(f"budget={shown!r}: the sum must be positive")
+        return Want(unit, 0, 0, where, tag, float(amount))  # type: ignore[arg-type]
+
+
+def claim(
+    handle: Handle,
+    stage: str,
+    demand: Demand,
+    fields: Sequence[str] | None,
+    timeout: float | None,
+    lease_s: float | None,
+) -> Operation[Claimed]:
+    """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`."""
+    session = handle.session
+    demand.want("rows")
+    generation = yield from handle.attach(Deadline(timeout or DEFAULT_TIMEOUT_S))
+    want = demand.want(handle.unit)
+    wanted = None if fields is None else list(fields)
+    body = Claim(
+        handle.name,
+        generation,
+        stage,
+        want,
+        wanted,
+        declare=None if stage in handle.definition.stages else wanted,
+        timeout_ms=milliseconds(timeout),
+        lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
+    )
+    amount = f"{want.budget_tag} up to {want.budget:g}" if want.budget_tag else f"{want.count}"
+    waiting = f"claim of {amount} ({want.unit}) for stage {stage!r} of partition {handle.name!r}"
+    claimed = yield from wait_for(body, Claimed, timeout, waiting)
+    session.leased(claimed.lease)
+    rows = claimed.table.rows
+    session.familiar.note(rows.group_keys or rows.keys)
+    return claimed
+
+
+class Lease:
+    """What a claim handed out. Its rows go back when it dies without ack."""
+
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
+        self.handle = handle
+        self.stage = stage
+        self.id = claimed.lease
+        self.n = len(claimed.table.rows.keys) // KEY.itemsize
+        self.state = "leased"
+        self._open = np.ones(self.n, np.bool_)
+        self._added: list[Written] = []
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that were neither finished nor dropped."""
+        return int(self._open.sum()) if self.state == "leased" else 0
+
+    @property
+    def added(self) -> list[str]:
+        """Fields that wait for the ack."""
+        return [name for part in self._added for name in part.fields]
+
+    def check(self) -> None:
+        if self.state != "leased":
+            raise LeaseExpired(
+                f"this batch was {self.state}: nothing can be added to it or finished any more",
+                stage=self.stage,
+            )
+
+    def add(self, columns: Mapping[str, Any], timeout: float | None) -> Operation[None]:
+        """Copy new fields of all rows into the arena. They are there for others after the ack."""
+        self.check()
+        twice = set(columns) & set(self.added)
+        if twice:
+            raise FieldExists(
+                f"{', '.join(sorted(twice))} was already added to this batch: fields are "
+                "write-once",
+                fields=sorted(twice),
+            )
+        written = yield from write_columns(self.handle, columns, self.n, Deadline(timeout))
+        size = sum(part_bytes(part) for part in [*self._added, written])
+        if size > MAX_FRAME_BYTES // 2:
+            self.handle.session.keep(written.ranges)
+            raise InvalidRows(
+                f"what was added to these {self.n} rows needs a message of {size} bytes: claim "
+                "fewer rows at a time",
+                size=size,
+            )
+        self._added.append(written)
+
+    def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
+        """More fields of the rows."""
+        body = Fetch(self.id, list(fields))
+        return (yield from ask(body, Fetched, Deadline(timeout)))
+
+    def finish(
+        self,
+        outcome: Outcome,
+        rows: npt.NDArray[np.intp] | None = None,
+        tags: TagValues | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Operation[None]:
+        """End the lease for all rows that are still open, or for those at `rows`.
+
+        Only ack takes what was added along. A release without tags is not answered.
+        """
+        self.check()
+        given = tag_columns(tags, self.n)
+        index = np.flatnonzero(self._open) if rows is None else rows
+        at = None if len(index) == self.n else index
+        body = Finish(
+            self.id,
+            outcome,
+            None if at is None else at.astype(U4).tobytes(),
+            tags=take_tags(given, at),
+        )
+        if not len(index):
+            self._end("finished")
+        elif outcome == "ack":
+            yield from self._ack(body, at, timeout)
+        elif outcome == "release" and not given:
+            yield Tell(body)
+        else:
+            yield from self._send(body, timeout)
+        self._closed_rows(outcome, rows)
+
+    def _ack(
+        self, body: Finish, at: npt.NDArray[np.intp] | None, timeout: float | None
+    ) -> Operation[None]:
+        session = self.handle.session
+        if self._added:
+            written = beside(self._added)
+            unused = np.zeros(0, EXTENT)
+            if at is not None:
+                written, unused = written.take(at)
+            # From here on the values belong to this one message, whatever becomes of it.
+            self._added = []
+            session.keep(unused)
+            body.columns, body.specs = written.columns(), written.specs
+            body.ranges, body.shared = written.ranges.tobytes(), written.shared.tobytes()
+            body.want_bytes = written.nbytes
+        try:
+            done = yield from self._send(body, timeout)
+        except LeaseExpired:
+            # Refused before anything was committed, so the room is still granted.
+            session.keep(np.frombuffer(body.ranges, EXTENT))
+            raise
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
+            if done.kept:
+                log.info(
+                    "stage %r of %r was delivered again; values that were there stayed: %s",
+                    self.stage,
+                    self.handle.name,
+                    done.kept,
+                )
+
+    def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
+        """Finish is answered with PutDone where values came along, else Done will do."""
+        deadline = Deadline(timeout)
+        try:
+            reply = yield Call(body, deadline.left(body.outcome))
+        except LeaseExpired:
+            self._end("expired")
+            raise
+        return reply if isinstance(reply, PutDone) else expect(reply, Done, body)
+
+    def _closed_rows(self, outcome: Outcome, rows: npt.NDArray[np.intp] | None) -> None:
+        if rows is not None:
+            self._open[rows] = False
+        if rows is None or not self._open.any():
+            ended = {"ack": "acked", "release": "released", "drop": "dropped"}
+            self._end(ended[outcome])
+
+    def _end(self, state: str) -> None:
+        session = self.handle.session
+        self.state = state
+        session.leases.discard(self.id)
+        for part in self._added:
+            session.keep(part.ranges)
+        self._added = []
+
+    def positions(
+        self, rows: Sequence[int] | None, groups: Names | None, table: Table
+    ) -> npt.NDArray[np.intp] | None:
+        """Which rows `drop(rows=…)` or `drop(groups=…)` means; None: all that are open."""
+        if rows is not None and groups is not None:
+            raise InvalidCall("give rows= or groups=, not both")
+        if rows is not None:
+            index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
+            if len(index) and (index[0] < 0 or index[-1] >= self.n):
+                raise InvalidRows(f"rows={rows!r}: positions in this batch are 0 to {self.n - 1}")
+        elif groups is not None:
+            index = group_positions(table, groups)
+        else:
+            return None
+        return index[self._open[index]]
+
+    def abandon(self) -> None:
+        """Give the rows back without a call: from a finalizer."""
+        if self.state == "leased":
+            self.state = "released"
+            self.handle.session.abandon(self.id, [part.ranges for part in self._added])
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+def part_bytes(written: Written) -> int:
+    """What these values add to a message."""
+    cells = sum(c.values.nbytes + c.leaves.nbytes + 4 * len(c.values) for c in written.cells)
+    return cells + written.ranges.nbytes + 64 * len(written.specs)

@@ -1,0 +1,257 @@
+"""Parcels: the pieces of a put that are reserved, written and committed whole.
+
+A parcel is a window onto the layout of the whole put, so cutting a put into many costs little, and
+neighbours can be joined again for one message. Its records number the ranges of this parcel: first
+those it writes itself, then those it shares with values that the peer has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.values import Buffer
+from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.wire.records import DIGEST, U4, VALUE
+from dataplane.wire.tables import Column, Spec
+
+Ints = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class LaidStrip:
+    """Values of one field in the order of the layout, with their VALUE records.
+
+    `bounds` cuts them into parcels; ranges are numbered through the put. `skip` marks values that
+    lie where an equal one of the same parcel is written.
+    """
+
+    source: npt.NDArray[np.uint8] | list[Buffer]
+    records: Records
+    bounds: Sequence[int] | Ints
+    skip: Mask | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LaidColumn:
+    """One field of the put."""
+
+    field: str
+    values: LaidStrip
+    leaf_counts: Ints | None = None
+    leaves: LaidStrip | None = None
+    dedup: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Layout:
+    """A whole put. Bounds have an entry a parcel and one more.
+
+    order: the rows of the put in layout order, None where that is their own. digests: DIGEST by
+    ascending range; `repeated` marks those that an earlier parcel has too.
+    """
+
+    specs: list[Spec]
+    row_bounds: Sequence[int] | Ints
+    range_bounds: Sequence[int] | Ints
+    sizes: npt.NDArray[np.uint64]
+    columns: list[LaidColumn]
+    order: Ints | None = None
+    digests: Records = field(default_factory=lambda: np.zeros(0, DIGEST))
+    digest_ranges: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    digest_sources: list[Buffer] = field(default_factory=list)
+    repeated: Mask = field(default_factory=lambda: np.zeros(0, bool))
+
+
+class Cells(NamedTuple):
+    """The records of one field: VALUE a row, and for array leaves u4 counts a row and VALUE."""
+
+    field: str
+    values: Records
+    leaf_counts: npt.NDArray[np.uint32] | None
+    leaves: Records
+
+
+class Strand(NamedTuple):
+    """Values of one strip that this parcel writes: source indexes, their records, ranges."""
+
+    source: npt.NDArray[np.uint8] | list[Buffer]
+    first: int
+    at: Ints | None
+    records: Records
+
+
+class Parcel:
+    """Parcels `first` to `last` of a layout, as one."""
+
+    __slots__ = ("_first", "_last", "_layout", "_shared")
+
+    def __init__(self, layout: Layout, first: int, last: int) -> None:
+        self._layout, self._first, self._last = layout, first, last
+        self._shared: Mask | None = None
+
+    def __len__(self) -> int:
+        bounds = self._layout.row_bounds
+        return int(bounds[self._last]) - int(bounds[self._first])
+
+    def __repr__(self) -> str:
+        return f"<Parcel of {len(self)} rows, {len(self.sizes)} ranges, {self.nbytes} bytes>"
+
+    @property
+    def rows(self) -> Ints:
+        """Which rows of the put these are, in the order of the records."""
+        start, stop = (self._layout.row_bounds[at] for at in (self._first, self._last))
+        order = self._layout.order
+        return np.arange(start, stop) if order is None else order[start:stop]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.uint64]:
+        """Bytes (u8) of each range that this parcel writes; what is shared is not among them."""
+        low, high = self._ranges()
+        sizes = self._layout.sizes[low:high]
+        return sizes if self._shared is None else sizes[~self._shared]
+
+    @property
+    def nbytes(self) -> int:
+        """What the ranges take in the arena, padding included."""
+        align = np.uint64(ALIGNMENT_BYTES)
+        return int(((self.sizes + (align - np.uint64(1))) // align * align).sum())
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The specs of the whole put; the records' `spec` is an index into them."""
+        return self._layout.specs
+
+    @property
+    def cells(self) -> list[Cells]:
+        """The VALUE records by field: `range` indexes `sizes`, then what was shared."""
+        return [
+            Cells(
+                column.field,
+                self._records(column.values),
+                self._leaf_counts(column),
+                np.zeros(0, VALUE) if column.leaves is None else self._records(column.leaves),
+            )
+            for column in self._layout.columns
+        ]
+
+    def columns(self) -> list[Column]:
+        """The same as the columns of a message."""
+        return [
+            Column(
+                cells.field,
+                cells.values.tobytes(),
+                b"" if cells.leaf_counts is None else cells.leaf_counts.tobytes(),
+                cells.leaves.tobytes(),
+            )
+            for cells in self.cells
+        ]
+
+    # dedup
+
+    @property
+    def digests(self) -> Records:
+        """DIGEST of each range that may lie at the peer already, or that later puts may share."""
+        return self._layout.digests[self._own_digests()]
+
+    @property
+    def digest_ranges(self) -> npt.NDArray[np.uint32]:
+        """Which of `sizes` each digest belongs to (u4)."""
+        local = self._layout.digest_ranges[self._own_digests()] - self._ranges()[0]
+        return self._renumbered(local).astype(U4)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an earlier parcel of this put writes the same bytes: ask once that one is in."""
+        return bool(self._layout.repeated[self._own_digests()].any())
+
+    def bytes_of(self, index: int) -> npt.NDArray[np.uint8]:
+        """The bytes behind a digest, to be compared with the stored ones before sharing."""
+        source = self._layout.digest_sources[int(self._own_digests()[index])]
+        return np.frombuffer(source, np.uint8)
+
+    def share(self, known: npt.ArrayLike) -> None:
+        """Refer to the peer's ranges for the digests where `known` is true, instead of writing.
+
+        They are numbered behind the own ranges, in the order of the digests. Sharing is for once:
+        what is shared is no longer among `digests`.
+        """
+        low, high = self._ranges()
+        ranges = self._layout.digest_ranges[self._own_digests()[np.asarray(known, bool)]] - low
+        if len(ranges):
+            assert self._shared is None, "a parcel is shared once"
+            self._shared = np.zeros(high - low, bool)
+            self._shared[ranges] = True
+
+    # writing
+
+    def strands(self) -> Iterator[Strand]:
+        """What has to be copied into the arena; the records number the own ranges."""
+        for column in self._layout.columns:
+            for strip in (column.values, column.leaves):
+                if strip is not None:
+                    yield self._strand(strip)
+
+    def _strand(self, strip: LaidStrip) -> Strand:
+        low, high = strip.bounds[self._first], strip.bounds[self._last]
+        records = self._records(strip)
+        if self._shared is None and strip.skip is None:
+            return Strand(strip.source, int(low), None, records)
+        written = records["range"] < len(self.sizes)
+        if strip.skip is not None:
+            written &= ~strip.skip[low:high]
+        at = np.flatnonzero(written)
+        return Strand(strip.source, int(low), at, records[at])
+
+    def _ranges(self) -> tuple[int, int]:
+        bounds = self._layout.range_bounds
+        return int(bounds[self._first]), int(bounds[self._last])
+
+    def _records(self, strip: LaidStrip) -> Records:
+        records = strip.records[strip.bounds[self._first] : strip.bounds[self._last]]
+        low = self._ranges()[0]
+        if low == 0 and self._shared is None:
+            return records
+        records = records.copy()
+        records["range"] = self._renumbered(records["range"] - U4.type(low))
+        return records
+
+    def _renumbered(self, ranges: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self._shared is None:
+            return ranges
+        own = ~self._shared
+        numbers: Ints = np.where(own, np.cumsum(own), own.sum() + np.cumsum(self._shared)) - 1
+        renumbered: npt.NDArray[Any] = numbers[ranges]
+        return renumbered
+
+    def _leaf_counts(self, column: LaidColumn) -> npt.NDArray[np.uint32] | None:
+        if column.leaf_counts is None:
+            return None
+        bounds = self._layout.row_bounds
+        return column.leaf_counts[bounds[self._first] : bounds[self._last]].astype(U4)
+
+    def _own_digests(self) -> Ints:
+        """Positions in the layout of the digests of ranges that are this parcel's own."""
+        ranges = self._layout.digest_ranges
+        low, high = self._ranges()
+        first, last = np.searchsorted(ranges, (low, high))
+        at = np.arange(first, last)
+        return at if self._shared is None else at[~self._shared[ranges[at] - low]]
+
+
+def join(parcels: Sequence[Parcel]) -> Parcel:
+    """Neighbouring parcels of one put as one, whatever each of them shares."""
+    whole = Parcel(parcels[0]._layout, parcels[0]._first, parcels[-1]._last)
+    for one, other in zip(parcels, parcels[1:], strict=False):
+        assert one._layout is other._layout and one._last == other._first, "neighbours only"
+    if any(parcel._shared is not None for parcel in parcels):
+        whole._shared = np.concatenate(
+            [np.zeros(len(p.sizes), bool) if p._shared is None else p._shared for p in parcels]
+        )
+    return whole

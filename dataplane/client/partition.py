@@ -1,0 +1,215 @@
+"""Partition: put, claim, stream, read, and the end of it, for sync callers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataplane.client import changes, core, reads
+from dataplane.client.batch import Batch, Rows
+from dataplane.client.changes import Dropped
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.lease import Demand, claim
+from dataplane.client.ref import Ref
+from dataplane.client.rows import Names, TagValues
+from dataplane.client.stream import Stream
+from dataplane.client.writing import put
+from dataplane.metadata.where import Where
+from dataplane.wire.tables import Name, Scalar
+
+if TYPE_CHECKING:
+    from dataplane.client.plane import Plane
+
+
+class Partition:
+    """A named set of rows. `timeout` is in seconds everywhere: 30 unless given, and for the calls
+    that wait for rows (`claim`, `stream`, `wait`) None, which waits for as long as rows can come.
+    """
+
+    def __init__(self, plane: Plane, handle: Handle) -> None:
+        self._plane = plane
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._handle.name
+
+    # writing
+
+    def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        key: Names | None = None,
+        group: Names | Sequence[Name | None] | None = None,
+        tags: TagValues | None = None,
+        dedup: Collection[str] = (),
+        replace: bool = False,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Ref:
+        """Write rows: per field a sequence or an array [n, …].
+
+        key: one id a row (str or int); minted where not given. Rows that are there already get
+        the new fields and tags. group: one id a row, or one for all. tags: small scalars, one a
+        row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
+        fields that are there (FieldExists otherwise).
+
+        Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
+        never fit, PutIncomplete when some rows went in and others did not: putting the same again
+        is safe with given keys.
+        """
+        return self._plane.run(
+            put(self._handle, columns, key, group, tags, dedup, replace, timeout)
+        )
+
+    def tag(
+        self,
+        keys: Names,
+        tags: TagValues,
+        *,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Set tags of rows. expect: only where these tags have these values, else TagConflict."""
+        self._plane.run(changes.tag(self._handle, keys, tags, expect, timeout))
+
+    def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """The group is complete with n rows; dropped ones count."""
+        self._plane.run(core.close_group(self._handle, group, n, timeout))
+
+    def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """No new rows from now on (new fields of rows are welcome); open groups are closed."""
+        self._plane.run(core.seal(self._handle, timeout))
+
+    def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Make every row claimable by the stage again, as for another epoch."""
+        self._plane.run(core.reset(self._handle, stage, timeout))
+
+    def drop(
+        self,
+        keys: Names | None = None,
+        groups: Names | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Dropped:
+        """Drop rows by key, by group or by filter; with none of them the whole partition.
+
+        Late puts of dropped rows raise RowsDropped. Returns how many rows and bytes went.
+        """
+        return self._plane.run(changes.drop(self._handle, keys, groups, where, timeout))
+
+    # consuming
+
+    def claim(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Batch:
+        """Lease rows for a stage: exactly one of `rows`, `groups` (whole ones) or `budget`.
+
+        budget={tag: sum}: as many groups (rows, where the partition has no group_size, or as
+        `unit` says) as fit. min: be content with fewer. where: only rows, or whole groups, with
+        such tags. fields: what is fetched at once (default: the stage's fields). lease: seconds
+        after which the rows go back, whatever the holder does.
+
+        Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
+        """
+        demand = Demand(rows, groups, budget, min, where, unit)
+        return self._claim(stage, demand, fields, timeout, lease)
+
+    def _claim(
+        self,
+        stage: str,
+        demand: Demand,
+        fields: Sequence[str] | None,
+        timeout: float | None,
+        lease: float | None,
+    ) -> Batch:
+        handle, run = self._handle, self._plane.run
+        claimed = run(claim(handle, stage, demand, fields, timeout, lease))
+        return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
+
+    def stream(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Stream:
+        """Claim batch after batch until the partition is sealed and the stage has had every row.
+
+        Asking for the next batch acks the one before; leaving early releases it. Arguments as of
+        `claim`; `timeout` is per batch.
+        """
+        demand = Demand(rows, groups, budget, min, where, unit)
+        demand.want("rows")
+        return Stream(
+            lambda: self._claim(stage, demand, fields, timeout, lease),
+            f"{self.name!r} for {stage!r}",
+        )
+
+    def wait(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        below: int | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Until so many rows or groups are ready for the stage, or fewer than `below` of them
+        (groups where the partition has a group_size) are not yet done: back-pressure by count."""
+        self._plane.run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+
+    # looking
+
+    def get(
+        self,
+        keys: Names | None = None,
+        fields: Sequence[str] | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """Read rows without a lease: these keys in this order, those of a filter, or all.
+
+        fields None: all of them. RowsGone for rows that were freed or never put.
+        """
+        found = self._plane.run(reads.read(self._handle, keys, where, fields, timeout))
+        return Rows(self._plane.run, self._handle, *found)
+
+    def rows(
+        self,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """The rows' keys, groups and tags, without fetching values."""
+        return self.get(fields=(), where=where, timeout=timeout)
+
+    def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """Rows, groups and bytes of this partition, as nested dicts."""
+        return self._plane.run(core.stats(self._handle.session, self.name, timeout))
+
+    def __repr__(self) -> str:
+        defined = self._handle.defined
+        state = "not attached yet" if defined is None else f"generation {defined.generation}"
+        return f"<Partition {self.name!r} of plane {self._plane.name!r}, {state}>"

@@ -1,0 +1,223 @@
+"""What a user calls rows, groups and tags, and the columns that say it on the wire.
+
+Names are given by the user (str or int) or minted here; either way a key is 16 bytes on the wire,
+and its name comes back as it was given. Pure functions over the arguments of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.session import Session
+from dataplane.errors import InvalidRows
+from dataplane.metadata.names import format_minted_many, hash_names
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.tables import Name, Rows, Scalar, Table
+
+Index = npt.NDArray[np.intp]
+Names = Name | Sequence[Name] | npt.NDArray[Any]
+TagValues = Mapping[str, Any]
+
+_SCALARS = {bool, int, float, str, type(None)}
+
+
+@dataclass(slots=True)
+class Identity:
+    """The rows of one put: keys, and the group of each."""
+
+    keys: npt.NDArray[np.void]
+    names: list[Name] | None
+    group_index: npt.NDArray[np.uint32] | None = None
+    group_keys: npt.NDArray[np.void] | None = None
+    group_names: list[Name] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def wire(self, index: Index | None = None) -> Rows:
+        """These rows, or those at `index`, with just the groups that they are in."""
+        if index is None:
+            groups, used = self.group_index, None
+            names = self.names
+        else:
+            names = None if self.names is None else [self.names[i] for i in index.tolist()]
+            groups, used = _renumber(self.group_index, index)
+        keys = self.keys if index is None else self.keys[index]
+        if groups is None or self.group_keys is None or self.group_names is None:
+            return Rows(keys.tobytes(), names)
+        if used is None:
+            return Rows(
+                keys.tobytes(), names, groups.tobytes(), self.group_keys.tobytes(), self.group_names
+            )
+        group_names = [self.group_names[i] for i in used.tolist()]
+        return Rows(
+            keys.tobytes(), names, groups.tobytes(), self.group_keys[used].tobytes(), group_names
+        )
+
+    def familiar_keys(self) -> bytes:
+        """What tells whether this put goes on with something: its groups, else its given keys."""
+        if self.group_keys is not None:
+            return self.group_keys.tobytes()
+        return b"" if self.names is None else self.keys.tobytes()
+
+
+def _renumber(
+    groups: npt.NDArray[np.uint32] | None, index: Index
+) -> tuple[npt.NDArray[np.uint32] | None, Index | None]:
+    """The group of each row at `index`, and which groups these are."""
+    if groups is None:
+        return None, None
+    taken = groups[index]
+    here = taken != NO_GROUP
+    used, inverse = np.unique(taken[here], return_inverse=True)
+    renumbered = np.full(len(taken), NO_GROUP, U4)
+    renumbered[here] = inverse.astype(U4)
+    return renumbered, used.astype(np.intp)
+
+
+def identify(
+    session: Session, n: int, key: Names | None, group: Names | Sequence[Name | None] | None
+) -> Identity:
+    """The identity of n rows: their keys as given, else minted; their groups."""
+    if key is None:
+        identity = Identity(session.mint_keys(n), None)
+    else:
+        names = name_list(key, "key")
+        _check_length("key", len(names), n)
+        identity = Identity(key_column(names), names)
+    if group is None:
+        return identity
+    if isinstance(group, str | int | np.integer):
+        names = name_list(group, "group")
+        identity.group_index = np.zeros(n, U4)
+        identity.group_keys, identity.group_names = key_column(names), names
+        return identity
+    ids = list(group.tolist() if isinstance(group, np.ndarray) else group)
+    _check_length("group", len(ids), n)
+    numbers: dict[tuple[type, Any], int] = {}
+    # 1, True and "1" are different ids, so the type is part of what is looked up.
+    index = [NO_GROUP if i is None else numbers.setdefault((type(i), i), len(numbers)) for i in ids]
+    names = name_list([i for _, i in numbers], "group")
+    identity.group_index = np.array(index, U4)
+    identity.group_keys, identity.group_names = key_column(names), names
+    return identity
+
+
+def _check_length(what: str, given: int, n: int) -> None:
+    if given != n:
+        raise InvalidRows(
+            f"{given} {what} ids for {n} rows: give one per row"
+            + (", or a single one for all" if what == "group" else ""),
+            given=given,
+            rows=n,
+        )
+
+
+def name_list(names: Names, what: str) -> list[Name]:
+    """One id or several, as a list of str and int."""
+    if isinstance(names, str | int):
+        found: list[Any] = [names]
+    elif isinstance(names, np.ndarray | np.generic):
+        found = list(np.atleast_1d(names).tolist())
+    else:
+        found = [n.item() if isinstance(n, np.generic) else n for n in names]
+    wrong = {type(n) for n in found} - {str, int}
+    if wrong:
+        at = next(i for i, n in enumerate(found) if type(n) in wrong)
+        raise InvalidRows(
+            f"{what} {at} is {found[at]!r} ({type(found[at]).__name__}): ids are str or int"
+        )
+    return found
+
+
+def key_column(names: list[Name]) -> npt.NDArray[np.void]:
+    """KEY records of these names."""
+    return np.frombuffer(hash_names(names), KEY)
+
+
+def named_rows(names: list[Name]) -> Rows:
+    """Rows by their keys alone, as calls address them."""
+    return Rows(hash_names(names), names)
+
+
+def chunks(names: list[Name], size: int) -> Iterable[list[Name]]:
+    """Runs of at most `size`."""
+    return (names[i : i + size] for i in range(0, len(names), size))
+
+
+def row_names(rows: Rows) -> list[Name]:
+    """The keys of these rows as the user knows them."""
+    if rows.names is not None:
+        return rows.names
+    return format_minted_many(rows.keys)
+
+
+def group_names(rows: Rows) -> list[Name]:
+    """The ids of the groups in `rows.group_keys`."""
+    if rows.group_names is not None:
+        return rows.group_names
+    return format_minted_many(rows.group_keys)
+
+
+def row_groups(rows: Rows) -> list[Name | None]:
+    """The group id of each row."""
+    n = len(rows.keys) // KEY.itemsize
+    if not rows.group_index:
+        return [None] * n
+    names: list[Name | None] = [*group_names(rows), None]
+    return [names[min(i, len(names) - 1)] for i in column(rows.group_index, U4, n).tolist()]
+
+
+def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
+    """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
+    columns: dict[str, list[Scalar]] = {}
+    for name, given in (tags or {}).items():
+        if hasattr(given, "tolist"):
+            given = given.tolist()
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            given = [given]
+        elif (given := list(given)) and len(given) != n:
+            raise InvalidRows(
+                f"tag {name!r} has {len(given)} values for {n} rows: give one per row, or a scalar",
+                tag=name,
+            )
+        values = given
+        if not set(map(type, values)) <= _SCALARS:
+            values = [v.item() if isinstance(v, np.generic) else v for v in given]
+            for at, value in enumerate(values):
+                if type(value) not in _SCALARS:
+                    raise InvalidRows(
+                        f"tag {name!r} of row {at} is a {type(value).__name__}: tags are bool, "
+                        "int, float, str or None; larger things are fields",
+                        tag=name,
+                    )
+        columns[name] = values
+    return columns
+
+
+def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str, list[Scalar]]:
+    """The tags of the rows at `index`; what holds for all rows stays one value."""
+    if index is None:
+        return columns
+    rows = index.tolist()
+    return {
+        name: values if len(values) == 1 else [values[i] for i in rows]
+        for name, values in columns.items()
+    }
+
+
+def group_positions(table: Table, groups: Names) -> Index:
+    """The rows of these groups; InvalidRows for a group that is not in the table."""
+    wanted = name_list(groups, "group")
+    here = {name: at for at, name in enumerate(group_names(table.rows))}
+    missing = [name for name in wanted if name not in here]
+    if missing:
+        raise InvalidRows(f"group {missing[0]!r} is not in this batch", groups=missing)
+    index = column(table.rows.group_index, U4)
+    return np.flatnonzero(np.isin(index, [here[name] for name in wanted]))

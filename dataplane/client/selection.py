@@ -1,0 +1,219 @@
+"""Rows in hand: keys, groups, tags, and columns as zero-copy views of the arena.
+
+`Selection` is what reads return and what batches are made of; `Group` is one group of it. Views are
+made on first use, are read-only, and keep their bytes pinned for as long as any of them lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client import convert
+from dataplane.client.core import Handle
+from dataplane.client.reads import tag_values
+from dataplane.client.rows import group_names, row_groups, row_names
+from dataplane.client.views import ColumnView
+from dataplane.errors import NotFetched
+from dataplane.memory.mapping import Pin
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.tables import Column, Name, Scalar, Table
+
+Index = npt.NDArray[np.intp]
+
+
+class Selection:
+    """Rows and what was fetched of them. `selection["field"]` has one entry a row.
+
+    Array entries are read-only views of shared memory.
+    """
+
+    def __init__(self, handle: Handle, table: Table, pin: Pin) -> None:
+        self._handle = handle
+        self._rows = table.rows
+        self._table = table
+        self._n = len(table.rows.keys) // KEY.itemsize
+        self._views: dict[str, ColumnView] = {}
+        self._fetched: dict[str, tuple[Column, Table, Pin]] = {}
+        self._admit(table, pin)
+
+    # what the rows are
+
+    def __len__(self) -> int:
+        return self._n
+
+    @cached_property
+    def keys(self) -> list[Name]:
+        """The key of each row, as it was given; minted ones are "~" and 32 hex digits."""
+        return row_names(self._rows)
+
+    @cached_property
+    def group_ids(self) -> list[Name | None]:
+        """The group of each row; None for a row without one."""
+        return row_groups(self._rows)
+
+    @cached_property
+    def tags(self) -> dict[str, list[Scalar]]:
+        """Per tag one value a row, as they were when the rows were read."""
+        return {name: tag_values(self._table, name, self._n) for name in self._table.tags}
+
+    @property
+    def partition(self) -> str:
+        """The name of the rows' partition."""
+        return self._handle.name
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields that are here."""
+        return list(self._fetched)
+
+    # values
+
+    def __getitem__(self, field: str) -> ColumnView:
+        """One entry a row. NotFetched where the field is not here and cannot be had by waiting."""
+        view = self._views.get(field)
+        if view is None:
+            if field not in self._fetched:
+                self._bring(field)
+            view = self._views[field] = self._view(field)
+        return view
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._fetched
+
+    def groups(self) -> Iterator[Group]:
+        """The groups in order of their first rows, each with its own columns. A row without group
+        is a group of one, whose id is None."""
+        for name, rows in self._group_rows:
+            yield Group(self, name, rows)
+
+    @cached_property
+    def _group_rows(self) -> list[tuple[Name | None, Index]]:
+        everything = np.arange(self._n, dtype=np.intp)
+        if not self._rows.group_index:
+            return [(None, everything[i : i + 1]) for i in range(self._n)]
+        index = column(self._rows.group_index, U4, self._n)
+        names: list[Name | None] = list(group_names(self._rows))
+        # Rows without group get numbers of their own behind those of the groups.
+        alone = index == NO_GROUP
+        numbers = index.astype(np.intp)
+        numbers[alone] = len(names) + np.arange(int(alone.sum()))
+        order = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+        parts = np.split(order, cuts) if len(order) else []
+        parts.sort(key=lambda rows: int(rows[0]))
+        count = len(names)
+        return [(names[g] if (g := int(numbers[r[0]])) < count else None, r) for r in parts]
+
+    # where columns come from
+
+    def _bring(self, field: str) -> None:
+        """Make the field be here, or raise."""
+        raise NotFetched(
+            f"field {field!r} was not fetched; here are {self.fields}: name it in fields=, or "
+            "use `await rows.fetch(...)`",
+            field=field,
+        )
+
+    def _admit(self, table: Table, pin: Pin) -> None:
+        """Take the table's columns in. Its rows are those here, or some of them."""
+        if table.rows.keys != self._rows.keys:
+            table = _aligned(table, self._rows.keys)
+        for source in table.columns:
+            self._fetched[source.field] = (source, table, pin)
+            self._views.pop(source.field, None)
+
+    def _view(self, field: str) -> ColumnView:
+        source, table, pin = self._fetched[field]
+        return ColumnView(
+            source, table.specs, self._handle.session.reads.base_array(pin), self.keys
+        )
+
+    def nbytes(self, field: str) -> int:
+        """Bytes of a fetched field, without what objects hold besides their arrays."""
+        source = self._fetched[field][0]
+        return sum(int(column(c, PLACE)["nbytes"].sum()) for c in (source.values, source.leaves))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(self.fields) or "no fields"
+        return f"<{type(self).__name__} {self._n} rows of {self.partition!r}: {shown}>"
+
+
+class Group:
+    """One group of a selection: `group["field"]`, its id, keys, tags and positions."""
+
+    __slots__ = ("_of", "id", "rows")
+
+    def __init__(self, of: Selection, name: Name | None, rows: Index) -> None:
+        self._of = of
+        self.id = name
+        self.rows = rows
+        """positions in the selection"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, field: str) -> ColumnView:
+        """The group's entries of a field, one a row."""
+        return self._of[field].take(self.rows)
+
+    def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
+        """As `Selection.numpy`, of this group."""
+        return convert.to_numpy(self[field])
+
+    def torch(
+        self,
+        field: str,
+        layout: convert.Layout = "auto",
+        padding: float = 0,
+        view: bool = False,
+        device: str = "cpu",
+    ) -> Any:
+        """As `Selection.torch`, of this group."""
+        return convert.to_torch(self[field], layout, padding, view, device)
+
+    @property
+    def keys(self) -> list[Name]:
+        return [self._of.keys[int(row)] for row in self.rows]
+
+    @property
+    def tags(self) -> Mapping[str, list[Scalar]]:
+        return {
+            name: [values[int(row)] for row in self.rows] for name, values in self._of.tags.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"<Group {self.id!r}: {len(self)} rows of {self._of.partition!r}>"
+
+
+def _aligned(table: Table, keys: bytes) -> Table:
+    """The table's columns in the order of `keys`; absent where it lacks a row."""
+    size = KEY.itemsize
+    here = {table.rows.keys[i : i + size]: i // size for i in range(0, len(table.rows.keys), size)}
+    at = np.array([here.get(keys[i : i + size], -1) for i in range(0, len(keys), size)], np.intp)
+    columns = [_picked(source, at) for source in table.columns]
+    return Table(table.rows, columns, table.specs, table.owners, table.tags)
+
+
+def _picked(source: Column, at: Index) -> Column:
+    """The cells at these positions, -1 for an absent one."""
+    records = column(source.values, PLACE)
+    picked = np.zeros(len(at), PLACE)
+    picked["flags"] = PLACE_ABSENT
+    there = at >= 0
+    picked[there] = records[at[there]]
+    if not source.leaf_counts:
+        return Column(source.field, picked.tobytes())
+    counts = column(source.leaf_counts, U4, len(records)).astype(np.intp)
+    leaves = column(source.leaves, PLACE)
+    starts = np.cumsum(counts) - counts
+    taken = [leaves[starts[i] : starts[i] + counts[i]] for i in at[there].tolist()]
+    picked_counts = np.zeros(len(at), U4)
+    picked_counts[there] = counts[at[there]]
+    joined = b"".join(part.tobytes() for part in taken)
+    return Column(source.field, picked.tobytes(), picked_counts.tobytes(), joined)

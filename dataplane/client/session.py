@@ -1,0 +1,237 @@
+"""What one client knows and holds: ids, extents, pins, leases, and its connections.
+
+Runs in the client, shared by all its threads and event loops. One short lock guards the counters
+and is never held while waiting. Never talks to the peer itself: the shells do (`plane`, `aio`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.connection import Connections
+from dataplane.client.extents import Leftovers
+from dataplane.errors import ClientClosed
+from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
+from dataplane.metadata.names import mint_many
+from dataplane.wire.messages import Body, Finish, GiveBack, HelloDone, Request, Unpin, Welcome
+from dataplane.wire.records import KEY
+
+MAX_FAMILIAR = 65_536
+
+T = TypeVar("T")
+
+
+class Session:
+    """One client's side of its session at the peer."""
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        done: HelloDone,
+        connections: Connections,
+        reads: ReadMap,
+        writes: WriteMaps,
+    ) -> None:
+        self.id = done.session
+        self.plane = welcome.plane
+        self.peer = welcome.peer
+        self.incarnation = welcome.incarnation
+        self.epoch = welcome.epoch
+        self.max_rows = welcome.max_rows
+        self.max_frame_bytes = welcome.max_frame_bytes
+        self.share_bytes = done.share_bytes
+        self.connections = connections
+        self.reads = reads
+        self.writes = writes
+        self.leftovers = Leftovers()
+        self.familiar = Familiar()
+        self.leases: set[int] = set()
+        self.closed: str | None = None
+        self.tend: Callable[[], None] = lambda: None
+        """starts the housekeeper; called where there is something to keep house for"""
+        self._mint = done.mint or [0]
+        self._lock = threading.Lock()
+        self._next_op = 1
+        self._unanswered: dict[int, None] = {}
+        self._minted = 0
+        self._puts = 0
+        self._released: SimpleQueue[int] = SimpleQueue()
+        self._abandoned: SimpleQueue[int] = SimpleQueue()
+        self._excess: SimpleQueue[bytes] = SimpleQueue()
+        self._pins = 0
+
+    # identity of requests and rows
+
+    def request(self, rid: int, body: Body, deadline_ms: int = 0) -> Request:
+        """The envelope of a request, under a new operation id. One-way bodies have rid 0."""
+        with self._lock:
+            if self.closed is not None:
+                raise ClientClosed(self.closed)
+            op = self._next_op
+            self._next_op += 1
+            if rid:
+                self._unanswered[op] = None
+            # Ids are entered in increasing order, so the first is the lowest.
+            floor = next(iter(self._unanswered), op)
+        return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
+
+    def one_way(self, body: Body, rid: int = 0) -> Request:
+        """An envelope that also a closed session may send."""
+        with self._lock:
+            op = self._next_op
+            self._next_op += 1
+            floor = next(iter(self._unanswered), op)
+        return Request(rid, self.id, op, floor, self.epoch, 0, body)  # type: ignore[arg-type]
+
+    def answered(self, request: Request) -> None:
+        """The request has its answer, or will never be repeated."""
+        with self._lock:
+            self._unanswered.pop(request.op, None)
+
+    def mint_keys(self, n: int) -> npt.NDArray[np.void]:
+        """n new row keys on one shard (KEY records); the shards of this host take turns."""
+        with self._lock:
+            first, self._minted = self._minted, self._minted + n
+            shard = self._mint[self._puts % len(self._mint)]
+            self._puts += 1
+        return np.frombuffer(mint_many(shard, self.id, first, n), KEY)
+
+    # what ended without a call
+
+    def pinned(self, *pins: int) -> Pin:
+        """One object for the pins of an answer: when its last view dies, they are released."""
+        held = [p for p in pins if p]
+        pin = self.reads.pin(held[0] if held else 0)
+        if held:
+            with self._lock:
+                self._pins += len(held)
+            # SimpleQueue.put is reentrant, so the collector may call it anywhere.
+            weakref.finalize(pin, _put_all, self._released, held).atexit = False
+            self.tend()
+        return pin
+
+    def keep(self, extents: npt.NDArray[Any]) -> None:
+        """Granted extents that are not written: for the next put, or back to the peer."""
+        if len(extents):
+            excess = self.leftovers.keep(extents)
+            if len(excess):
+                self._excess.put(excess.tobytes())
+            self.tend()
+            self.wake()
+
+    def leased(self, lease: int) -> None:
+        self.leases.add(lease)
+        self.tend()
+
+    def abandon(self, lease: int, extents: list[npt.NDArray[Any]]) -> None:
+        """A batch died without ack: its rows go back, and what was written for it. Callable from
+        a finalizer, so it takes no lock."""
+        self._abandoned.put(lease)
+        for part in extents:
+            self._excess.put(part.tobytes())
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the housekeeper look again."""
+        self._released.put(0)
+
+    def await_release(self, timeout_s: float | None) -> bool:
+        """Wait until something was released, abandoned or woken; False after `timeout_s`."""
+        try:
+            pin = self._released.get(timeout=timeout_s)
+        except Empty:
+            return False
+        if pin:
+            self._released.put(pin)
+        return True
+
+    def parting(self, housekeeping: bool = False) -> list[Body]:
+        """One-way messages that are due: abandoned leases, released pins."""
+        due: list[Body] = []
+        if not self._abandoned.empty():
+            for lease in _drain(self._abandoned):
+                if lease in self.leases:
+                    self.leases.discard(lease)
+                    due.append(Finish(lease, "release"))
+        due += [GiveBack(extents) for extents in _drain(self._excess) if extents]
+        if not self._released.empty():
+            pins = _drain(self._released)
+            real = [pin for pin in pins if pin]
+            if len(real) < len(pins) and not housekeeping:
+                self.wake()
+            if real:
+                with self._lock:
+                    self._pins -= len(real)
+                due.append(Unpin(real))
+        return due
+
+    @property
+    def pins(self) -> int:
+        """Pins that this client holds."""
+        return self._pins
+
+    def poison(self) -> None:
+        """In a forked child: nothing of the parent's session may be used."""
+        self._lock = threading.Lock()
+        self.closed = (
+            "this client belongs to the parent of this forked process; "
+            "call dataplane.connect() in the child"
+        )
+        self.connections.poison(self.closed)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._pins} pins, {self.leftovers.nbytes} B granted"
+        return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
+
+
+class Familiar:
+    """Groups and keys that this client has put or leased: writing to them again is `continuing`.
+
+    Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._noted: deque[bytes] = deque(maxlen=1024)
+        self._keys: dict[bytes, None] = {}
+
+    def note(self, keys: bytes) -> None:
+        """keys: KEY records."""
+        if keys:
+            self._noted.append(keys)
+
+    def knows(self, keys: bytes) -> bool:
+        """Whether all of these were noted."""
+        with self._lock:
+            while self._noted:
+                column = self._noted.popleft()
+                self._keys.update(dict.fromkeys(split_keys(column)))
+            while len(self._keys) > MAX_FAMILIAR:
+                del self._keys[next(iter(self._keys))]
+            return bool(keys) and all(key in self._keys for key in split_keys(keys))
+
+
+def split_keys(column: bytes) -> list[bytes]:
+    return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
+
+
+def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:
+    for pin in pins:
+        queue.put(pin)
+
+
+def _drain(queue: SimpleQueue[T]) -> list[T]:
+    taken: list[T] = []
+    while True:
+        try:
+            taken.append(queue.get_nowait())
+        except Empty:
+            return taken

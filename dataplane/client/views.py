@@ -1,0 +1,269 @@
+"""Columns of fetched rows as sequences: arrays are read-only views of the arena, made when asked.
+
+Runs in the client. A view's memory is pinned through the base array, whose own base is the pin: the
+pin goes when the last view dies. Nothing here copies an array; texts and bytes of objects are
+copied out as they are decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.wire import objects
+from dataplane.wire.arrays import Array, dtype_of, shape_of
+from dataplane.wire.limits import MAX_RANK
+from dataplane.wire.records import PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.tables import Column, Spec
+
+Records = npt.NDArray[np.void]
+Ints = npt.NDArray[np.int64]
+_LARGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """A spec, made ready: `row` bytes decide the first length where it is not 0."""
+
+    spec: Spec
+    dtype: np.dtype[Any]
+    row: int
+    tail: tuple[int, ...]
+
+
+class ColumnView(Sequence[Any]):
+    """One field of some rows: entry i is the value of row i.
+
+    Arrays come as zero-copy read-only ndarrays (0-d where a row has one number of an array column),
+    objects with the Python types they were put with. FieldUnknown at a row that lacks the field.
+    """
+
+    __slots__ = (
+        "_base",
+        "_bytes",
+        "_forms",
+        "_keys",
+        "_leaf_starts",
+        "_leaves",
+        "_places",
+        "field",
+    )
+
+    def __init__(
+        self,
+        source: Column,
+        specs: Sequence[Spec],
+        base: Array,
+        keys: Sequence[object] | None = None,
+    ) -> None:
+        """base: the whole arena, uint8, read-only. keys: for messages. ProtocolError where the
+        records do not fit each other or the arena."""
+        self.field = source.field
+        self._base, self._bytes = base, memoryview(cast(Any, base))
+        self._keys = keys
+        self._forms: list[_Form | Spec] = list(specs)
+        self._places: Records = column(source.values, PLACE)
+        self._leaves: Records = column(source.leaves, PLACE)
+        self._leaf_starts: Ints | None = None
+        if source.leaf_counts:
+            counts = column(source.leaf_counts, U4, len(self._places))
+            self._leaf_starts = np.zeros(len(counts) + 1, np.int64)
+            np.cumsum(counts, out=self._leaf_starts[1:])
+            if self._leaf_starts[-1] != len(self._leaves):
+                raise ProtocolError(f"{self.field}: leaf counts that do not fit the leaves")
+        _check_places(self._places, len(self._forms), base.nbytes)
+        _check_places(self._leaves, len(self._forms), base.nbytes)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        form = self.uniform
+        held = f"{form[0]} {list(form[1])}" if form else "values"
+        return f"<{self.field}: {len(self)} rows of {held}>"
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> ColumnView: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        row = range(len(self))[index]
+        offset, nbytes, spec, flags = self._places[row].item()
+        if flags & PLACE_ABSENT:
+            raise self._absent(row)
+        form = self._form(spec)
+        if form.spec.kind == "array":
+            return self._array(offset, nbytes, form)
+        return objects.decode(self._bytes[offset : offset + nbytes], self._leaves_of(row))
+
+    def __iter__(self) -> Iterator[Any]:
+        dense = self.dense()
+        # rows of a dense array are its items, but for numbers, which would come as numpy scalars
+        if dense is not None and dense.ndim > 1:
+            return iter(dense)
+        return self._values()
+
+    def present(self, row: int) -> bool:
+        """Whether this row has the field."""
+        return not int(self._places["flags"][row]) & PLACE_ABSENT
+
+    def take(self, rows: npt.ArrayLike) -> ColumnView:
+        """The same field of only these rows (indexes), still without a copy."""
+        chosen = np.asarray(rows, np.int64)
+        part = object.__new__(ColumnView)
+        part.field, part._base, part._bytes = self.field, self._base, self._bytes
+        part._forms, part._places = self._forms, self._places[chosen]
+        part._keys = None if self._keys is None else [self._keys[row] for row in chosen.tolist()]
+        part._leaves, part._leaf_starts = self._leaves, None
+        if self._leaf_starts is not None:
+            starts = self._leaf_starts[chosen]
+            counts = self._leaf_starts[chosen + 1] - starts
+            part._leaf_starts = np.zeros(len(chosen) + 1, np.int64)
+            np.cumsum(counts, out=part._leaf_starts[1:])
+            ends = part._leaf_starts
+            part._leaves = self._leaves[np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)]
+        return part
+
+    @property
+    def places(self) -> Records:
+        """The PLACE record of each row."""
+        return self._places
+
+    @property
+    def holds_arrays(self) -> bool:
+        """Whether every row is an array (not an object, not absent)."""
+        if len(self) == 0 or self._places["flags"].any():
+            return False
+        return all(self._form(s).spec.kind == "array" for s in np.unique(self._places["spec"]))
+
+    @property
+    def uniform(self) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+        """dtype and shape that all rows share; None where they differ or are no arrays."""
+        places = self._places
+        if not len(places):
+            return None
+        _, nbytes, spec, _ = places[0].item()
+        same = places["spec"] == spec
+        same &= (places["nbytes"] == nbytes) & (places["flags"] & PLACE_ABSENT == 0)
+        form = self._form(spec)
+        if not same.all() or form.spec.kind != "array":
+            return None
+        return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
+
+    def dense(self) -> Array | None:
+        """All rows as one read-only array [n, ...] where they lie at a regular distance."""
+        uniform = self.uniform
+        if uniform is None:
+            return None
+        dtype, shape = uniform
+        offsets = self._places["offset"].astype(np.int64)
+        steps = np.diff(offsets)
+        step = int(steps[0]) if len(steps) else dtype.itemsize * math.prod(shape)
+        if step < 0 or (steps != step).any():
+            return None
+        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return np.ndarray(
+            (len(offsets), *shape), dtype, self._base, int(offsets[0]), (step, *strides)
+        )
+
+    def pack(self, target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of all rows, one behind the other, into `target`."""
+        dense = self.dense()
+        if dense is not None and dense.size:
+            target.view(dense.dtype).reshape(dense.shape)[...] = dense
+            return
+        small, at = memoryview(cast(Any, target)), 0
+        for offset, nbytes, _, _ in self._places.tolist():
+            if nbytes < _LARGE_BYTES:
+                small[at : at + nbytes] = self._bytes[offset : offset + nbytes]
+            else:
+                # numpy lets other threads run while it copies
+                target[at : at + nbytes] = self._base[offset : offset + nbytes]
+            at += nbytes
+
+    def equals(self, other: Sequence[Any]) -> bool:
+        """Whether the other has the same values: types, dtypes, shapes and bytes; NaN is itself."""
+        return len(self) == len(other) and all(map(same, self, other))
+
+    def _values(self) -> Iterator[Any]:
+        decoder = objects.Decoder()
+        for row, (offset, nbytes, spec, flags) in enumerate(self._places.tolist()):
+            if flags & PLACE_ABSENT:
+                raise self._absent(row)
+            form = self._form(spec)
+            if form.spec.kind == "array":
+                yield self._array(offset, nbytes, form)
+            else:
+                head = self._bytes[offset : offset + nbytes]
+                yield decoder.decode(head, self._leaves_of(row))
+
+    def _array(self, offset: int, nbytes: int, form: _Form) -> Array:
+        if form.row and nbytes % form.row == 0:
+            shape: tuple[int, ...] = (nbytes // form.row, *form.tail)
+        else:
+            shape = shape_of(form.spec, form.dtype.itemsize, nbytes)
+        return np.ndarray(shape, form.dtype, self._base, offset)
+
+    def _leaves_of(self, row: int) -> list[Array]:
+        if self._leaf_starts is None:
+            return []
+        first, last = self._leaf_starts[row : row + 2].tolist()
+        return [
+            self._array(offset, nbytes, self._form(spec))
+            for offset, nbytes, spec, _ in self._leaves[first:last].tolist()
+        ]
+
+    def _form(self, number: int) -> _Form:
+        form = self._forms[number]
+        if isinstance(form, Spec):
+            form = self._forms[number] = _form_of(form)
+        return form
+
+    def _absent(self, row: int) -> FieldUnknown:
+        named = f"row {row}" if self._keys is None else f"row {self._keys[row]!r}"
+        return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to the last bit: types, order of keys, dtypes, shapes."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.ndarray, np.generic)):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and (
+            one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
+    if isinstance(one, float):
+        return np.float64(one).tobytes() == np.float64(other).tobytes()
+    return bool(one == other)
+
+
+def _form_of(spec: Spec) -> _Form:
+    if spec.kind == "object":
+        return _Form(spec, np.dtype(np.uint8), 0, ())
+    dtype, tail = dtype_of(spec.dtype), tuple(spec.shape[1:])
+    # other shapes, and those that no array can have, are left to `shape_of`
+    is_open = spec.shape[:1] == (-1,) and len(tail) < MAX_RANK and min(tail, default=1) > 0
+    return _Form(spec, dtype, dtype.itemsize * math.prod(tail) if is_open else 0, tail)
+
+
+def _check_places(places: Records, specs: int, arena_bytes: int) -> None:
+    """ProtocolError unless every place lies in the arena and names a spec."""
+    if not len(places):
+        return
+    present = places["flags"] & PLACE_ABSENT == 0
+    ends = places["offset"] + places["nbytes"]
+    inside = (places["offset"] <= arena_bytes) & (ends <= arena_bytes)
+    if not (~present | (inside & (ends >= places["offset"]) & (places["spec"] < specs))).all():
+        raise ProtocolError("a value that lies outside the arena, or has no spec")

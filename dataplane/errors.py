@@ -1,0 +1,225 @@
+"""Every error that `dataplane` raises, by phase.
+
+An error crosses the wire as (code, message, details): the code is the class name, so both sides
+agree on the type. Details are numbers and names that a program may act on; the message is for
+people and says what to do. Nothing outside this package's classes is ever raised from the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DataplaneError(Exception):
+    """Base of every error here. `details` holds the figures that the message mentions."""
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+# finding and reaching a peer
+
+
+class ConnectError(DataplaneError, ConnectionError):
+    """No peer could be reached or started."""
+
+
+class PeerNotFound(ConnectError):
+    """The named peer does not run on this host."""
+
+
+class PeerAmbiguous(ConnectError):
+    """Several named peers run on this host and none was named."""
+
+
+class PeerNameTaken(ConnectError):
+    """A living peer of this plane already has this name."""
+
+
+class AddressInUse(ConnectError):
+    """The listen address belongs to another process."""
+
+
+class ListenRefused(ConnectError):
+    """A listen address that is not loopback was asked for without a cluster token."""
+
+
+class SeedsMissing(ConnectError):
+    """The job spans several hosts, and neither seeds nor a way to derive them are there."""
+
+
+class InvalidConfig(DataplaneError, ValueError):
+    """A setting (variable, option or argument) does not have the form that it needs."""
+
+
+class PeerLost(ConnectError):
+    """The peer went away in the middle of a call; the call may or may not have taken effect."""
+
+
+class ClientClosed(ConnectError):
+    """The client was closed, or belongs to the parent of this forked process: connect again."""
+
+
+class Unavailable(DataplaneError):
+    """A peer that this call needs does not answer."""
+
+
+class InvalidCall(DataplaneError, ValueError):
+    """The arguments of a call contradict each other, or one is missing."""
+
+
+# the wire
+
+
+class ProtocolError(DataplaneError):
+    """What arrived is not a message of this protocol, or breaks one of its limits."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A frame announces more bytes than the limit told in the handshake."""
+
+
+class VersionMismatch(ProtocolError):
+    """The two sides have no protocol version in common."""
+
+
+class RosterMismatch(ProtocolError):
+    """Two peers were started with different seeds, planes or shard counts."""
+
+
+class StaleEpoch(ProtocolError):
+    """The message was sent under a roster that is no longer in force."""
+
+
+# partitions, rows, groups
+
+
+class PartitionUndefined(DataplaneError):
+    """Nobody has declared this partition."""
+
+
+class PartitionConflict(DataplaneError):
+    """The partition exists with another definition."""
+
+
+class PartitionGone(DataplaneError):
+    """The partition was dropped (and perhaps made anew) since this handle was opened."""
+
+
+class PartitionSealed(DataplaneError):
+    """The partition accepts no new rows."""
+
+
+class StageUndefined(DataplaneError):
+    """The partition has no such stage, and it cannot be declared now."""
+
+
+class FieldUnknown(DataplaneError, KeyError):
+    """No row of this selection has such a field."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class FieldExists(DataplaneError):
+    """Fields are write-once; `replace=True` writes a new value."""
+
+
+class InvalidRows(DataplaneError, ValueError):
+    """The rows of a call do not fit together: lengths, keys, groups or tags."""
+
+
+class InvalidValue(DataplaneError, TypeError):
+    """A value cannot travel: its type has no form on the wire."""
+
+
+class LimitExceeded(DataplaneError, ValueError):
+    """A named limit of the protocol would be broken."""
+
+
+class GroupClosed(DataplaneError):
+    """The group is closed: it takes no further rows."""
+
+
+class RowsDropped(DataplaneError):
+    """Rows of this call were dropped: their trajectories are cancelled."""
+
+
+class RowsGone(DataplaneError, LookupError):
+    """The rows were freed, or never put."""
+
+
+class RowsLost(DataplaneError):
+    """The only bytes of these rows were on a peer that died."""
+
+
+class TagConflict(DataplaneError):
+    """`expect=` did not hold: somebody else changed the tags."""
+
+
+class PutIncomplete(DataplaneError):
+    """A put failed half-way. `details["committed"]` says which rows are in; repeating it is safe."""
+
+
+# claims
+
+
+class ClaimTimeout(DataplaneError, TimeoutError):
+    """Not enough rows became ready in time; the message says what is missing and who holds it."""
+
+
+class StreamEnd(DataplaneError):
+    """The partition is sealed and the stage has had every row."""
+
+
+class LeaseExpired(DataplaneError):
+    """The lease ended: its rows went back to the stage."""
+
+
+class NotFetched(DataplaneError, LookupError):
+    """The field was not fetched, and this object cannot block to fetch it."""
+
+
+# memory
+
+
+class BackPressure(DataplaneError):
+    """The arena is full; the message says what is needed and who holds the bytes."""
+
+
+class ValueTooLarge(DataplaneError):
+    """One row, or one group's part, is larger than its share of the arena."""
+
+
+class DeadlineExceeded(DataplaneError, TimeoutError):
+    """The call did not end within its deadline."""
+
+
+# bulk transfer
+
+
+class TransferFailed(DataplaneError):
+    """A bulk transfer broke off unconfirmed: nothing of it counts, and it may be retried."""
+
+
+class TicketRefused(DataplaneError):
+    """The owner does not honour the ticket of a bulk read."""
+
+
+class InternalError(DataplaneError):
+    """A bug of ours. The peer's log has the traceback."""
+
+
+_BY_CODE: dict[str, type[DataplaneError]] = {
+    cls.__name__: cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, DataplaneError)
+}
+
+
+def from_wire(code: str, message: str, details: dict[str, Any]) -> DataplaneError:
+    """The error that a peer reported. A code of a newer protocol becomes the base class."""
+    known = _BY_CODE.get(code)
+    return known(message, **details) if known else DataplaneError(f"{code}: {message}", **details)

@@ -1,0 +1,224 @@
+"""The run directory: sockets, locks and cards of the peers of this host and user.
+
+`$DATAPLANE_RUN_DIR`, else `$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-<uid>`; private to the
+user. In it a folder for each plane, and in that, for each peer, `<name>.lock` (held by flock while
+the peer lives: that is what living means), `<name>.sock` and `<name>.json` (its card). What dead
+peers left is removed by the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from dataplane.errors import InvalidConfig, PeerNameTaken
+from dataplane.launch.config import check_peer_name, check_plane
+
+MAX_SOCKET_PATH_BYTES = 99
+"""Linux takes 107; other systems 103."""
+
+_NAME_BYTES = 32 + len(".sock")
+_CLAIM_PATIENCE_S = 0.2
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What `<name>.json` says of a living peer."""
+
+    name: str
+    pid: int
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LivingPeer:
+    """A peer whose lock is held. `card` is None in the moments before it was written."""
+
+    name: str
+    socket: Path
+    card: Card | None
+
+
+def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The run directory, made if missing; InvalidConfig unless it is private to the user."""
+    given, runtime = environ.get("DATAPLANE_RUN_DIR"), environ.get("XDG_RUNTIME_DIR")
+    if given:
+        path = Path(given).absolute()
+    elif runtime and os.access(runtime, os.W_OK | os.X_OK):
+        path = Path(runtime) / "dataplane"
+    else:
+        path = Path("/tmp") / f"dataplane-{os.getuid()}"
+    return _private(path)
+
+
+def plane_dir(plane: str, base: Path | None = None) -> Path:
+    """A plane's folder in the run directory. Long or odd names become a hash of 12 digits."""
+    check_plane(plane)
+    base = run_dir() if base is None else _private(base)
+    room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(base)) - _NAME_BYTES - 2
+    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", plane) and len(plane) <= room
+    folder = plane if plain else f"~{xxhash.xxh3_64_hexdigest(plane.encode())[:12]}"
+    if len(folder) > room:
+        raise InvalidConfig(
+            f"the run directory {base} is too long for the path of a socket: set "
+            f"DATAPLANE_RUN_DIR to one of at most {MAX_SOCKET_PATH_BYTES - _NAME_BYTES - 15} bytes"
+        )
+    return _private(base / folder)
+
+
+def _private(path: Path) -> Path:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InvalidConfig(
+            f"{path} must be a directory of uid {os.getuid()} that nobody else can enter "
+            f"(mode 0700, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
+            "remove it, chmod it, or set DATAPLANE_RUN_DIR",
+            path=str(path),
+        )
+    return path
+
+
+class PeerLock:
+    """A peer's name, held until `release` or the end of the process."""
+
+    def __init__(self, folder: Path, name: str, fd: int) -> None:
+        self.folder, self.name = folder, name
+        self.socket_path = folder / f"{name}.sock"
+        self.card_path = folder / f"{name}.json"
+        self.lock_path = folder / f"{name}.lock"
+        self._fd = fd
+        _held.add(self)
+
+    def __repr__(self) -> str:
+        return f"<PeerLock {self.name} {'released' if self._fd < 0 else 'held'} in {self.folder}>"
+
+    def write_card(self, address: str | None) -> None:
+        """Tell other processes of this host who this peer is and where it listens."""
+        draft = self.folder / f".{self.name}.json"
+        draft.write_bytes(msgspec.json.encode(Card(self.name, os.getpid(), address)))
+        draft.replace(self.card_path)
+
+    def release(self) -> None:
+        """Remove the peer's files and give the name back."""
+        if self._fd >= 0:
+            _remove_files(self.folder, self.name)
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+# A forked child would keep its parent's name alive after the parent's death.
+_held: weakref.WeakSet[PeerLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for lock in list(_held):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def claim_name(folder: Path, name: str) -> PeerLock:
+    """Become the peer of this name, and remove what dead peers of the plane left.
+
+    Raises PeerNameTaken where a living process has it.
+    """
+    check_peer_name(name)
+    deadline = time.monotonic() + _CLAIM_PATIENCE_S
+    while (fd := try_lock(folder / f"{name}.lock")) is None:
+        # Somebody who only asks who lives holds the lock for microseconds.
+        if time.monotonic() > deadline:
+            card = _read_card(folder, name)
+            raise PeerNameTaken(
+                f"a living peer{f' (pid {card.pid})' if card else ''} of this plane is named "
+                f"{name!r} on this host: stop it, or choose another --name or --plane",
+                name=name,
+                pid=card.pid if card else None,
+            )
+        time.sleep(0.005)
+    _remove_files(folder, name, lock=False)
+    _sweep(folder, besides=name)
+    lock = PeerLock(folder, name, fd)
+    lock.write_card(None)
+    return lock
+
+
+def living_peers(folder: Path) -> list[LivingPeer]:
+    """The peers of a plane whose processes live, by name."""
+    living = []
+    for path in sorted(folder.glob("*.lock")):
+        name = path.name.removesuffix(".lock")
+        if not _is_free(path):
+            living.append(LivingPeer(name, folder / f"{name}.sock", _read_card(folder, name)))
+    return living
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the file's exclusive lock, or None where somebody else does."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        # Its last holder may have removed the file between our open and our lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        os.close(fd)
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    try:
+        # Shared, so that two that ask at once do not take each other for a peer.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _sweep(folder: Path, besides: str) -> None:
+    """Remove the files of every dead peer of the plane."""
+    names = {path.stem for path in folder.glob("*.sock")} | {p.stem for p in folder.glob("*.lock")}
+    for name in names - {besides}:
+        fd = try_lock(folder / f"{name}.lock")
+        if fd is not None:
+            _remove_files(folder, name)
+            os.close(fd)
+
+
+def _remove_files(folder: Path, name: str, lock: bool = True) -> None:
+    """Only for the holder of the name's lock."""
+    leftovers = [f"{name}.sock", f"{name}.json", f".{name}.json"]
+    for leftover in [*leftovers, f"{name}.lock"] if lock else leftovers:
+        (folder / leftover).unlink(missing_ok=True)
+
+
+def _read_card(folder: Path, name: str) -> Card | None:
+    try:
+        return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=Card)
+    except (OSError, msgspec.MsgspecError):
+        return None

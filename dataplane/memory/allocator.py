@@ -1,0 +1,152 @@
+"""Free space of the arena: first fit by address, in columns.
+
+Lowest address first keeps the pages in use warm and few. Pages are handed out, ranges of any
+multiple of 64 bytes come back, so free stretches may begin and end inside a page; only whole pages
+of them are handed out again. Knows nothing of owners: freeing what is free is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.extents import PAGE_BYTES, Bytes, coalesce, page_up
+from dataplane.wire.records import U8
+
+_LOW = np.uint64(PAGE_BYTES - 1)
+_FIRST_LOOK = 1024
+_FEW = 16
+"""So few stretches are inserted one by one where there are many already."""
+
+
+class Allocator:
+    """The free stretches of an arena, sorted and coalesced.
+
+    A free is one append; the column is merged in when somebody next asks for space. So a hundred
+    thousand values that come back together cost one sort, and single ones share one.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.free_bytes = size_bytes
+        self.high_water = 0
+        """The end of the highest byte ever handed out."""
+        self._starts: Bytes = np.zeros(1, U8)
+        self._ends: Bytes = np.full(1, size_bytes, U8)
+        self._returned: list[tuple[Bytes, Bytes]] = []
+
+    def __repr__(self) -> str:
+        self._settle()
+        return f"<Allocator {self.free_bytes}/{self.size_bytes} B free in {len(self._starts)}>"
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the longest stretch of whole free pages."""
+        self._settle()
+        if not len(self._starts):
+            return 0
+        return max(0, int(self._pages().max()))
+
+    def allocate(self, nbytes: int, prefer: Iterable[tuple[int, int]] = ()) -> int | None:
+        """The start of `nbytes` (a multiple of a page), or None where no stretch is that long.
+
+        prefer: stretches (start, end) that the caller would rather have again, tried in order.
+        """
+        assert nbytes > 0 and nbytes % PAGE_BYTES == 0, nbytes
+        if nbytes > self.free_bytes:
+            return None
+        self._settle()
+        for start, end in prefer:
+            at = self._inside(start, end, nbytes)
+            if at is not None:
+                return self._take(*at, nbytes)
+        first, count = 0, _FIRST_LOOK
+        while first < len(self._starts):
+            fit = self._pages(first, first + count) >= nbytes
+            index = int(fit.argmax())
+            if fit[index]:
+                index += first
+                return self._take(index, page_up(int(self._starts[index])), nbytes)
+            first, count = first + count, 4 * count
+        return None
+
+    def free(self, offsets: Bytes, lengths: Bytes) -> None:
+        """Stretches come back, in any order. AssertionError (at the latest when space is next
+        asked for) where one is free already."""
+        if not len(offsets):
+            return
+        self._returned.append((offsets, offsets + lengths))
+        self.free_bytes += int(lengths.sum())
+
+    def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
+        """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""
+        starts = (self._starts[first:last] + _LOW) & ~_LOW
+        return ((self._ends[first:last] & ~_LOW) - starts).view(np.int64)
+
+    def _inside(self, start: int, end: int, nbytes: int) -> tuple[int, int] | None:
+        """A free stretch (its index, and where to begin) that has the bytes within start..end."""
+        first = max(0, int(np.searchsorted(self._starts, start, "right")) - 1)
+        last = int(np.searchsorted(self._starts, end, "left"))
+        for index in range(first, min(last, first + 4)):
+            low, high = max(start, int(self._starts[index])), min(end, int(self._ends[index]))
+            low = page_up(low)
+            if high - low >= nbytes:
+                return index, low
+        return None
+
+    def _take(self, index: int, start: int, nbytes: int) -> int:
+        """Cut start..start+nbytes out of the free stretch at `index`."""
+        end = start + nbytes
+        before, after = start > int(self._starts[index]), end < int(self._ends[index])
+        if before and after:
+            self._starts = np.insert(self._starts, index + 1, end)
+            self._ends = np.insert(self._ends, index, start)
+        elif before:
+            self._ends[index] = start
+        elif after:
+            self._starts[index] = end
+        else:
+            self._starts = np.delete(self._starts, index)
+            self._ends = np.delete(self._ends, index)
+        self.free_bytes -= nbytes
+        self.high_water = max(self.high_water, end)
+        return start
+
+    def _settle(self) -> None:
+        """Merge in what came back since space was last asked for."""
+        if not self._returned:
+            return
+        pieces = sum(len(starts) for starts, _ in self._returned)
+        if pieces <= _FEW < len(self._starts) // 64:
+            for starts, ends in self._returned:
+                for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                    self._insert(start, end)
+            self._returned.clear()
+            return
+        starts = np.concatenate([self._starts, *(piece[0] for piece in self._returned)])
+        ends = np.concatenate([self._ends, *(piece[1] for piece in self._returned)])
+        self._returned.clear()
+        try:
+            self._starts, self._ends = coalesce(starts, ends)
+        except ValueError as exc:
+            raise AssertionError("space was freed twice") from exc
+
+    def _insert(self, start: int, end: int) -> None:
+        """Merge one stretch into many: at most one copy of the columns, often none."""
+        at = int(np.searchsorted(self._starts, start, "right"))
+        before = int(self._ends[at - 1]) if at else -1
+        after = int(self._starts[at]) if at < len(self._starts) else self.size_bytes + 1
+        if start < before or end > after:
+            raise AssertionError("space was freed twice")
+        if before == start and end == after:
+            self._starts = np.delete(self._starts, at)
+            self._ends = np.delete(self._ends, at - 1)
+        elif before == start:
+            self._ends[at - 1] = end
+        elif end == after:
+            self._starts[at] = start
+        else:
+            self._starts = np.insert(self._starts, at, start)
+            self._ends = np.insert(self._ends, at, end)

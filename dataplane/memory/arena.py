@@ -1,0 +1,113 @@
+"""The host arena: one sealed memory file, owned by the peer and handed to clients by descriptor.
+
+It lives as long as somebody maps it and leaves nothing on a file system, whoever is killed. Pages
+that nobody touched take no memory: they are brought in only as far as the caller asks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dataplane.memory.extents import page_down
+from dataplane.memory.pages import MAP_UNIT_BYTES, populate
+
+_UNLIMITED_BYTES = 1 << 60
+"""Cgroups v1 write "no limit" as a number near 2**63."""
+
+
+class Arena:
+    """A memory file with a descriptor for writers and one for readers.
+
+    `rw_fd` maps writable; `ro_fd` was opened read-only, so that neither PROT_WRITE nor a later
+    mprotect is possible. `view` is the peer's own mapping of all of it.
+    """
+
+    def __init__(self, rw_fd: int, ro_fd: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.rw_fd = rw_fd
+        self.ro_fd = ro_fd
+        self._map = mmap.mmap(rw_fd, size_bytes)
+        self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size_bytes: int, name: str) -> Arena:
+        """A new arena; the size is rounded up to whole pages. `name` shows in /proc."""
+        size_bytes = -(-size_bytes // MAP_UNIT_BYTES) * MAP_UNIT_BYTES
+        rw_fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        ro_fd = -1
+        try:
+            os.ftruncate(rw_fd, size_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(rw_fd, fcntl.F_ADD_SEALS, seals)
+            ro_fd = os.open(f"/proc/self/fd/{rw_fd}", os.O_RDONLY | os.O_CLOEXEC)
+            return cls(rw_fd, ro_fd, size_bytes)
+        except BaseException:
+            os.close(rw_fd)
+            if ro_fd >= 0:
+                os.close(ro_fd)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.size_bytes} B {'closed' if self.rw_fd < 0 else 'open'}>"
+
+    def prefault(self, start: int, length: int) -> bool:
+        """Bring pages in before anybody writes; other threads run meanwhile. False where the
+        kernel cannot, which costs speed only."""
+        first = start // MAP_UNIT_BYTES * MAP_UNIT_BYTES
+        return populate(self._address + first, min(start + length, self.size_bytes) - first)
+
+    def close(self) -> None:
+        """Close the descriptors. The peer's mapping goes when the last slice of it does."""
+        if self.rw_fd < 0:
+            return
+        os.close(self.rw_fd)
+        os.close(self.ro_fd)
+        self.rw_fd = self.ro_fd = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # somebody still looks into it; it ends with that view
+
+
+def default_arena_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """A quarter of the memory that this process may use: the host's, or its cgroup's (v1, v2)."""
+    fields = (proc / "meminfo").read_text().split()
+    host_bytes = int(fields[fields.index("MemTotal:") + 1]) * 1024
+    limits = [host_bytes, *_cgroup_limits(proc, cgroups)]
+    return page_down(min(limits) // 4)
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
+    """Limits of this process's memory cgroup and those above it, as far as they are visible."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            limits += _limit(root / folder / name)
+    return limits
+
+
+def _limit(file: Path) -> list[int]:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return []  # in a container the groups above are not visible
+    return [int(text)] if text.isdigit() and int(text) < _UNLIMITED_BYTES else []

@@ -1,0 +1,155 @@
+"""Room in the arena for units of ranges: the classes decide how much, the allocator where.
+
+Runs in the peer, under `space`. What is taken here is charged to its class until it is returned.
+Pulled copies give way first. Nothing waits: what does not fit is answered with fewer units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.admission import Admission, Shares
+from dataplane.memory.allocator import Allocator
+from dataplane.memory.cache import PulledCopies
+from dataplane.memory.extents import Bytes, padded, page_down, page_up
+from dataplane.wire.records import U8
+
+MAX_EXTENTS = 1024
+"""A fragmented arena grants fewer units at once rather than endless extents."""
+
+Piece = tuple[int, int]
+"""Start and end of a granted stretch."""
+
+
+class Room:
+    """Takes stretches of free space for a class, and takes them back."""
+
+    def __init__(self, allocator: Allocator, shares: Shares, copies: PulledCopies) -> None:
+        self._allocator = allocator
+        self._shares = shares
+        self._copies = copies
+
+    def take_units(
+        self,
+        admission: int,
+        units: Sequence[npt.NDArray[np.uint64]],
+        prefer: Sequence[Piece] = (),
+    ) -> tuple[int, list[Piece]]:
+        """Pieces for the first units, each whole, and how many units those are.
+
+        One piece holds as many units as any can; a unit that no piece holds is spread over
+        several, range by range. ValueTooLarge where a unit can never be had.
+        """
+        if not units:
+            return 0, []
+        ends, marks = self._lengths(admission, units)
+        totals = ends[marks]
+        self._evict_into(admission, page_up(int(totals[-1])))
+        pieces: list[Piece] = []
+        done = 0
+        while done < len(units) and len(pieces) < MAX_EXTENTS:
+            upto, piece = self._fill(admission, totals, done, prefer)
+            if upto == done:
+                piece = self._spread(admission, ends[marks[done] : marks[done + 1] + 1], prefer)
+                upto += bool(piece)
+            if upto == done and (done or not self._evict_between(admission, int(totals[1]))):
+                break
+            pieces += piece
+            done = upto
+        return done, pieces
+
+    def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Piece] = ()) -> list[Piece]:
+        """A piece that is not needed yet: only while half of the class's room stays free."""
+        nbytes = page_up(nbytes)
+        if not nbytes or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
+            return []
+        return self._take(admission, nbytes, prefer)
+
+    def give_back(self, starts: Bytes, ends: Bytes, by_class: Sequence[int]) -> None:
+        """Stretches come back that were charged to the classes with these bytes."""
+        self._allocator.free(starts, ends - starts)
+        for admission, nbytes in enumerate(by_class):
+            self._shares.discharge(admission, nbytes)
+
+    def _lengths(
+        self, admission: int, units: Sequence[npt.NDArray[np.uint64]]
+    ) -> tuple[Bytes, npt.NDArray[np.intp]]:
+        """Running bytes of all ranges, from 0, and where in them each unit begins and ends."""
+        sizes = np.concatenate(units).astype(U8, copy=False)
+        if len(sizes):
+            # before adding up: sums of what a client claims must not wrap
+            self._shares.check_unit(admission, int(sizes.max()))
+        ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
+        marks = np.zeros(len(units) + 1, np.intp)
+        np.cumsum(np.fromiter(map(len, units), np.intp, len(units)), out=marks[1:])
+        self._shares.check_unit(admission, int(np.diff(ends[marks]).max()))
+        return ends, marks
+
+    def _take(self, admission: int, nbytes: int, prefer: Sequence[Piece]) -> list[Piece]:
+        start = self._allocator.allocate(nbytes, prefer)
+        if start is None:
+            return []
+        self._shares.charge(admission, nbytes)
+        return [(start, start + nbytes)]
+
+    def _fill(
+        self, admission: int, ends: Bytes, done: int, prefer: Sequence[Piece]
+    ) -> tuple[int, list[Piece]]:
+        """One piece for as many of the next parts as any can hold, and how far that gets.
+
+        ends: running bytes, part k lying between ends[k] and ends[k + 1].
+        """
+        room = page_down(self._shares.room(admission))
+        nbytes = page_up(int(ends[-1] - ends[done]))
+        if 0 < nbytes <= room:
+            piece = self._take(admission, nbytes, prefer)
+            if piece:
+                return len(ends) - 1, piece
+        reach = min(self._allocator.largest_free, room)
+        upto = int(np.searchsorted(ends, ends[done] + np.uint64(reach), "right")) - 1
+        nbytes = page_up(int(ends[upto] - ends[done]))
+        if not nbytes:
+            return upto, []  # nothing fits, or parts without bytes do
+        piece = self._take(admission, nbytes, prefer)
+        assert piece, (nbytes, reach)
+        return upto, piece
+
+    def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Piece]) -> list[Piece]:
+        """Several pieces for the ranges of one unit, or none and no change."""
+        pieces: list[Piece] = []
+        if int(ends[-1] - ends[0]) > self._shares.room(admission):
+            return pieces
+        done = 0
+        while done < len(ends) - 1:
+            upto, piece = self._fill(admission, ends, done, prefer)
+            pieces += piece
+            if upto == done or len(pieces) > MAX_EXTENTS:
+                self._undo(admission, pieces)
+                return []
+            done = upto
+        return pieces
+
+    def _undo(self, admission: int, pieces: list[Piece]) -> None:
+        if pieces:
+            both = np.array(pieces, U8)
+            self._allocator.free(both[:, 0], both[:, 1] - both[:, 0])
+            self._shares.discharge(admission, int((both[:, 1] - both[:, 0]).sum()))
+
+    def _evict_into(self, admission: int, nbytes: int) -> None:
+        """Evict pulled copies as far as that lets this class in."""
+        short = nbytes - self._shares.balance(admission)
+        if admission != Admission.PULL:
+            # copies inside the guarantee of pulls are no room for others, kept or not
+            pulls = self._shares.used[Admission.PULL] - self._shares.guaranteed[Admission.PULL]
+            short = min(short, pulls)
+        if short > 0:
+            self._copies.evict(short)
+
+    def _evict_between(self, admission: int, nbytes: int) -> int:
+        """Copies lie in the way of a unit that has room but no stretch: the bytes evicted."""
+        if self._shares.room(admission) < page_up(nbytes):
+            return 0
+        return self._copies.evict(nbytes)

@@ -1,0 +1,282 @@
+"""The arena's space as the peer sees it: who may write, what lives, who reads. Without I/O.
+
+The facade over allocator, ranges, shares, holders and the cache of pulled copies. Every byte is in
+one of three states: free, granted to a holder, or live in a range; the padding of a range to 64
+bytes belongs to it. Nothing here waits: what does not fit now is answered with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import ProtocolError
+from dataplane.memory.admission import DEFAULT_SHARES, Admission, Shares
+from dataplane.memory.allocator import Allocator
+from dataplane.memory.cache import PulledCopies
+from dataplane.memory.dedup import Digests
+from dataplane.memory.extents import (
+    Bytes,
+    Mask,
+    Records,
+    every,
+    padded,
+    page_down,
+    records,
+)
+from dataplane.memory.holder import Holder
+from dataplane.memory.ranges import Counts, Ranges
+from dataplane.memory.room import Piece, Room
+from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.wire.records import EXTENT, RANGE, U8
+
+
+class Space:
+    """One arena of `size_bytes`, a multiple of a page.
+
+    Holders are numbers that the caller chooses: client sessions, or the peer's own transfers.
+    """
+
+    def __init__(
+        self, size_bytes: int, shares: tuple[float, float, float] = DEFAULT_SHARES
+    ) -> None:
+        assert size_bytes > 0 and size_bytes == page_down(size_bytes), size_bytes
+        self.size_bytes = size_bytes
+        self.ranges = Ranges()
+        self.shares = Shares(size_bytes, shares)
+        self.copies = PulledCopies(self.ranges, self.release)
+        self.digests = Digests(self.ranges)
+        self.waste_bytes: Callable[[], int] = lambda: 0
+        """Bytes of packs whose values are dead already; only the metadata knows."""
+        self._allocator = Allocator(size_bytes)
+        self._room = Room(self._allocator, self.shares, self.copies)
+        self._holders: dict[int, Holder] = {}
+        self._live_bytes = [0, 0, 0]
+        self._last_pin = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Space {sum(self._live_bytes)} B live, {self._granted_bytes()} B granted, "
+            f"{self._allocator.free_bytes} B free, {len(self._holders)} holders>"
+        )
+
+    @property
+    def share_bytes(self) -> tuple[int, int, int]:
+        """The largest unit per admission class."""
+        opening, continuing, pulls = self.shares.caps
+        return opening, continuing, pulls
+
+    @property
+    def high_water(self) -> int:
+        """The end of the highest byte ever granted; pages above were never touched."""
+        return self._allocator.high_water
+
+    # room to write
+
+    def check_unit(self, admission: int, nbytes: int) -> None:
+        """ValueTooLarge where a unit of so many bytes can never be reserved."""
+        self.shares.check_unit(admission, nbytes)
+
+    def reserve(
+        self, holder: int, admission: int, units: Sequence[npt.NDArray[np.uint64]]
+    ) -> tuple[int, Records]:
+        """Room for the first units, each whole: how many, and the EXTENT records for them.
+
+        units: per unit the u8 column of its ranges' sizes. `placement.place` of all their sizes
+        into the extents succeeds. None fits: (0, empty). ValueTooLarge where one never can.
+        """
+        prefer = self._holder(holder).recent
+        done, pieces = self._room.take_units(admission, units, prefer)
+        return done, self._grant(holder, admission, pieces)
+
+    def grant(self, holder: int, admission: int, nbytes: int) -> Records:
+        """Space ahead of need: one EXTENT, or none unless half of the class's room stays free."""
+        prefer = self._holder(holder).recent
+        return self._grant(holder, admission, self._room.take_ahead(admission, nbytes, prefer))
+
+    def give_back(self, holder: int, extents: Records) -> None:
+        """Extents, or parts of them, that the holder will not write into. ProtocolError, and
+        nothing comes back, unless all of them are granted to it. Nothing to do for a holder that
+        was forgotten: all that it had is back."""
+        known = self._holders.get(holder)
+        if known is None:
+            return
+        starts, ends = self._pieces(extents[extents["length"] > 0])
+        taken = known.carve(starts, ends, Admission.OPEN)
+        self._room.give_back(starts, ends, taken)
+
+    def give_back_all(self, holder: int) -> int:
+        """Everything granted to the holder comes back; its pins stay. Returns the bytes."""
+        known = self._holders.get(holder)
+        if known is None:
+            return 0
+        (starts, ends), taken = known.take_grants()
+        self._room.give_back(starts, ends, taken)
+        return sum(taken)
+
+    # ranges
+
+    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
+        """Written EXTENTs become ranges with these references (u4 each): their RANGE records.
+
+        All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
+        multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
+        """
+        starts, ends = self._pieces(extents)
+        if not isinstance(refs, int) and len(refs) != len(starts):
+            raise ProtocolError(f"{len(starts)} written ranges come with {len(refs)} counts")
+        if np.count_nonzero(np.less(refs, 1)):
+            raise ProtocolError("a written range is referenced by no value")
+        taken = self._holder(holder).carve(starts, ends, admission)
+        for granted_under, nbytes in enumerate(taken):
+            self.shares.discharge(granted_under, nbytes)
+        self.shares.charge(admission, sum(taken))
+        self._live_bytes[admission] += sum(taken)
+        return self.ranges.add(starts, ends - starts, refs, admission)
+
+    def alive(self, ranges: Records) -> Mask:
+        """Per RANGE, whether it is the one that lives under this id now."""
+        return self.ranges.alive(ranges)
+
+    def hold(self, ranges: Records, counts: Counts = 1) -> None:
+        """More references to living ranges. RowsGone, and nothing changes, if any is dead."""
+        self.ranges.hold(ranges, counts)
+
+    def release(self, ranges: Records, counts: Counts = 1) -> int:
+        """Fewer references; the bytes that became free. Dead ranges are passed over."""
+        freed = self.ranges.release(ranges, counts)
+        if not len(freed.offsets):
+            return 0
+        self._allocator.free(freed.offsets, freed.lengths)
+        by_class = np.bincount(freed.admissions, freed.lengths, len(Admission)).astype(np.int64)
+        for admission, nbytes in enumerate(by_class.tolist()):
+            self._live_bytes[admission] -= nbytes
+            self.shares.discharge(admission, nbytes)
+        return int(by_class.sum())
+
+    def locate(self, ranges: Records) -> Bytes:
+        """Where ranges start, u8. RowsGone if any is dead."""
+        return self.ranges.offsets(ranges)
+
+    # readers
+
+    def pin(self, holder: int, ranges: Records) -> int:
+        """Hold ranges for a reader until `unpin`: the pin's id, never used again. 0 for none."""
+        if not len(ranges):
+            return 0
+        pins = self._holder(holder).pins
+        self.ranges.hold(ranges)
+        self._last_pin += 1
+        pins[self._last_pin] = np.array(ranges)
+        return self._last_pin
+
+    def unpin(self, holder: int, ids: Iterable[int]) -> int:
+        """Let go of pins; those not held (any more) are passed over. The bytes that got free."""
+        known = self._holders.get(holder)
+        if known is None:
+            return 0
+        columns = [known.pins.pop(number) for number in set(ids) if number in known.pins]
+        return self.release(np.concatenate(columns)) if columns else 0
+
+    def pinned(self, holder: int) -> dict[int, Records]:
+        """The RANGE column of each pin that the holder has."""
+        known = self._holders.get(holder)
+        return dict(known.pins) if known else {}
+
+    # holders
+
+    def disown(self, holder: int) -> None:
+        """The holder is lost but its processes may live: what it has stays, charged, and is
+        given to nobody until `forget`."""
+        if holder in self._holders:
+            self._holders[holder].quarantined = True
+
+    def forget(self, holder: int) -> int:
+        """Every process of the holder is proved gone: its grants and pins come back. The bytes
+        that became free."""
+        if holder not in self._holders:
+            return 0
+        freed = self.give_back_all(holder) + self.unpin(holder, list(self.pinned(holder)))
+        del self._holders[holder]
+        return freed
+
+    def holders(self) -> list[tuple[int, int, int]]:
+        """(holder, bytes granted, bytes pinned) of all that hold something, most first."""
+        held = [
+            (number, holder.granted_bytes, self._pinned_bytes([holder]))
+            for number, holder in self._holders.items()
+        ]
+        return sorted((row for row in held if row[1] or row[2]), key=lambda row: -row[1] - row[2])
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this moment, in bytes. size = used + granted + free, exactly; pinned, cached
+        and waste are parts of used, quarantined of used and granted."""
+        everybody = list(self._holders.values())
+        lost = [holder for holder in everybody if holder.quarantined]
+        return {
+            "size_bytes": self.size_bytes,
+            "used_bytes": sum(self._live_bytes),
+            "granted_bytes": self._granted_bytes(),
+            "quarantined_bytes": sum(holder.granted_bytes for holder in lost)
+            + self._pinned_bytes(lost),
+            "pinned_bytes": self._pinned_bytes(everybody),
+            "cached_bytes": self.copies.cached_bytes,
+            "waste_bytes": self.waste_bytes(),
+            "free_bytes": self._allocator.free_bytes,
+            "largest_free_bytes": self._allocator.largest_free,
+            "touched_bytes": self._allocator.high_water,
+            "ranges": self.ranges.live,
+            "pins": sum(len(holder.pins) for holder in everybody),
+            "classes": {
+                admission.name.lower(): {
+                    "used_bytes": self._live_bytes[admission],
+                    "granted_bytes": self.shares.used[admission] - self._live_bytes[admission],
+                    "room_bytes": self.shares.room(admission),
+                    "cap_bytes": self.shares.caps[admission],
+                }
+                for admission in Admission
+            },
+        }
+
+    # inside
+
+    def _holder(self, number: int) -> Holder:
+        holder = self._holders.get(number)
+        if holder is None:
+            holder = self._holders[number] = Holder()
+        return holder
+
+    def _granted_bytes(self) -> int:
+        return sum(holder.granted_bytes for holder in self._holders.values())
+
+    def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
+        columns = [pin for holder in holders for pin in holder.pins.values()]
+        if not columns:
+            return 0
+        distinct = np.unique(np.concatenate(columns).view(U8)).view(RANGE)
+        return int(self.ranges.extents(distinct)["length"].sum())
+
+    def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
+        """Starts and padded ends of EXTENTs that a client named, checked to be in the arena."""
+        starts, lengths = extents["offset"].astype(U8), extents["length"].astype(U8)
+        size = np.uint64(self.size_bytes)
+        sound = (starts < size) & (lengths <= size) & (starts % np.uint64(ALIGNMENT_BYTES) == 0)
+        if not every(sound):
+            bad = int(sound.argmin())
+            raise ProtocolError(
+                f"piece {bad} of {len(starts)}, {int(lengths[bad])} bytes at {int(starts[bad])}, "
+                f"is not in the arena of {self.size_bytes} bytes, or not at a multiple of "
+                f"{ALIGNMENT_BYTES}"
+            )
+        return starts, starts + padded(lengths)
+
+    def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
+        """Write allocated, charged pieces down as the holder's. Their EXTENTs, in this order."""
+        if not pieces:
+            return np.empty(0, EXTENT)
+        both = np.array(pieces, U8)
+        self._holder(holder).grant(both[:, 0], both[:, 1], admission)
+        return records(both[:, 0], both[:, 1])

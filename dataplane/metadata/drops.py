@@ -1,0 +1,132 @@
+"""How rows and groups go: dropped by the user, lost with a peer, closed by name or by the seal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import GroupClosed, InvalidRows, PartitionSealed, ProtocolError, RowsDropped
+from dataplane.metadata.columns import Array
+from dataplane.metadata.index import pairs, repeated
+from dataplane.metadata.names import KEY_BYTES, format_minted
+from dataplane.metadata.state import State
+from dataplane.metadata.tables import rows_of
+from dataplane.wire.tables import Name, Owner, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went with a peer: the rows, as they were named, and how many groups."""
+
+    rows: Rows
+    groups: int
+
+
+def drop_rows(state: State, keys: Array) -> tuple[int, int]:
+    """Drop rows by key; unknown ones leave a tombstone as well. Returns (rows, bytes)."""
+    slots = state.index.find(keys)
+    unknown = slots < 0
+    if unknown.any():
+        state.tombstones.add(keys[unknown])
+        slots = slots[~unknown]
+    return len(slots), state.remove_rows(slots, dropped=True)
+
+
+def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
+    """Drop groups with all their rows, and refuse later rows of them. Returns (rows, bytes)."""
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise ProtocolError(f"a group's key has {KEY_BYTES} bytes")
+    if not keys:
+        return 0, 0
+    column = pairs(b"".join(dict.fromkeys(keys)))
+    groups = state.groups.index.find(column)
+    groups = groups[groups >= 0]
+    state.tombstones.add(column)
+    _, slots = state.groups.members.gather(groups)
+    slots = slots.astype(np.int64)
+    still_open = groups[~state.groups.closed(groups)]
+    closed = groups[state.groups.closed(groups)]
+    nbytes = state.remove_rows(slots, dropped=True)
+    # those that were closed went with their last row
+    assert not len(state.groups.spent(closed))
+    if len(still_open):
+        state.remove_groups(still_open)
+    return len(slots), nbytes
+
+
+def lose(state: State, owner: Owner) -> Lost:
+    """A peer is no more: rows with bytes there go, and with them their groups, whole.
+
+    They leave no tombstones, so all of them may be put again.
+    """
+    live = state.live()
+    hit = live[state.fields.at(owner, live)]
+    groups = state.groups_of(hit)
+    _, members = state.groups.members.gather(groups)
+    slots = np.union1d(hit, members.astype(np.int64))
+    lost = Lost(rows_of(state, slots), len(groups))
+    closed = groups[state.groups.closed(groups)]
+    state.closed_groups -= int(len(closed) - state.groups.all_dropped(closed).sum())
+    still_open = np.setdiff1d(groups, closed)
+    state.remove_rows(slots)
+    if len(still_open):
+        state.remove_groups(still_open)
+    state.fields.forget_owner(owner)
+    return lost
+
+
+def close(state: State, key: bytes, size: int, name: Name | None) -> int:
+    """Say how many rows a group has. Returns 1 when it closes with that, else 0."""
+    if len(key) != KEY_BYTES:
+        raise ProtocolError(f"a group's key has {KEY_BYTES} bytes")
+    column = pairs(key)
+    shown = format_minted(key) if name is None else name
+    group = int(state.groups.index.find(column)[0])
+    limit = state.definition.group_size
+    if size < 1 or (limit is not None and size > limit):
+        most = "" if limit is None else f" to {limit}"
+        raise InvalidRows(f"the group {shown!r} cannot close with {size} rows; give 1{most}")
+    if group < 0:
+        _expect_new(state, column, size, name, shown)
+        return 0
+    seen = int(state.groups.seen[group])
+    if state.groups.closed(np.array([group]))[0]:
+        if size != seen:
+            raise GroupClosed(f"the group {shown!r} is closed with {seen} rows", rows=seen)
+        return 0
+    if size < seen:
+        raise InvalidRows(
+            f"the group {shown!r} has had {seen} rows; close it with as many", rows=seen
+        )
+    state.groups.expected[group] = size
+    return state.close_groups(np.array([group])) if size == seen else 0
+
+
+def close_open_groups(state: State) -> int:
+    """The partition is sealed: open groups close at the size they have, empty ones go."""
+    groups = state.groups.open()
+    empty = groups[state.groups.seen[groups] == 0]
+    if len(empty):
+        state.remove_groups(empty)
+    rest = groups[state.groups.seen[groups] > 0]
+    return state.close_groups(rest) if len(rest) else 0
+
+
+def _expect_new(state: State, column: Array, size: int, name: Name | None, shown: Name) -> None:
+    if state.tombstones.among(column)[0]:
+        raise RowsDropped(f"the group {shown!r} was dropped; it is cancelled", groups=[shown])
+    if state.sealing:
+        raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")
+    state.add_groups(column, None if name is None else [name], size)
+
+
+def check_keys(rows: Rows) -> Array:
+    """The keys of a call that names rows. InvalidRows for one named twice."""
+    if not rows.keys or len(rows.keys) % KEY_BYTES:
+        raise InvalidRows("there are no rows in this call; give at least one key")
+    keys = pairs(rows.keys)
+    if len(repeated(keys)):
+        raise InvalidRows("a row is named twice in one call")
+    return keys

@@ -1,0 +1,252 @@
+"""Where the values of rows lie: one column of VALUE records a field, and the leaves of some rows.
+
+Specs and owners are kept once a store; records that come in are rewritten to these numbers, and
+those that go out carry only the ones they use. Every record stands for one reference to its range:
+what is overwritten, refused or removed is collected, so that the owner can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataplane.errors import FieldUnknown, LimitExceeded
+from dataplane.metadata.columns import Array, Ragged, grow
+from dataplane.metadata.incoming import ColumnIn
+from dataplane.metadata.interning import Numbers, SpecsAndOwners
+from dataplane.wire.limits import ABSENT, MAX_FIELDS, PACK_LIMIT_BYTES
+from dataplane.wire.records import RANGE, U4, VALUE
+from dataplane.wire.tables import Column, Owner, Spec
+
+_NO_VALUE = np.zeros(1, VALUE)
+_NO_VALUE["owner"] = ABSENT
+
+
+class Fields:
+    """The fields of a store's rows. `present` has one bit a field and row."""
+
+    def __init__(self) -> None:
+        self.present: Array = np.zeros(0, np.uint64)
+        self.names: dict[str, int] = {}
+        self._values: dict[int, Array] = {}
+        self._leaves: dict[int, Ragged] = {}
+        self._known = SpecsAndOwners()
+        self._released: list[Array] = []
+
+    @property
+    def nbytes(self) -> int:
+        columns = [self.present, *self._values.values()]
+        return sum(c.nbytes for c in columns) + sum(r.nbytes for r in self._leaves.values())
+
+    def reserve(self, capacity: int) -> None:
+        grow(self.present, capacity)
+        for values in self._values.values():
+            grow(values, capacity)
+        for leaves in self._leaves.values():
+            leaves.reserve(capacity)
+
+    def check_room(self, names: Sequence[str]) -> None:
+        """LimitExceeded unless the partition may have these fields too."""
+        # the sum is cheap and nearly always enough
+        if (
+            len(self.names) + len(names) > MAX_FIELDS
+            and len(self.names.keys() | set(names)) > MAX_FIELDS
+        ):
+            raise LimitExceeded(f"a partition has at most {MAX_FIELDS} fields", limit=MAX_FIELDS)
+
+    def bit(self, name: str) -> int:
+        """The number of a field, which gets one now if it is new."""
+        return self.names.setdefault(name, len(self.names))
+
+    def mask(self, names: Sequence[str]) -> int:
+        return sum(1 << self.bit(name) for name in dict.fromkeys(names))
+
+    def have(self, name: str, slots: Array) -> Array:
+        """Which rows have the field."""
+        if name not in self.names:
+            return np.zeros(len(slots), np.bool_)
+        bit = np.uint64(1 << self.names[name])
+        result: Array = (self.present[slots] & bit) != 0
+        return result
+
+    def intern(self, specs: Sequence[Spec], owners: Sequence[Owner]) -> Numbers:
+        """The store's numbers of a message's specs and owners."""
+        if self._known.crowded:
+            self._known.compact([*self._values.values(), *(r.pool for r in self._leaves.values())])
+        return self._known.intern(specs, owners)
+
+    def write(self, slots: Array, one: ColumnIn, numbers: Numbers, keep: bool) -> int:
+        """Write one column; `numbers` is what `intern` answered.
+
+        Returns the number of rows whose present value stayed (`keep`). The references that lost,
+        old or new, are collected.
+        """
+        bit = self.bit(one.field)
+        values, leaves = numbers.applied(one.values), one.leaves
+        counts, here = one.counts, one.here
+        if len(leaves):
+            leaves = numbers.applied(leaves)
+        there = (self.present[slots] >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
+        kept = 0
+        if there.any():
+            refused = there if here is None else there & here
+            kept = int(np.count_nonzero(refused))
+            if keep:
+                self._release(values[refused], counts, leaves, refused)
+                here = ~there if here is None else here & ~there
+            else:
+                self._forget(slots[refused], bit)
+                kept = 0
+        if here is not None:
+            if counts is not None:
+                leaves = leaves[np.repeat(here, counts)]
+                counts = counts[here]
+            slots, values = slots[here], values[here]
+        self._store(bit, slots, values, counts, leaves)
+        return kept
+
+    def refuse(self, records: Array, numbers: Numbers) -> None:
+        """References that came for rows which are gone."""
+        if len(records):
+            self._released.append(numbers.applied(records))
+
+    def remove(self, slots: Array) -> int:
+        """The rows are no more. Returns the bytes that their values had."""
+        present = self.present[slots]
+        total = 0
+        for bit in self._values:
+            there = (present >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
+            total += self._forget(slots if there.all() else slots[there], bit)
+        self.present[slots] = 0
+        return total
+
+    def gather(
+        self, slots: Array, names: Sequence[str] | None
+    ) -> tuple[list[Column], list[Spec], list[Owner]]:
+        """Columns of VALUE records for these rows, with the specs and owners that they use.
+
+        FieldUnknown for a name that no row of the store ever had.
+        """
+        picked: list[tuple[str, Array, bytes, Array]] = []
+        for name in self.names if names is None else dict.fromkeys(names):
+            bit = self.names.get(name, -1)
+            if bit not in self._values:
+                if names is None:
+                    continue
+                raise FieldUnknown(
+                    f"no row has a field {name!r}; there are {sorted(self._written())}", field=name
+                )
+            values = self._values[bit][slots]
+            there = (self.present[slots] >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
+            if not there.all():
+                values[~there] = _NO_VALUE[0]
+                if names is None and not there.any():
+                    continue
+            counts, leaves = b"", _NO_VALUE[:0]
+            if bit in self._leaves:
+                lengths, leaves = self._leaves[bit].gather(slots)
+                counts = lengths.astype(U4).tobytes() if len(leaves) else b""
+            picked.append((name, values, counts, leaves))
+        specs, owners = self._known.outgoing([records for one in picked for records in (one[1], one[3])])
+        columns = [
+            Column(name, values.tobytes(), counts, leaves.tobytes())
+            for name, values, counts, leaves in picked
+        ]
+        return columns, specs, owners
+
+    def sizes(self, slots: Array, names: Sequence[str]) -> Array:
+        """Bytes a row of these fields, leaves included."""
+        total = np.zeros(len(slots), np.int64)
+        for name in names:
+            bit = self.names.get(name, -1)
+            if bit in self._values:
+                nbytes = self._values[bit]["nbytes"][slots].astype(np.int64)
+                total += np.where(self.have(name, slots), nbytes, 0)
+            if bit in self._leaves:
+                counts, leaves = self._leaves[bit].gather(slots)
+                row = np.repeat(np.arange(len(slots)), counts)
+                np.add.at(total, row, leaves["nbytes"].astype(np.int64))
+        return total
+
+    def released(self) -> list[tuple[Owner, Array, Array]]:
+        """Drain the references that went: per owner RANGE records and how many of each (u4)."""
+        if not self._released:
+            return []
+        records = np.concatenate(self._released)
+        self._released = []
+        result = []
+        for owner in np.unique(records["owner"]).tolist():
+            mine = records[records["owner"] == owner]
+            number = mine["generation"].astype(np.uint64) << np.uint64(32) | mine["range"]
+            different, counts = np.unique(number, return_counts=True)
+            ranges = np.zeros(len(different), RANGE)
+            ranges["range"] = different & np.uint64(0xFFFF_FFFF)
+            ranges["generation"] = different >> np.uint64(32)
+            result.append((self._known.owners[owner], ranges, counts.astype(U4)))
+        return result
+
+    def at(self, owner: Owner, slots: Array) -> Array:
+        """Which of these rows have a value, or a leaf of one, at this owner."""
+        result = np.zeros(len(slots), np.bool_)
+        number = self._known.owner_number(owner)
+        if number is None:
+            return result
+        for name, bit in self.names.items():
+            if bit in self._values:
+                result |= (self._values[bit]["owner"][slots] == number) & self.have(name, slots)
+            if bit in self._leaves:
+                counts, leaves = self._leaves[bit].gather(slots)
+                row = np.repeat(np.arange(len(slots)), counts)
+                result[row[leaves["owner"] == number]] = True
+        return result
+
+    def forget_owner(self, owner: Owner) -> None:
+        """Drop collected references to ranges of a peer that is no more."""
+        number = self._known.owner_number(owner)
+        self._released = [records[records["owner"] != number] for records in self._released]
+
+    def volume(self, slots: Array) -> tuple[int, int]:
+        """(bytes of all values of these rows, bytes of those that are packed)."""
+        total = packed = 0
+        for name, bit in self.names.items():
+            if bit in self._values:
+                records = [self._values[bit][slots[self.have(name, slots)]]]
+                if bit in self._leaves:
+                    records.append(self._leaves[bit].gather(slots)[1])
+                for nbytes in (r["nbytes"].astype(np.int64) for r in records):
+                    total += int(nbytes.sum())
+                    packed += int(nbytes[nbytes < PACK_LIMIT_BYTES].sum())
+        return total, packed
+
+    def _written(self) -> list[str]:
+        return [name for name, bit in self.names.items() if bit in self._values]
+
+    def _store(
+        self, bit: int, slots: Array, values: Array, counts: Array | None, leaves: Array
+    ) -> None:
+        column = self._values.get(bit)
+        if column is None:
+            column = self._values[bit] = np.zeros(len(self.present), VALUE)
+        column[slots] = values
+        self.present[slots] |= np.uint64(1 << bit)
+        if counts is not None and len(leaves):
+            if bit not in self._leaves:
+                self._leaves[bit] = Ragged(VALUE, len(self.present))
+            self._leaves[bit].set(slots, counts, leaves)
+
+    def _forget(self, slots: Array, bit: int) -> int:
+        """Values that go: collect their references. Returns their bytes."""
+        if not len(slots):
+            return 0
+        gone = [self._values[bit][slots]]
+        if bit in self._leaves:
+            gone.append(self._leaves[bit].gather(slots)[1])
+            self._leaves[bit].clear(slots)
+        self._released += gone
+        return sum(int(records["nbytes"].sum()) for records in gone)
+
+    def _release(self, values: Array, counts: Array | None, leaves: Array, refused: Array) -> None:
+        self._released.append(values)
+        if counts is not None:
+            self._released.append(leaves[np.repeat(refused, counts)])

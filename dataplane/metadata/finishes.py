@@ -1,0 +1,155 @@
+"""The end of leases: ack, release, drop, expiry, and the holder's death.
+
+An ack and what was added to its rows are one step. Rows that were dropped while they were leased
+are passed over; their holder learns how many there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
+from dataplane.metadata.columns import Array
+from dataplane.metadata.incoming import ColumnIn, columns_in
+from dataplane.metadata.leases import Lease
+from dataplane.metadata.puts import add_fields
+from dataplane.metadata.state import State
+from dataplane.wire.records import U4, column
+from dataplane.wire.tables import Column, Owner, Scalar, Spec
+
+OUTCOMES = ("ack", "release", "drop", "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishOutcome:
+    """rows: how many were finished. gone: leased rows that had been dropped or lost meanwhile.
+    kept: per field, rows whose value was there already and stayed. bytes: freed by a drop."""
+
+    kept: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    gone: int = 0
+    bytes: int = 0
+
+
+def lease_of(state: State, number: int, now: float | None = None) -> Lease:
+    """LeaseExpired when it ended, or its hard limit has passed."""
+    lease = state.leases.get(number)
+    if lease is None or (now is not None and lease.deadline is not None and now >= lease.deadline):
+        raise LeaseExpired(
+            f"lease {number} has ended: its rows went back to their stage, or were finished",
+            lease=number,
+        )
+    return lease
+
+
+def finish(
+    state: State,
+    lease: Lease,
+    outcome: str,
+    index: bytes | None,
+    columns: Sequence[Column],
+    specs: Sequence[Spec],
+    owners: Sequence[Owner],
+    tags: Mapping[str, Sequence[Scalar]],
+) -> FinishOutcome:
+    """See `Store.finish`."""
+    if outcome not in OUTCOMES:
+        raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
+    if columns and outcome in ("release", "drop"):
+        raise InvalidRows("rows that are released or dropped take no new fields; ack them")
+    positions = _positions(lease, index)
+    if not len(positions):
+        if columns:
+            raise InvalidRows("fields for no rows of the lease")
+        return FinishOutcome()
+    added = columns_in(columns, len(positions), len(specs), len(owners))
+    state.fields.check_room([one.field for one in added])
+    state.tags.check(tags, len(positions))
+
+    there = state.incarnation[lease.slots[positions]] == lease.incarnations[positions]
+    gone = len(positions) - int(np.count_nonzero(there))
+    slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
+    if gone:
+        added = [_discard_gone(state, one, there, specs, owners) for one in added]
+        tags = {name: _only(values, there) for name, values in tags.items()}
+    kept: dict[str, int] = {}
+    if len(slots):
+        if tags:
+            state.tags.set(slots, tags)
+            state.retag(slots)
+        if added:
+            kept = add_fields(state, slots, added, specs, owners)
+    freed = _end(state, lease, outcome, positions, slots)
+    return FinishOutcome(kept, len(slots), gone, freed)
+
+
+def give_back(state: State, lease: Lease) -> int:
+    """The lease ends without an outcome; returns the rows that came back."""
+    count = state.come_back(lease, np.flatnonzero(lease.left))
+    state.leases.end(lease)
+    return count
+
+
+def give_back_all(state: State, leases: Sequence[Lease]) -> int:
+    """Several leases end; the rows of the oldest come first."""
+    return sum(give_back(state, lease) for lease in reversed(leases))
+
+
+def _positions(lease: Lease, index: bytes | None) -> Array:
+    """The positions in the lease that a message is about. InvalidRows unless all are left."""
+    if index is None:
+        return np.flatnonzero(lease.left)
+    positions = column(index, U4).astype(np.int64)
+    if len(positions) and int(positions.max()) >= len(lease.slots):
+        raise InvalidRows(
+            f"row {int(positions.max())} of a lease of {len(lease.slots)}", rows=len(lease.slots)
+        )
+    if len(np.unique(positions)) != len(positions):
+        raise InvalidRows("a row of the lease is named twice")
+    if not lease.left[positions].all():
+        raise InvalidRows("a row of the lease was acked, released or dropped before")
+    return positions
+
+
+def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Array) -> int:
+    freed = 0
+    if outcome == "release":
+        state.come_back(lease, positions)
+    elif outcome == "drop":
+        freed = state.remove_rows(slots, dropped=True)
+    elif outcome == "ack" and len(slots):
+        lease.stage.ack(slots)
+        groups = state.groups_of(slots)
+        if len(groups):
+            lease.stage.settle(groups)
+        state.free_acked(slots)
+    if outcome != "keep":
+        lease.left[positions] = False
+        if not lease.left.any():
+            state.leases.end(lease)
+    return freed
+
+
+def _discard_gone(
+    state: State, one: ColumnIn, there: Array, specs: Sequence[Spec], owners: Sequence[Owner]
+) -> ColumnIn:
+    """The column without rows that are gone; the references they brought are let go."""
+    refused = ~there if one.here is None else ~there & one.here
+    numbers = state.fields.intern(specs, owners)
+    counts, leaves = one.counts, one.leaves
+    if counts is not None:
+        member = np.repeat(there, counts)
+        state.fields.refuse(leaves[~member], numbers)
+        counts, leaves = counts[there], leaves[member]
+    state.fields.refuse(one.values[refused], numbers)
+    here = None if one.here is None else one.here[there]
+    return ColumnIn(one.field, one.values[there], here, counts, leaves)
+
+
+def _only(values: Sequence[Scalar], there: Array) -> Sequence[Scalar]:
+    if len(values) != len(there) or len(values) == 1:
+        return values
+    return [value for value, keep in zip(values, there.tolist(), strict=True) if keep]

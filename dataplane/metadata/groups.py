@@ -1,0 +1,117 @@
+"""The groups of a store: how many rows each expects, has seen and still has, and which.
+
+A group is open until as many rows were put as it expects (dropped and freed ones count), then
+closed for good. Its record goes with its last row once it is closed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.metadata.columns import Array, Ids, Ragged, bump, capacity_for, grow
+from dataplane.metadata.index import KeyIndex
+from dataplane.metadata.names import format_minted, given_names
+from dataplane.wire.tables import Name
+
+FREE, OPEN, CLOSED = range(3)
+UNKNOWN_SIZE = -1
+
+
+class Groups:
+    """Columns by group id. `members.counts` is the number of living rows."""
+
+    def __init__(self) -> None:
+        self.index = KeyIndex()
+        self.names: dict[int, Name] = {}
+        self.phase: Array = np.zeros(0, np.uint8)
+        self.expected: Array = np.zeros(0, np.int32)
+        self.seen: Array = np.zeros(0, np.int32)
+        self.dropped: Array = np.zeros(0, np.int32)
+        self.members = Ragged(np.dtype(np.int32))
+        self.capacity = 0
+        self._ids = Ids()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        columns = (self.phase, self.expected, self.seen, self.dropped)
+        parts = self.index.nbytes + self.members.nbytes + self._ids.nbytes
+        return parts + sum(column.nbytes for column in columns)
+
+    def name(self, group: int) -> Name:
+        """The group's id as users see it."""
+        given = self.names.get(group)
+        return format_minted(self.index.keys[group].tobytes()) if given is None else given
+
+    def add(self, keys: Array, names: list[Name] | None, expected: int) -> Array:
+        """New open groups; every key is different and unknown. Returns their ids."""
+        groups = self._ids.take(len(keys))
+        if self._ids.top > self.capacity:
+            self.capacity = capacity_for(self.capacity, self._ids.top)
+            self.index.reserve(self.capacity)
+            self.members.reserve(self.capacity)
+            for column in (self.phase, self.expected, self.seen, self.dropped):
+                grow(column, self.capacity)
+        self.index.insert(keys, groups)
+        if names is not None:
+            self.names.update(given_names(groups.tolist(), names))
+        self.phase[groups] = OPEN
+        self.expected[groups] = expected
+        self.seen[groups] = 0
+        self.dropped[groups] = 0
+        return groups
+
+    def add_members(self, groups: Array, counts: Array, slots: Array) -> None:
+        """New rows: counts[i] of them in groups[i] (all different), `slots` group by group."""
+        self.members.append(groups, counts, slots)
+        self.seen[groups] += counts.astype(np.int32)
+
+    def remove_members(self, groups: Array, slots: Array, dropped: bool) -> None:
+        """Rows go, each `slots[i]` from `groups[i]`."""
+        if dropped:
+            bump(self.dropped, groups, 1)
+        different = np.unique(groups)
+        _, members = self.members.gather(different)
+        self.members.keep(different, ~np.isin(members, slots))
+
+    def full(self, groups: Array) -> Array:
+        """Those of these groups that are open and have seen all the rows they expect."""
+        mask = (self.phase[groups] == OPEN) & (self.seen[groups] == self.expected[groups])
+        result: Array = groups[mask]
+        return result
+
+    def open(self) -> Array:
+        """All open groups."""
+        return np.flatnonzero(self.phase == OPEN)
+
+    def closed(self, groups: Array) -> Array:
+        """Per group: is it closed."""
+        result: Array = self.phase[groups] == CLOSED
+        return result
+
+    def close(self, groups: Array) -> None:
+        self.phase[groups] = CLOSED
+        self.expected[groups] = self.seen[groups]
+
+    def spent(self, groups: Array) -> Array:
+        """Those of these groups whose record can go: closed, and without rows."""
+        mask = (self.phase[groups] == CLOSED) & (self.members.counts[groups] == 0)
+        result: Array = groups[mask]
+        return result
+
+    def all_dropped(self, groups: Array) -> Array:
+        """Per group: every row it ever had was dropped. Such groups do not count as made."""
+        result: Array = self.dropped[groups] == self.seen[groups]
+        return result
+
+    def remove(self, groups: Array) -> None:
+        """The groups are no more."""
+        self.index.remove(groups)
+        self.members.clear(groups)
+        self.phase[groups] = FREE
+        if self.names:
+            for group in groups.tolist():
+                self.names.pop(group, None)
+        self._ids.give_back(groups)

@@ -1,0 +1,77 @@
+"""The leases of a store: which rows of which stage somebody holds, since when and until when.
+
+A lease names rows by slot and incarnation, so that a slot which was freed and used again is not
+taken for the row that was leased. Positions in a lease never change: what is finished is marked.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dataplane.metadata.columns import Array
+from dataplane.metadata.stages import Stage
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """`left`: which of the rows are not finished yet. deadline None: no hard limit."""
+
+    number: int
+    stage: Stage
+    unit: str
+    slots: Array
+    incarnations: Array
+    left: Array
+    holder: int
+    started: float
+    deadline: float | None
+
+
+class Leases:
+    def __init__(self) -> None:
+        self._leases: dict[int, Lease] = {}
+        self._held: dict[int, set[int]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def add(self, lease: Lease) -> None:
+        self._leases[lease.number] = lease
+        self._held.setdefault(lease.holder, set()).add(lease.number)
+        if lease.deadline is not None:
+            heapq.heappush(self._deadlines, (lease.deadline, lease.number))
+
+    def get(self, number: int) -> Lease | None:
+        return self._leases.get(number)
+
+    def end(self, lease: Lease) -> None:
+        del self._leases[lease.number]
+        held = self._held[lease.holder]
+        held.discard(lease.number)
+        if not held:
+            del self._held[lease.holder]
+
+    def of(self, holder: int) -> list[Lease]:
+        """A holder's leases, oldest first."""
+        return [self._leases[number] for number in sorted(self._held.get(holder, ()))]
+
+    def expired(self, now: float) -> list[Lease]:
+        """The leases whose hard limit has passed, in that order."""
+        result = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
+            if lease is not None:
+                result.append(lease)
+        return result
+
+    def next_deadline(self) -> float | None:
+        """When the next hard limit passes, None where none is set."""
+        while self._deadlines and self._deadlines[0][1] not in self._leases:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None

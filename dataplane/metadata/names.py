@@ -1,0 +1,114 @@
+"""Keys of rows and groups: 16 bytes that either side can compute without asking anybody.
+
+A name that the user gave becomes the xxh3-128 digest of its type and text. A name that the client
+mints says where its row lives: shard, session and a counter, big-endian, so that minted keys sort
+in the order in which a session made them. Shared by client and peer; no state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from dataplane.errors import InvalidRows, LimitExceeded
+from dataplane.wire.limits import MAX_NAME_BYTES
+from dataplane.wire.tables import Name
+
+KEY_BYTES = 16
+MINTED_MARK = "~"
+
+_MINTED = re.compile(r"~[0-9a-f]{32}")
+_SESSION_MASK = (1 << 48) - 1
+_MINTED_RECORD = np.dtype([("shard", ">u2"), ("session", "V6"), ("counter", ">u8")])
+
+
+def hash_name(name: Name) -> bytes:
+    """The key of a name. InvalidRows for anything but str and int, LimitExceeded when too long."""
+    if type(name) is str:
+        if name.startswith(MINTED_MARK):
+            return parse_minted(name)
+        try:
+            text = name.encode()
+        except UnicodeEncodeError as exc:
+            raise InvalidRows(f"the name {name!r} is not valid text: {exc.reason}") from exc
+        if len(text) > MAX_NAME_BYTES:
+            raise LimitExceeded(
+                f"a name of {len(text)} bytes is over the limit of {MAX_NAME_BYTES}",
+                size=len(text),
+                limit=MAX_NAME_BYTES,
+            )
+        return xxh3_128_digest(b"s" + text)
+    if isinstance(name, bool) or not isinstance(name, int | str):
+        raise InvalidRows(f"a key or group id is a str or an int, not {type(name).__name__}")
+    if isinstance(name, str):
+        return hash_name(str(name))
+    if not -(1 << 63) <= name < 1 << 64:
+        raise InvalidRows(f"the name {name} does not fit into 64 bits; give it as a str")
+    return xxh3_128_digest(b"i%d" % name)
+
+
+def hash_names(names: Sequence[Name]) -> bytes:
+    """The KEY column of many names."""
+    return b"".join([hash_name(name) for name in names])
+
+
+def mint(shard: int, session: int, counter: int) -> bytes:
+    """The key of row or group number `counter` of a session, to live in `shard`."""
+    return b"%b%b%b" % (
+        shard.to_bytes(2, "big"),
+        (session & _SESSION_MASK).to_bytes(6, "big"),
+        counter.to_bytes(8, "big"),
+    )
+
+
+def mint_many(shard: int, session: int, first: int, count: int) -> bytes:
+    """The KEY column of `count` minted keys with consecutive counters."""
+    keys = np.empty(count, _MINTED_RECORD)
+    keys["shard"] = shard
+    keys["session"] = np.void((session & _SESSION_MASK).to_bytes(6, "big"))
+    keys["counter"] = np.arange(first, first + count, dtype=np.uint64)
+    return keys.tobytes()
+
+
+def key_shard(minted: bytes) -> int:
+    """The shard in which a minted key lives."""
+    return int.from_bytes(minted[:2], "big")
+
+
+def is_minted(name: Name) -> bool:
+    """Whether this name is the shown form of a minted key."""
+    return isinstance(name, str) and _MINTED.fullmatch(name) is not None
+
+
+def given_names(ids: Iterable[int], names: Iterable[Name]) -> dict[int, Name]:
+    """The names that must be kept: a minted key says its own."""
+    return {
+        id_: name
+        for id_, name in zip(ids, names, strict=True)
+        if type(name) is not str or not name.startswith(MINTED_MARK)
+    }
+
+
+def format_minted(key: bytes) -> str:
+    """A minted key as users see it."""
+    return MINTED_MARK + key.hex()
+
+
+def format_minted_many(keys: bytes) -> list[Name]:
+    """A KEY column of minted keys as users see it."""
+    text = keys.hex()
+    width = 2 * KEY_BYTES
+    return [MINTED_MARK + text[i : i + width] for i in range(0, len(text), width)]
+
+
+def parse_minted(name: str) -> bytes:
+    """The key of a shown minted name. InvalidRows for other names that start with its mark."""
+    if not _MINTED.fullmatch(name):
+        raise InvalidRows(
+            f"the name {name!r} starts with {MINTED_MARK!r}, which is kept for minted keys; "
+            "choose another first character"
+        )
+    return bytes.fromhex(name[1:])

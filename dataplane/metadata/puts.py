@@ -1,0 +1,255 @@
+"""Puts and adds: everything is checked first, then everything is written.
+
+`plan_put` changes nothing and raises what the put would raise, so a peer can ask before it moves
+bytes; `apply_put` cannot fail any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataplane.errors import (
+    FieldExists,
+    GroupClosed,
+    InvalidRows,
+    PartitionSealed,
+    ProtocolError,
+    RowsDropped,
+)
+from dataplane.metadata.columns import Array
+from dataplane.metadata.groups import UNKNOWN_SIZE
+from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
+from dataplane.metadata.names import format_minted
+from dataplane.metadata.state import State
+from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
+
+_NONE = np.zeros(0, np.int64)
+SHOWN_NAMES = 8
+"""How many names an error carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    """kept: per field, rows whose value was there already and stayed."""
+
+    kept: dict[str, int] = field(default_factory=dict)
+    new_rows: int = 0
+    closed_groups: int = 0
+
+
+@dataclass(slots=True)
+class PutPlan:
+    """A checked put. slots: -1 for new rows. groups: id per entry of the message's groups."""
+
+    rows: RowsIn
+    columns: list[ColumnIn]
+    tags: Mapping[str, Sequence[Scalar]]
+    slots: Array
+    new: Array
+    groups: Array
+    new_groups: Array
+    keep: bool
+
+
+def plan_put(
+    state: State,
+    rows: Rows,
+    columns: Sequence[Column],
+    tags: Mapping[str, Sequence[Scalar]],
+    *,
+    replace: bool,
+    keep: bool,
+    specs: int | None = None,
+    owners: int | None = None,
+) -> PutPlan:
+    """Check a put against the store. specs and owners: how many travel beside it, if known."""
+    if replace and keep:
+        raise ProtocolError("a put either replaces values or keeps them")
+    incoming = rows_in(rows)
+    fields = columns_in(columns, incoming.count, specs, owners)
+    state.fields.check_room([one.field for one in fields])
+    state.tags.check(tags, incoming.count)
+    slots = state.index.find(incoming.keys)
+    new = np.flatnonzero(slots < 0)
+    if len(new):
+        _check_new_rows(state, incoming, new)
+    if len(new) < incoming.count and not (replace or keep):
+        _check_fields(state, incoming, slots, fields)
+    groups, new_groups = _plan_groups(state, incoming, slots, new)
+    return PutPlan(incoming, fields, tags, slots, new, groups, new_groups, keep)
+
+
+def apply_put(
+    state: State, plan: PutPlan, specs: Sequence[Spec], owners: Sequence[Owner]
+) -> PutOutcome:
+    """Carry out a plan made for this very state."""
+    numbers = state.fields.intern(specs, owners)
+    touched = _enter_groups(state, plan)
+    _enter_rows(state, plan)
+    if len(plan.new) < plan.rows.count:  # known rows may be in groups that the message leaves out
+        touched = state.groups_of(plan.slots)
+    kept = {}
+    for one in plan.columns:
+        stayed = state.fields.write(plan.slots, one, numbers, plan.keep)
+        if stayed:
+            kept[one.field] = stayed
+    if plan.tags:
+        state.tags.set(plan.slots, plan.tags)
+    closed = state.written(plan.slots, touched)
+    if plan.tags and len(plan.new) < plan.rows.count:
+        state.retag(plan.slots)
+    return PutOutcome(kept, len(plan.new), closed)
+
+
+def add_fields(
+    state: State,
+    slots: Array,
+    columns: Sequence[ColumnIn],
+    specs: Sequence[Spec],
+    owners: Sequence[Owner],
+) -> dict[str, int]:
+    """Write checked columns of leased rows; values that are there stay, and are counted."""
+    numbers = state.fields.intern(specs, owners)
+    kept = {}
+    for one in columns:
+        stayed = state.fields.write(slots, one, numbers, keep=True)
+        if stayed:
+            kept[one.field] = stayed
+    state.written(slots, state.groups_of(slots))
+    return kept
+
+
+def shown(names: Sequence[Name] | None, keys: Array, positions: Array) -> list[Name]:
+    """The first few names at these positions, for a message and its details."""
+    few = positions[:SHOWN_NAMES].tolist()
+    if names is not None:
+        return [names[i] for i in few]
+    return [format_minted(keys[i].tobytes()) for i in few]
+
+
+def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
+    dropped = new[state.tombstones.among(rows.keys[new])]
+    if len(dropped):
+        keys = shown(rows.names, rows.keys, dropped)
+        raise RowsDropped(
+            f"{len(dropped)} rows of this put were dropped from partition {state.partition!r}: "
+            f"{keys}; their trajectories are cancelled",
+            keys=keys,
+            rows=len(dropped),
+        )
+    if state.sealing:
+        raise PartitionSealed(
+            f"partition {state.partition!r} is sealed and takes no new rows; "
+            f"{len(new)} of this put are new",
+            partition=state.partition,
+            rows=len(new),
+        )
+
+
+def _check_fields(state: State, rows: RowsIn, slots: Array, fields: Sequence[ColumnIn]) -> None:
+    known = np.flatnonzero(slots >= 0)
+    for one in fields:
+        there = state.fields.have(one.field, slots[known])
+        if one.here is not None:
+            there &= one.here[known]
+        if there.any():
+            keys = shown(rows.names, rows.keys, known[there])
+            raise FieldExists(
+                f"{int(there.sum())} rows have a field {one.field!r} already, such as {keys[0]!r}; "
+                "fields are written once, replace=True writes a new value",
+                field=one.field,
+                keys=keys,
+            )
+
+
+def _plan_groups(state: State, rows: RowsIn, slots: Array, new: Array) -> tuple[Array, Array]:
+    """(id per group of the message, -1 if new; positions of those that are to be made)."""
+    if rows.group is None or not len(rows.group_keys):
+        return _NONE, _NONE
+    groups = state.groups.index.find(rows.group_keys)
+    if len(new) < rows.count:
+        _check_known_groups(state, rows, slots, groups)
+    joining = rows.group[new]
+    joining = joining[joining >= 0]
+    if not len(joining):
+        return groups, _NONE
+    counts = np.bincount(joining, minlength=len(groups))
+    unknown = groups < 0
+    dropped = np.flatnonzero(unknown & (counts > 0) & state.tombstones.among(rows.group_keys))
+    if len(dropped):
+        names = shown(rows.group_names, rows.group_keys, dropped)
+        raise RowsDropped(f"the groups {names} were dropped; they are cancelled", groups=names)
+    _check_sizes(state, rows, groups, counts)
+    return groups, np.flatnonzero(unknown & (counts > 0))
+
+
+def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array) -> None:
+    assert rows.group is not None
+    known = np.flatnonzero((slots >= 0) & (rows.group >= 0))
+    if not len(known):
+        return
+    named = groups[rows.group[known]]
+    # an unknown group is no row's, not even a row's that has none
+    wrong = known[(named < 0) | (state.group[slots[known]] != named)]
+    if len(wrong):
+        keys = shown(rows.names, rows.keys, wrong)
+        raise InvalidRows(
+            f"the row {keys[0]!r} is known in another group; a row's group never changes", keys=keys
+        )
+
+
+def _check_sizes(state: State, rows: RowsIn, groups: Array, counts: Array) -> None:
+    size = state.definition.group_size or UNKNOWN_SIZE
+    # ids of -1 read the last entry, which np.where leaves out
+    known = (groups >= 0) & (counts > 0)
+    if known.any():
+        there = groups[known]
+        closed = np.zeros(len(groups), np.bool_)
+        seen, expected = np.zeros_like(groups), np.full_like(groups, size)
+        closed[known] = state.groups.closed(there)
+        seen[known], expected[known] = state.groups.seen[there], state.groups.expected[there]
+    else:
+        closed, seen, expected = np.False_, 0, size  # type: ignore[assignment]
+    over = ((expected >= 0) & (seen + counts > expected)) | closed
+    bad = np.flatnonzero(over & (counts > 0))
+    if len(bad):
+        names = shown(rows.group_names, rows.group_keys, bad)
+        raise GroupClosed(
+            f"the group {names[0]!r} takes no more rows: it closes with "
+            f"{int(np.broadcast_to(expected, counts.shape)[bad[0]])}, and this put brings "
+            f"{int(counts[bad[0]])} to the {int(np.broadcast_to(seen, counts.shape)[bad[0]])} "
+            "it has had",
+            groups=names,
+        )
+
+
+def _enter_groups(state: State, plan: PutPlan) -> Array:
+    """Make the plan's new groups. Returns the groups that get new rows or values."""
+    made = plan.new_groups
+    if len(made):
+        given = plan.rows.group_names
+        names = None if given is None else [given[i] for i in made.tolist()]
+        size = state.definition.group_size or UNKNOWN_SIZE
+        plan.groups[made] = state.add_groups(plan.rows.group_keys[made], names, size)
+    if not len(plan.groups):
+        return _NONE
+    return plan.groups[plan.groups >= 0]
+
+
+def _enter_rows(state: State, plan: PutPlan) -> None:
+    """Make the plan's new rows and enter their slots in it."""
+    rows, new = plan.rows, plan.new
+    if not len(new):
+        return
+    whole = len(new) == rows.count
+    names = rows.names
+    if names is not None and not whole:
+        names = [names[i] for i in new.tolist()]
+    groups = None
+    if len(plan.groups) and rows.group is not None:
+        index = rows.group if whole else rows.group[new]
+        groups = np.where(index >= 0, plan.groups[index], -1)
+    plan.slots[new] = state.add_rows(rows.keys if whole else rows.keys[new], names, groups)

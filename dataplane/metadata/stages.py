@@ -1,0 +1,184 @@
+"""One stage of a store: the states of its rows and groups, kept together.
+
+Rows move singly; a group's state follows from how many of its rows are ready and acked. Nothing
+here scans: every change names the rows it concerns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.metadata.columns import Array, bump, grow, unique
+from dataplane.metadata.counts import Counts
+from dataplane.metadata.groups import CLOSED, Groups
+from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT, Units
+from dataplane.metadata.where import Filter
+from dataplane.wire.tables import Where
+
+Test = Callable[[Filter, Array], Array]
+
+
+class Stage:
+    """`group_of` is the row table's column of groups (-1: none); it grows in place."""
+
+    def __init__(
+        self,
+        name: str,
+        fields: list[str],
+        mask: int,
+        groups: Groups,
+        group_of: Array,
+        test: Test,
+    ) -> None:
+        self.name = name
+        self.fields = fields
+        self.mask = np.uint64(mask)
+        self._all_groups = groups
+        self._group_of = group_of
+        self._test = test
+        self.rows = Units(len(group_of), test)
+        self.groups = Units(groups.capacity, self._test_groups)
+        self._ready: Array = np.zeros(groups.capacity, np.int32)
+        self._acked: Array = np.zeros(groups.capacity, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.groups.nbytes + self._ready.nbytes + self._acked.nbytes
+
+    def reserve_rows(self, capacity: int) -> None:
+        self.rows.reserve(capacity)
+
+    def reserve_groups(self, capacity: int) -> None:
+        self.groups.reserve(capacity)
+        grow(self._ready, capacity)
+        grow(self._acked, capacity)
+
+    def units(self, unit: str) -> Units:
+        return self.rows if unit == "rows" else self.groups
+
+    def drain_changed(self) -> bool:
+        """Whether counts changed since the last call."""
+        changed = self.rows.changed or self.groups.changed
+        self.rows.changed = self.groups.changed = False
+        return changed
+
+    def counts(self, where: Where | None) -> Counts:
+        """Exact counts. With a filter, ready units that do not match are not remaining."""
+        ready_rows, ready_groups = self.rows.ready(where), self.groups.ready(where)
+        return Counts(
+            ready_rows=ready_rows,
+            ready_groups=ready_groups,
+            remaining_rows=self.rows.counts[PENDING] + ready_rows,
+            remaining_groups=self.groups.counts[PENDING] + ready_groups,
+            outstanding_rows=self.rows.outstanding,
+            outstanding_groups=self.groups.outstanding,
+        )
+
+    def complete(self, slots: Array, present: Array) -> None:
+        """Fields of these rows were written; `present` are their fields now."""
+        done = (present & self.mask) == self.mask
+        newly = slots[done & (self.rows.state[slots] == PENDING)]
+        if len(newly):
+            self.make_ready(newly, front=False)
+
+    def make_ready(self, slots: Array, front: bool) -> None:
+        """Rows became ready, or came back. `settle` of their groups follows."""
+        self.rows.move(slots, READY, front)
+        self._bump(self._ready, slots, 1)
+
+    def take_rows(self, slots: Array) -> None:
+        """Lease ready rows singly: their groups are not offered whole any more."""
+        self.rows.move(slots, LEASED)
+        groups = self._groups(slots)
+        if len(groups):
+            bump(self._ready, groups, -1)
+            groups = unique(groups)
+            self.groups.move(groups[self.groups.state[groups] != SPLIT], SPLIT)
+
+    def take_groups(self, groups: Array) -> tuple[Array, Array]:
+        """Lease ready groups whole. Returns (rows a group, slots group by group)."""
+        self.groups.move(groups, LEASED)
+        counts, slots = self._all_groups.members.gather(groups)
+        slots = slots.astype(np.int64)
+        self.rows.move(slots, LEASED)
+        self._ready[groups] = 0
+        return counts, slots
+
+    def ack(self, slots: Array) -> None:
+        """Leased rows are done. `settle` of their groups follows."""
+        self.rows.move(slots, ACKED)
+        self._bump(self._acked, slots, 1)
+
+    def acked(self, slots: Array) -> Array:
+        """Per row: has the stage acked it."""
+        result: Array = self.rows.state[slots] == ACKED
+        return result
+
+    def forget(self, slots: Array) -> None:
+        """Rows are no more. `settle` or `forget_groups` of their groups follows."""
+        states = self.rows.state[slots]
+        self._bump(self._ready, slots[states == READY], -1)
+        self._bump(self._acked, slots[states == ACKED], -1)
+        self.rows.forget(slots)
+
+    def forget_groups(self, groups: Array) -> None:
+        self.groups.forget(groups)
+        self._ready[groups] = 0
+        self._acked[groups] = 0
+
+    def settle(self, groups: Array, front: bool = False) -> None:
+        """Give groups (all different) the state that follows from their rows."""
+        live = self._all_groups.members.counts[groups]
+        closed = (self._all_groups.phase[groups] == CLOSED) & (live > 0)
+        acked = self._acked[groups]
+        now = self.groups.state[groups]
+        whole = closed & (self._ready[groups] == live)
+        split = (now == SPLIT) | (acked > 0)
+        # a leased group stays so until its rows are all back, or all acked
+        then = np.where(whole, READY, np.where(now == LEASED, LEASED, PENDING))
+        then = np.where(closed & (acked == live), ACKED, np.where(split, SPLIT, then))
+        for state in (READY, PENDING, ACKED, SPLIT):
+            moved = groups[(then == state) & (now != state)]
+            self.groups.move(moved, state, front)
+
+    def retest(self, slots: Array) -> None:
+        """Tags of these rows changed."""
+        self.rows.retest(slots)
+        groups = unique(self._groups(slots))
+        if len(groups):
+            self.groups.retest(groups)
+
+    def reset(self, live: Array) -> Array:
+        """Every acked one of these rows becomes ready again. Returns the rows."""
+        again = live[self.rows.state[live] == ACKED]
+        groups = unique(self._groups(live))
+        self._acked[groups] = 0
+        done = groups[np.isin(self.groups.state[groups], (SPLIT, ACKED))]
+        self.groups.move(done, PENDING)
+        if len(again):
+            self.make_ready(again, front=False)
+        if len(groups):
+            self.settle(groups)
+        return again
+
+    def _groups(self, slots: Array) -> Array:
+        groups = self._group_of[slots].astype(np.int64)
+        result: Array = groups if len(groups) == 0 or groups.min() >= 0 else groups[groups >= 0]
+        return result
+
+    def _bump(self, column: Array, slots: Array, by: int) -> None:
+        groups = self._groups(slots)
+        if len(groups):
+            bump(column, groups, by)
+
+    def _test_groups(self, where: Filter, groups: Array) -> Array:
+        """Per group: does the filter hold for all its rows."""
+        counts, slots = self._all_groups.members.gather(groups)
+        if not len(slots):
+            return np.zeros(len(groups), np.bool_)
+        holds = self._test(where, slots)
+        starts = np.cumsum(counts) - counts
+        result: Array = np.logical_and.reduceat(holds, np.minimum(starts, len(slots) - 1))
+        return result & (counts > 0)

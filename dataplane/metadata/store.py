@@ -1,0 +1,325 @@
+"""One partition at one peer: rows, groups, stages and leases of all the shards hosted there.
+
+Sans-I/O: time comes as an argument (seconds, monotonic), bytes are only named, never touched. Each
+call either raises a typed error and changes nothing, or is carried out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import InvalidRows, StageUndefined, TagConflict
+from dataplane.metadata import drops, finishes, looks, puts, tables, takes
+from dataplane.metadata.columns import Array
+from dataplane.metadata.counts import Counts
+from dataplane.metadata.drops import Lost
+from dataplane.metadata.finishes import FinishOutcome
+from dataplane.metadata.index import pairs
+from dataplane.metadata.leases import Lease
+from dataplane.metadata.puts import PutOutcome
+from dataplane.metadata.state import State
+from dataplane.metadata.takes import Taken
+from dataplane.metadata.where import parse
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
+
+Tagging = Mapping[str, Sequence[Scalar]]
+
+
+class Store:
+    """The metadata of one partition at one peer.
+
+    lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
+    lease is named by its number alone.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        definition: Definition,
+        generation: int,
+        lease_numbers: Iterator[int] | None = None,
+    ) -> None:
+        self.partition = partition
+        self.definition = definition
+        self.generation = generation
+        self._state = State(partition, definition, lease_numbers or count(1))
+        self._sealed = False
+
+    def __repr__(self) -> str:
+        phase = "sealed" if self._sealed else "sealing" if self._state.sealing else "open"
+        return (
+            f"<Store {self.partition!r} generation {self.generation}, {phase}: {len(self)} rows, "
+            f"{len(self._state.groups)} groups, {len(self._state.leases)} leases>"
+        )
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._state.index)
+
+    # rows in
+
+    def check_put(
+        self,
+        rows: Rows,
+        columns: Sequence[Column],
+        tags: Tagging | None = None,
+        *,
+        replace: bool = False,
+        keep: bool = False,
+    ) -> None:
+        """Raise what `put` would raise, before any range is resolved.
+
+        Of the columns' records only which are ABSENT matters yet.
+        """
+        puts.plan_put(self._state, rows, columns, tags or {}, replace=replace, keep=keep)
+
+    def put(
+        self,
+        rows: Rows,
+        columns: Sequence[Column],
+        specs: Sequence[Spec],
+        owners: Sequence[Owner],
+        tags: Tagging,
+        *,
+        replace: bool = False,
+        keep: bool = False,
+        now: float = 0.0,
+    ) -> PutOutcome:
+        """Enter rows, or merge fields and tags into known ones.
+
+        columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
+        redelivery, values that are there stay and are counted. Raises FieldExists (without replace
+        and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
+        """
+        plan = puts.plan_put(
+            self._state,
+            rows,
+            columns,
+            tags,
+            replace=replace,
+            keep=keep,
+            specs=len(specs),
+            owners=len(owners),
+        )
+        return puts.apply_put(self._state, plan, specs, owners)
+
+    def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
+        """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
+        return drops.close(self._state, group_key, n, name)
+
+    def tag(self, rows: Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None) -> None:
+        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
+        drops.check_keys(rows)
+        slots = tables.find_rows(self._state, rows)
+        self._state.tags.check(tags, len(slots))
+        if expect:
+            other = np.flatnonzero(~self._state.tags.expected(slots, expect))
+            if len(other):
+                keys = [
+                    self._state.name(slot) for slot in slots[other][: puts.SHOWN_NAMES].tolist()
+                ]
+                raise TagConflict(
+                    f"{len(other)} rows do not have the tags {dict(expect)}, such as {keys[0]!r}",
+                    keys=keys,
+                    rows=len(other),
+                )
+        self._state.tags.set(slots, tags)
+        self._state.retag(slots)
+
+    def seal_begin(self) -> None:
+        """No new rows from now on. New fields stay welcome."""
+        self._state.sealing = True
+
+    def seal_end(self) -> int:
+        """Every peer has stopped: open groups close at their size. Returns how many did."""
+        self._state.sealing = self._sealed = True
+        return drops.close_open_groups(self._state)
+
+    # stages
+
+    def declare_stage(self, name: str, fields: Sequence[str]) -> None:
+        """A stage that was not declared with the partition. StageUndefined under free="acked",
+        where rows may be gone already, and for a known stage with other fields."""
+        known = self._state.stages.get(name)
+        if known is not None:
+            if set(known.fields) != set(fields):
+                raise StageUndefined(
+                    f"stage {name!r} was declared with {known.fields}, not {list(fields)}",
+                    stage=name,
+                )
+            return
+        if self.definition.free == "acked":
+            raise StageUndefined(
+                f"stage {name!r} cannot be declared later in partition {self.partition!r}: under "
+                'free="acked" rows may be gone already; declare it in partition(stages=)',
+                stage=name,
+            )
+        self._state.check_stage_room(name, fields)
+        self._state.add_stage(name, list(fields))
+
+    def reset(self, stage: str) -> int:
+        """Rows that a stage acked become claimable again; leased ones stay leased."""
+        return len(self._state.stage(stage).reset(self._state.live()))
+
+    def take(
+        self,
+        stage: str,
+        want: Want,
+        holder: int,
+        now: float,
+        lease_ms: int = 0,
+        partial: bool = False,
+        byte_limit: int | None = None,
+        sealed: bool = False,
+    ) -> Taken:
+        """Lease ready units, oldest first.
+
+        `count` of them, or at least `minimum`; any number up to `count` when `partial`, or when
+        the whole partition is `sealed`; else nothing. A budget takes what fits the sum of its tag
+        (a row without the tag counts 0; count 0: any number), and unless `partial` or `sealed` only
+        once the next ready unit would not fit. byte_limit: cut to as many units as have at most
+        that many bytes in the stage's fields.
+        """
+        found = self._state.stage(stage)
+        return takes.take(
+            self._state, found, want, holder, now, lease_ms, partial, sealed, byte_limit
+        )
+
+    def finish(
+        self,
+        lease_id: int,
+        outcome: str,
+        index: bytes | None,
+        columns: Sequence[Column],
+        specs: Sequence[Spec],
+        owners: Sequence[Owner],
+        tags: Tagging,
+        now: float,
+    ) -> FinishOutcome:
+        """Ack, release, drop or keep the rows of a lease, with what was added, as one step.
+
+        index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
+        for a lease that has ended; InvalidRows for a row that was finished before.
+        """
+        lease = finishes.lease_of(self._state, lease_id, now)
+        return finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
+
+    def release_holder(self, holder: int) -> int:
+        """A holder is gone: its rows come back, before all others. Returns how many."""
+        return finishes.give_back_all(self._state, self._state.leases.of(holder))
+
+    def expire(self, now: float) -> list[Lease]:
+        """End the leases whose hard limit has passed; their rows are ready again."""
+        ended = self._state.leases.expired(now)
+        finishes.give_back_all(self._state, ended)
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        return self._state.leases.next_deadline()
+
+    # rows out
+
+    def table(
+        self, rows: Array | int, fields: Sequence[str] | None = None, tags: bool = True
+    ) -> Table:
+        """A table with VALUE records of slots (from `read`), or of the rows left in a lease.
+
+        Rows that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when
+        leased rows were dropped.
+        """
+        slots = tables.leased_rows(self._state, rows) if isinstance(rows, int) else rows
+        return tables.table(self._state, slots, fields, tags)
+
+    def read(
+        self,
+        rows: Rows | None = None,
+        where: Where | None = None,
+        limit: int = 0,
+        after: bytes = b"",
+    ) -> tuple[Array, bool]:
+        """(slots for `table`, whether there are more). The slots hold until the next change."""
+        return tables.read(self._state, rows, None if where is None else parse(where), limit, after)
+
+    def drop(
+        self,
+        rows: Rows | None = None,
+        groups: Sequence[bytes] | None = None,
+        where: Where | None = None,
+    ) -> tuple[int, int]:
+        """Drop rows by key, by group key or by filter, leased ones too. Returns (rows, bytes)."""
+        if sum(one is not None for one in (rows, groups, where)) != 1:
+            raise InvalidRows("drop either rows, or groups, or what a filter matches")
+        if rows is not None:
+            return drops.drop_rows(self._state, drops.check_keys(rows))
+        if groups is not None:
+            return drops.drop_groups(self._state, groups)
+        slots = self._state.matching(parse(where))
+        return len(slots), self._state.remove_rows(slots, dropped=True)
+
+    def clear(self) -> int:
+        """The partition was dropped: every row goes. Returns how many."""
+        slots = self._state.live()
+        self._state.remove_rows(slots)
+        return len(slots)
+
+    def lost(self, owner: Owner) -> Lost:
+        """A peer is no more: the rows with bytes there go, and their groups with them."""
+        return drops.lose(self._state, owner)
+
+    def freed(self) -> list[tuple[Owner, Array, Array]]:
+        """Drain the references that went: per owner RANGE records and u4 how many of each."""
+        return self._state.fields.released()
+
+    # looking
+
+    @property
+    def sealing(self) -> bool:
+        """No new rows are taken any more."""
+        return self._state.sealing
+
+    @property
+    def unread(self) -> bool:
+        """Rows are here that somebody may still want."""
+        return len(self) > 0
+
+    @property
+    def could_free(self) -> bool:
+        """Can what its consumers do still free rows? Rows kept until dropped always may be."""
+        if self.definition.free == "drop":
+            return len(self) > 0
+        stages = self._state.stages
+        return len(self._state.leases) > 0 or any(
+            stage.counts(None).ready_rows for stage in stages.values()
+        )
+
+    def has_row(self, key: bytes) -> bool:
+        return bool(self._state.index.find(pairs(key))[0] >= 0)
+
+    def has_group(self, key: bytes) -> bool:
+        return bool(self._state.groups.index.find(pairs(key))[0] >= 0)
+
+    @property
+    def closed_groups(self) -> int:
+        """Groups that closed here, without those of which every row was dropped."""
+        return self._state.closed_groups
+
+    def counts(self, stage: str, where: Where | None = None) -> Counts:
+        """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
+        return self._state.stage(stage).counts(where)
+
+    def dirty(self) -> set[str]:
+        """Drain the stages whose counts changed."""
+        return {name for name, stage in self._state.stages.items() if stage.drain_changed()}
+
+    def missing(self, stage: str, unit: str, now: float) -> dict[str, Any]:
+        """Why units of a stage are not ready: see `looks.missing`."""
+        return looks.missing(self._state, self._state.stage(stage), unit, now)
+
+    def stats(self) -> dict[str, Any]:
+        return looks.stats(self._state)

@@ -1,0 +1,153 @@
+"""Taking ready units from a lane under a lease.
+
+A take is met from the front of one lane, whole or not at all unless it may be partial; what it
+costs depends on the units taken, never on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import ProtocolError
+from dataplane.metadata.columns import Array
+from dataplane.metadata.lanes import Lane
+from dataplane.metadata.leases import Lease
+from dataplane.metadata.stages import Stage
+from dataplane.metadata.state import State
+from dataplane.wire.messages import Want
+
+_FIRST_LOOK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """lease None: nothing was taken. amount: sum of the budget's tag. blocked: the next ready unit
+    would not fit into the budget (with units 0: it is larger than the whole budget)."""
+
+    lease: int | None = None
+    units: int = 0
+    amount: float = 0.0
+    blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    ids: Array
+    last: int
+    amount: float
+    blocked: bool
+
+
+def take(
+    state: State,
+    stage: Stage,
+    want: Want,
+    holder: int,
+    now: float,
+    lease_ms: int,
+    partial: bool,
+    sealed: bool,
+    byte_limit: int | None,
+) -> Taken:
+    """See `Store.take`."""
+    if want.unit not in ("rows", "groups"):
+        raise ProtocolError(f"a claim is for rows or groups, not {want.unit!r}")
+    lane = stage.units(want.unit).lane(want.where)
+    ready = stage.units(want.unit).ready(want.where)
+    if want.budget_tag is None:
+        least = 1 if partial or sealed else max(1, min(want.minimum, want.count))
+        if ready < least or want.count < 1:
+            return Taken()
+        ids, positions = lane.first(min(ready, want.count))
+        picked = _Picked(ids, int(positions[-1]), 0.0, False)
+    else:
+        least = 1
+        picked = _within_budget(state, stage, want, lane)
+        if not (picked.blocked or partial or sealed) or not len(picked.ids):
+            return Taken(blocked=picked.blocked)
+    if byte_limit is not None:
+        picked = _within_bytes(state, stage, want, lane, picked, byte_limit)
+        if len(picked.ids) < least:
+            return Taken(blocked=picked.blocked)
+    lane.consume(picked.last)
+    lease = _lease(state, stage, want.unit, picked.ids, holder, now, lease_ms)
+    return Taken(lease.number, len(picked.ids), picked.amount, picked.blocked)
+
+
+def _lease(
+    state: State, stage: Stage, unit: str, ids: Array, holder: int, now: float, lease_ms: int
+) -> Lease:
+    if unit == "rows":
+        slots = ids
+        stage.take_rows(slots)
+    else:
+        _, slots = stage.take_groups(ids)
+    lease = Lease(
+        number=next(state.lease_numbers),
+        stage=stage,
+        unit=unit,
+        slots=slots,
+        incarnations=state.incarnation[slots],
+        left=np.ones(len(slots), np.bool_),
+        holder=holder,
+        started=now,
+        deadline=now + lease_ms / 1000 if lease_ms else None,
+    )
+    state.leases.add(lease)
+    return lease
+
+
+def _within_budget(state: State, stage: Stage, want: Want, lane: Lane) -> _Picked:
+    """As many units from the front as fit the sum of a tag, and at most `count` if that is set."""
+    assert want.budget_tag is not None
+    most = want.count if want.count > 0 else stage.units(want.unit).ready(want.where)
+    look = min(_FIRST_LOOK, most)
+    while True:
+        ids, positions = lane.first(look)
+        slots, rows = _rows_of(state, want.unit, ids)
+        sums = np.cumsum(_per_unit(state.tags.numbers(want.budget_tag, slots), rows))
+        fitting = int(np.searchsorted(sums, want.budget, side="right"))
+        if fitting < len(ids) or len(ids) < look or look >= most:
+            break
+        look = min(2 * look, most)
+    amount = float(sums[fitting - 1]) if fitting else 0.0
+    # a full count ends a claim as a full budget does
+    blocked = fitting < len(ids) or (0 < want.count <= fitting)
+    return _Picked(ids[:fitting], int(positions[fitting - 1]) if fitting else -1, amount, blocked)
+
+
+def _within_bytes(
+    state: State, stage: Stage, want: Want, lane: Lane, picked: _Picked, limit: int
+) -> _Picked:
+    """Cut what was picked to the bytes that the claimer has room for."""
+    slots, rows = _rows_of(state, want.unit, picked.ids)
+    sums = np.cumsum(_per_unit(state.fields.sizes(slots, stage.fields), rows))
+    fitting = int(np.searchsorted(sums, limit, side="right"))
+    if fitting == len(picked.ids):
+        return picked
+    ids, positions = lane.first(fitting)
+    slots, _ = _rows_of(state, want.unit, ids)
+    amount = 0.0
+    if want.budget_tag is not None:
+        amount = float(state.tags.numbers(want.budget_tag, slots).sum())
+    return _Picked(ids, int(positions[-1]) if fitting else -1, amount, False)
+
+
+def _rows_of(state: State, unit: str, ids: Array) -> tuple[Array, Array | None]:
+    """The rows of units, and how many each has (None: one)."""
+    if unit == "rows":
+        return ids, None
+    counts, slots = state.groups.members.gather(ids)
+    return slots.astype(np.int64), counts
+
+
+def _per_unit(values: Array, counts: Array | None) -> Array:
+    """Sums over the rows of each unit."""
+    if counts is None:
+        return values
+    sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
+    ends = np.cumsum(counts)
+    result: Array = sums[ends] - sums[ends - counts]
+    return result

@@ -1,0 +1,239 @@
+"""Filters over tags: `tag("version") >= 6`, combined with & | ~.
+
+The client builds them, they travel as nested lists, and a store tests them in columns. A tag that
+a row lacks makes every comparison false; values of kinds that have no order (a str and a number)
+are never smaller or greater than each other. Testing never raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
+from dataplane.wire.tables import Scalar
+from dataplane.wire.tables import Where as WireWhere
+
+Mask = npt.NDArray[np.bool_]
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+_JOINTS = ("and", "or")
+
+
+class Where:
+    """A filter over tags. Combine with `&`, `|` and `~`."""
+
+    __slots__ = ("_wire",)
+
+    def __init__(self, wire: WireWhere) -> None:
+        self._wire = wire
+
+    def to_wire(self) -> WireWhere:
+        """The form that travels; LimitExceeded when the filter is too large or too deep."""
+        try:
+            parse(self._wire)
+        except ProtocolError as exc:
+            raise LimitExceeded(exc.message, **exc.details) from exc
+        return self._wire
+
+    def __and__(self, other: Where) -> Where:
+        return self._joined("and", other)
+
+    def __or__(self, other: Where) -> Where:
+        return self._joined("or", other)
+
+    def __invert__(self) -> Where:
+        return Where(["not", self._wire])
+
+    def __bool__(self) -> bool:
+        raise TypeError("a filter has no truth value: combine filters with & and |, not and/or")
+
+    def __repr__(self) -> str:
+        return f"Where({_text(self._wire)})"
+
+    def _joined(self, joint: str, other: Where) -> Where:
+        if not isinstance(other, Where):
+            return NotImplemented
+        # one flat list, so that a long chain of & does not nest
+        first = self._wire[1:] if self._wire[0] == joint else [self._wire]
+        second = other._wire[1:] if other._wire[0] == joint else [other._wire]
+        return Where([joint, *first, *second])
+
+
+class Tag:
+    """One tag of a row, to compare with a scalar."""
+
+    __slots__ = ("_name",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise InvalidValue(f"the name of a tag is a str, not {type(name).__name__}")
+        self._name = name
+
+    def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
+        return self._compared("eq", value)
+
+    def __ne__(self, value: Scalar) -> Where:  # type: ignore[override]
+        return self._compared("ne", value)
+
+    def __lt__(self, value: Scalar) -> Where:
+        return self._compared("lt", value)
+
+    def __le__(self, value: Scalar) -> Where:
+        return self._compared("le", value)
+
+    def __gt__(self, value: Scalar) -> Where:
+        return self._compared("gt", value)
+
+    def __ge__(self, value: Scalar) -> Where:
+        return self._compared("ge", value)
+
+    def isin(self, values: Iterable[Scalar]) -> Where:
+        """True where the tag equals one of `values`."""
+        return Where(["in", self._name, [_scalar(value) for value in values]])
+
+    def exists(self) -> Where:
+        """True where the row has this tag."""
+        return Where(["exists", self._name])
+
+    def __bool__(self) -> bool:
+        raise TypeError("a tag has no truth value: compare it, or use .exists()")
+
+    def __repr__(self) -> str:
+        return f"tag({self._name!r})"
+
+    def _compared(self, how: str, value: Scalar) -> Where:
+        return Where([how, self._name, _scalar(value)])
+
+
+def tag(name: str) -> Tag:
+    """The tag `name`, for use in `where=`: `tag("version") >= 6`."""
+    return Tag(name)
+
+
+def _scalar(value: Any) -> Scalar:
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float | str):
+        return value.item()  # type: ignore[no-any-return]
+    raise InvalidValue(
+        f"a tag is compared with a bool, int, float, str or None, not {type(value).__name__}"
+    )
+
+
+def _text(wire: Any) -> str:
+    how, *rest = wire
+    if how in _JOINTS:
+        return f" {'&' if how == 'and' else '|'} ".join(f"({_text(part)})" for part in rest)
+    if how == "not":
+        return f"~({_text(rest[0])})"
+    if how == "exists":
+        return f"{rest[0]} exists"
+    return f"{rest[0]} {how} {rest[1]!r}"
+
+
+class TagColumns(Protocol):
+    """What a filter needs of the store's tags."""
+
+    def compare(
+        self, name: str, how: Callable[[Any, Any], Any], value: Scalar, slots: npt.NDArray[Any]
+    ) -> Mask:
+        """Per row: has the tag, and `how(tag, value)`."""
+
+    def has(self, name: str, slots: npt.NDArray[Any]) -> Mask:
+        """Per row: has the tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A checked filter as the store keeps it: `how` with a tag and operands, or with parts."""
+
+    how: str
+    tag: str = ""
+    values: tuple[Scalar, ...] = ()
+    parts: tuple[Filter, ...] = ()
+
+
+def parse(wire: Any) -> Filter:
+    """Check what arrived. ProtocolError for an unknown form or a broken limit."""
+    budget = [MAX_WHERE_NODES]
+    return _parse(wire, MAX_NESTING, budget)
+
+
+def _parse(wire: Any, depth: int, budget: list[int]) -> Filter:
+    if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
+        raise ProtocolError("a filter is a list that starts with its kind")
+    _spend(budget, 1)
+    if depth == 0:
+        raise ProtocolError(f"a filter nests deeper than {MAX_NESTING}", limit=MAX_NESTING)
+    how, rest = wire[0], wire[1:]
+    if how in _JOINTS and rest:
+        return Filter(how, parts=tuple(_parse(part, depth - 1, budget) for part in rest))
+    if how == "not" and len(rest) == 1:
+        return Filter(how, parts=(_parse(rest[0], depth - 1, budget),))
+    if how == "exists" and len(rest) == 1:
+        return Filter(how, _tag_name(rest[0]))
+    if how == "in" and len(rest) == 2 and isinstance(rest[1], list):
+        _spend(budget, len(rest[1]))
+        return Filter(how, _tag_name(rest[0]), tuple(_wire_scalar(v) for v in rest[1]))
+    if how in _COMPARISONS and len(rest) == 2:
+        return Filter(how, _tag_name(rest[0]), (_wire_scalar(rest[1]),))
+    raise ProtocolError(f"{how!r} with {len(rest)} operands is no filter")
+
+
+def _spend(budget: list[int], nodes: int) -> None:
+    budget[0] -= nodes
+    if budget[0] < 0:
+        raise ProtocolError(
+            f"a filter has more than {MAX_WHERE_NODES} parts", limit=MAX_WHERE_NODES
+        )
+
+
+def _tag_name(name: Any) -> str:
+    if not isinstance(name, str) or len(name) > MAX_NAME_BYTES:
+        raise ProtocolError("a filter names a tag by a str of bounded length")
+    return name
+
+
+def _wire_scalar(value: Any) -> Scalar:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
+
+
+def test(where: Filter, tags: TagColumns, slots: npt.NDArray[Any]) -> Mask:
+    """Per row of `slots`: does the filter hold. Never raises, whatever the tags are."""
+    how = where.how
+    if how == "exists":
+        return tags.has(where.tag, slots)
+    if how == "not":
+        return ~test(where.parts[0], tags, slots)
+    if how in _JOINTS:
+        join = np.logical_and if how == "and" else np.logical_or
+        result = test(where.parts[0], tags, slots)
+        for part in where.parts[1:]:
+            join(result, test(part, tags, slots), out=result)
+        return result
+    if how == "in":
+        result = np.zeros(len(slots), bool)
+        for value in where.values:
+            result |= tags.compare(where.tag, operator.eq, value, slots)
+        return result
+    return tags.compare(where.tag, _COMPARISONS[how], where.values[0], slots)
+
+
+test.__test__ = False  # type: ignore[attr-defined]  # no test case, whatever pytest thinks

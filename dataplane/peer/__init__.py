@@ -1,0 +1,1 @@
+"""The service of one host: local door, peer door, grants and claims, pulls, bulk workers."""

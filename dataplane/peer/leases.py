@@ -1,0 +1,74 @@
+"""The leases of this host's clients: which parts at which shards one claim handed out.
+
+A lease here is a handle; the rows are leased at the stores that granted them. It is gone when its
+session ended or it was finished whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from dataplane.errors import LeaseExpired
+from dataplane.peer.sessions import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows that one peer's store leased: consecutive rows of the claim's table."""
+
+    address: str
+    lease: int
+    rows: int
+
+
+@dataclass(slots=True)
+class Lease:
+    id: int
+    partition: str
+    generation: int
+    stage: str
+    parts: list[Part]
+    finished: set[int] = field(default_factory=set)
+    """rows that left one by one, by their place in the claim"""
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+class Leases:
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._leases: dict[int, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def open(
+        self, session: Session, partition: str, generation: int, stage: str, parts: list[Part]
+    ) -> Lease:
+        lease = Lease(next(self._ids), partition, generation, stage, parts)
+        self._leases[lease.id] = lease
+        session.leases.add(lease.id)
+        return lease
+
+    def of(self, session: Session, lease_id: int) -> Lease:
+        """LeaseExpired unless this session holds it."""
+        if lease_id not in session.leases:
+            raise LeaseExpired(
+                "this lease has ended: it was acked or released, or its time was up and its rows "
+                "went back to the stage. Nothing of this call was stored; claim again",
+                lease=lease_id,
+            )
+        return self._leases[lease_id]
+
+    def close(self, session: Session, lease: Lease) -> None:
+        session.leases.discard(lease.id)
+        self._leases.pop(lease.id, None)
+
+    def take_all(self, session: Session) -> list[Lease]:
+        """Every lease of a session that ended; they are no longer its own."""
+        ended = [self._leases.pop(lease_id) for lease_id in session.leases]
+        session.leases.clear()
+        return ended

@@ -1,0 +1,241 @@
+"""The peer, put together: which part handles which message, and what follows from a change.
+
+`settle` is called after everything that changed a store: references that ended go to their owners,
+waiting puts are looked at, and the homes learn what became ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from dataplane.launch.config import PeerConfig
+from dataplane.memory.arena import Arena
+from dataplane.memory.space import Space
+from dataplane.metadata.directory import Directory
+from dataplane.metadata.operations import Operations
+from dataplane.metadata.roster import Roster, canonical
+from dataplane.peer.claims import Claims
+from dataplane.peer.door import Door
+from dataplane.peer.host import Entry, Host
+from dataplane.peer.janitor import Janitor
+from dataplane.peer.leases import Leases
+from dataplane.peer.mesh import Mesh
+from dataplane.peer.partitions import Partitions
+from dataplane.peer.pulls import Pulls
+from dataplane.peer.reading import Reading
+from dataplane.peer.room import Room
+from dataplane.peer.routing import Routing
+from dataplane.peer.seats import Seats
+from dataplane.peer.sessions import Session, Sessions
+from dataplane.peer.stats import Reporting
+from dataplane.peer.writing import Writing
+from dataplane.transport.engine import BulkEngine
+from dataplane.transport.tickets import plane_key
+from dataplane.wire import messages as m
+from dataplane.wire.peering import Release, Tally
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+MUTATING = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset)
+"""Answered once per operation id; a retry gets the same answer."""
+
+
+class Peer:
+    def __init__(self, config: PeerConfig) -> None:
+        self.config = config
+        roster = Roster.from_seeds(config.seeds)
+        address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
+        arena = Arena.create(config.arena_bytes, f"dataplane-{config.name}")
+        self.host = Host(
+            plane=config.plane,
+            name=config.name,
+            incarnation=secrets.randbits(53),
+            address=address,
+            roster=roster,
+            arena=arena,
+            space=Space(arena.size_bytes),
+            operations=Operations(),
+            lease_numbers=itertools.count(1),
+            directory=Directory(),
+        )
+        self.mesh = Mesh(self.host, self._bulk_addresses)
+        self.room = Room(self.host, self._is_stuck)
+        self.partitions = Partitions(self.host, self.mesh, self.settle)
+        self.routing = Routing(self.host, self.mesh)
+        self.leases = Leases()
+        self.pulls = Pulls(self.host, self.mesh, self.room)
+        self.reading = Reading(
+            self.host, self.mesh, self.partitions, self.routing, self.leases, self.pulls
+        )
+        self.writing = Writing(
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.routing,
+            self.leases,
+            self.room,
+            self.settle,
+        )
+        self.seats = Seats(self.host, self.mesh, self.partitions)
+        self.claims = Claims(
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.seats,
+            self.leases,
+            self.reading,
+            self.settle,
+        )
+        self.sessions = Sessions(self.host, self._session_ended)
+        self.door = Door(self.host, self.sessions, self._handlers())
+        self.reporting = Reporting(
+            self.host, self.mesh, self.door, self.room, self.claims, self.pulls
+        )
+        self.door.handlers[m.Stats] = self.reporting.stats
+        self.janitor = Janitor(self.host, self.sessions, self.room, self.claims, self.settle)
+
+    # life
+
+    async def start(self, socket_path: str) -> None:
+        if not self.host.solo:
+            self.mesh.listen()
+            bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
+            engine = BulkEngine(
+                self.host.arena.rw_fd,
+                self.host.arena.size_bytes,
+                bind_host.strip("[]"),
+                owner=self.host.owner,
+                key=plane_key(self.host.plane, self.host.roster.epoch),
+                pin=self.pulls.pin,
+                unpin=self.pulls.unpin,
+            )
+            await engine.start()
+            self.pulls.engine = engine
+        self.door.open(socket_path)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        await self.janitor.run(stop, self.config.linger_s, self.config.linger_unread_s)
+
+    async def close(self) -> None:
+        await self.door.close()
+        if self.pulls.engine is not None:
+            await self.pulls.engine.stop()
+        await self.mesh.close()
+
+    def _bulk_addresses(self) -> list[str]:
+        return list(self.pulls.engine.address) if self.pulls.engine else []
+
+    # what follows from a change
+
+    def settle(self, entry: Entry) -> None:
+        freed = False
+        for owner, ranges, counts in entry.store.freed():
+            freed |= self._let_go(owner, ranges, counts)
+        if freed:
+            self.room.pump()
+        changed = entry.store.dirty()
+        if changed:
+            self.seats.changed(entry, changed)
+        closed = entry.store.closed_groups
+        if closed != entry.told_closed:
+            entry.told_closed = closed
+            if entry.definition.groups is not None:
+                self.mesh.spawn(self._tell_closed(entry, closed))
+
+    def _let_go(self, owner: Owner, ranges: Any, counts: Any) -> bool:
+        """Values that a shard no longer holds; their bytes may be another peer's."""
+        if owner == self.host.owner:
+            return bool(self.host.space.release(ranges, counts))
+        body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
+        self.mesh.spawn(self.mesh.call(owner.peer, body))
+        return False
+
+    async def _tell_closed(self, entry: Entry, closed: int) -> None:
+        home = self.host.roster.home(entry.name)
+        await self.mesh.call(home, Tally(entry.name, entry.generation, closed))
+
+    def _session_ended(self, session: Session) -> None:
+        self.writing.release_all(session)
+        self.room.pump()
+
+    def _is_stuck(self) -> bool:
+        """Is there nobody who could still free space? Every client of the partitions whose rows
+        fill the arena waits in a put, and nothing of them is leased or claimable."""
+        if not self.host.solo or self.claims.waiting or not self.host.entries:
+            return False
+        if any(entry.store.could_free for entry in self.host.entries.values()):
+            return False
+        filled = {name for name, entry in self.host.entries.items() if len(entry.store)}
+        return bool(filled) and all(
+            session.waiting_puts for session in self.sessions if session.partitions & filled
+        )
+
+    # which message goes where
+
+    def _handlers(self) -> dict[type[m.Body], Any]:
+        writing, reading, claims = self.writing, self.reading, self.claims
+        table: dict[type[m.Body], Any] = {
+            m.Define: self._define,
+            m.Seal: self._seal,
+            m.Close: writing.close,
+            m.Reset: writing.reset,
+            m.Reserve: writing.reserve,
+            m.GiveBack: writing.give_back,
+            m.Unpin: writing.unpin,
+            m.Put: writing.put,
+            m.Tag: writing.tag,
+            m.Drop: writing.drop,
+            m.Read: reading.read,
+            m.Claim: claims.claim,
+            m.Fetch: reading.fetch,
+            m.Finish: writing.finish,
+            m.Wait: claims.wait,
+        }
+        for body in MUTATING:
+            table[body] = self._once(table[body])
+        return table
+
+    async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
+        session.partitions.add(body.partition)
+        return await self.partitions.define(
+            body.partition, body.definition, request.deadline_ms / 1000
+        )
+
+    async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
+        await self.mesh.call(self.host.roster.home(body.partition), body)
+        return m.Done()
+
+    def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Answer a repeated operation as the first time."""
+        operations = self.host.operations
+
+        @functools.wraps(handler)
+        def once(session: Session, request: m.Request, body: m.Body) -> Any:
+            if not request.op:
+                return handler(session, request, body)
+            before = operations.recall(session.id, request.op)
+            if before is not None:
+                return before
+            outcome = handler(session, request, body)
+            if isinstance(outcome, m.Body):
+                operations.remember(session.id, request.op, request.floor, outcome)
+                return outcome
+            return remembered(session, request, outcome)
+
+        async def remembered(
+            session: Session, request: m.Request, outcome: Awaitable[m.Body]
+        ) -> m.Body:
+            reply = await outcome
+            operations.remember(session.id, request.op, request.floor, reply)
+            return reply
+
+        return once

@@ -1,0 +1,174 @@
+"""Which peer has which rows.
+
+Minted keys say their shard. Given names are found in the directory, hashed over the peers, where
+the first put of a name enters the shard of its group; two hosts that put one new name at once are
+ordered there. What this peer has itself it knows without asking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import InvalidRows
+from dataplane.metadata.names import hash_name, is_minted, key_shard
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Entry, Host
+from dataplane.peer.mesh import Caller, Mesh
+from dataplane.wire.limits import NO_GROUP, SHARDS
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import Enter, Entered
+from dataplane.wire.records import KEY, U2, U4, column
+from dataplane.wire.tables import Name, Rows
+
+NOWHERE = 0xFFFF
+Index = npt.NDArray[np.intp]
+Routed = list[tuple[str, Index]]
+"""Peer address, and which of the rows go there."""
+
+
+class Routing:
+    def __init__(self, host: Host, mesh: Mesh) -> None:
+        self.host = host
+        self.mesh = mesh
+        mesh.handlers[Enter] = self._enter
+
+    def _enter(self, caller: Caller, body: Enter) -> Body:
+        keys = column(body.keys, KEY)
+        scope = 2 * body.generation + body.groups  # a group and a row may have one name
+        shards = self.host.directory.enter(scope, keys, body.shard)
+        return Entered(shards.astype(U2).tobytes())
+
+    async def place(self, entry: Entry, rows: Rows) -> Routed:
+        """Where a put's rows go; new names are entered on the way."""
+        n = rowset.count(rows)
+        if self.host.solo:
+            return [(self.host.address, np.arange(n))]
+        keys = column(rows.keys, KEY)
+        minted = _minted(rows.names, n)
+        shards = np.full(n, NOWHERE, np.uint16)
+        grouped = np.zeros(n, bool)
+        if rows.group_index:
+            group_index = column(rows.group_index, U4, n)
+            grouped = group_index != NO_GROUP
+            group_keys = column(rows.group_keys, KEY)
+            names_minted = _minted(rows.group_names, len(group_keys))
+            of_group = await self._open(entry, group_keys, names_minted, groups=True)
+            shards[grouped] = of_group[group_index[grouped]]
+            await self._tell_rows(entry, keys[grouped], minted[grouped], shards[grouped])
+        alone = ~grouped
+        if alone.any():
+            shards[alone] = await self._open(entry, keys[alone], minted[alone])
+        return self._by_peer(shards)
+
+    async def find(self, entry: Entry, rows: Rows) -> Routed:
+        """Where rows are, by key alone; an unknown name is looked for here."""
+        n = rowset.count(rows)
+        if self.host.solo:
+            return [(self.host.address, np.arange(n))]
+        keys = column(rows.keys, KEY)
+        shards = await self._look(entry, keys, _minted(rows.names, n))
+        return self._by_peer(shards)
+
+    async def find_groups(self, entry: Entry, groups: list[Name]) -> dict[str, list[Name]]:
+        """Peer address → those of the groups that are there."""
+        if self.host.solo:
+            return {self.host.address: groups}
+        keys = np.array([np.void(hash_name(g)) for g in groups], KEY)
+        shards = await self._look(entry, keys, _minted(groups, len(groups)), groups=True)
+        found: dict[str, list[Name]] = {}
+        for address, index in self._by_peer(shards):
+            found.setdefault(address, []).extend(groups[i] for i in index)
+        return found
+
+    def _by_peer(self, shards: npt.NDArray[Any]) -> Routed:
+        """Split by the shard's primary; NOWHERE and this peer's own shards are this peer."""
+        primary = self.host.roster.primary(np.minimum(shards, SHARDS - 1))
+        members = self.host.roster.members
+        here = members.index(self.host.address)
+        primary = np.where(shards == NOWHERE, here, primary)
+        peers = np.unique(primary)
+        return [(members[int(p)], np.flatnonzero(primary == p)) for p in peers]
+
+    def _known_here(self, entry: Entry, keys: npt.NDArray[Any], groups: bool) -> npt.NDArray[Any]:
+        known = entry.store.has_group if groups else entry.store.has_row
+        return np.fromiter((known(k.tobytes()) for k in keys), bool, len(keys))
+
+    async def _look(
+        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool = False
+    ) -> npt.NDArray[Any]:
+        """Shards of keys; NOWHERE for those of this peer's store and for unknown ones."""
+        shards = np.full(len(keys), NOWHERE, np.uint16)
+        asked = np.flatnonzero(~self._known_here(entry, keys, groups))
+        if len(asked):
+            shards[asked] = await self._ask(entry, keys[asked], minted[asked], None, groups)
+            unsaid = asked[(shards[asked] == NOWHERE) & minted[asked]]
+            shards[unsaid] = [key_shard(keys[i].tobytes()) for i in unsaid]
+        return shards
+
+    async def _open(
+        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool = False
+    ) -> npt.NDArray[Any]:
+        """Like `_look`, but new given names are entered for a shard of this peer."""
+        shards = np.full(len(keys), NOWHERE, np.uint16)
+        unknown = ~self._known_here(entry, keys, groups)
+        given = np.flatnonzero(unknown & ~minted)
+        if len(given):
+            mine = int(self.host.roster.mint_shards(self.host.address)[0])
+            shards[given] = await self._ask(entry, keys[given], minted[given], mine, groups)
+        own = np.flatnonzero(unknown & minted)
+        if len(own):
+            shards[own] = await self._look(entry, keys[own], minted[own], groups)
+        return shards
+
+    async def _tell_rows(
+        self,
+        entry: Entry,
+        keys: npt.NDArray[Any],
+        minted: npt.NDArray[Any],
+        shards: npt.NDArray[Any],
+    ) -> None:
+        """Rows follow their group: enter keys whose own shard or entry would lead elsewhere."""
+        roster = self.host.roster
+        mine = int(roster.mint_shards(self.host.address)[0])
+        shards = np.where(shards == NOWHERE, mine, shards)
+        own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
+        stray = ~minted | (roster.primary(np.minimum(own, SHARDS - 1)) != roster.primary(shards))
+        for shard in np.unique(shards[stray]):
+            at = np.flatnonzero(stray & (shards == shard))
+            entered = await self._ask(entry, keys[at], minted[at], int(shard), False)
+            elsewhere = roster.primary(entered) != roster.primary(shards[at])
+            if elsewhere.any():
+                raise InvalidRows(
+                    f"{int(elsewhere.sum())} keys of this put are rows of another group already; "
+                    "a row stays in the group that it was first put in"
+                )
+
+    async def _ask(
+        self,
+        entry: Entry,
+        keys: npt.NDArray[Any],
+        minted: npt.NDArray[Any],
+        shard: int | None,
+        groups: bool,
+    ) -> npt.NDArray[Any]:
+        """One message to each peer that keeps a part of the directory for these keys."""
+        # A minted key is looked up at the peer of its own shard, a name at its hash.
+        home = self.host.roster.directory_shards(entry.name, keys)
+        home[minted] = [key_shard(k.tobytes()) % SHARDS for k in keys[minted]]
+        primary = self.host.roster.primary(home)
+        shards = np.empty(len(keys), np.uint16)
+        for peer in np.unique(primary):
+            at = np.flatnonzero(primary == peer)
+            body = Enter(entry.name, entry.generation, keys[at].tobytes(), shard, groups)
+            reply: Entered = await self.mesh.call(self.host.roster.members[int(peer)], body)
+            shards[at] = column(reply.shards, U2, len(at))
+        return shards
+
+
+def _minted(names: list[Name] | None, n: int) -> npt.NDArray[Any]:
+    if names is None:
+        return np.ones(n, bool)
+    return np.fromiter((is_minted(name) for name in names), bool, n)

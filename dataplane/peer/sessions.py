@@ -1,0 +1,118 @@
+"""Sessions: one client process each, what it holds, and the proof of its end.
+
+A session has several connections. Its leases end when the last connection closes or the process
+exits, whichever is seen first; memory it can still write or read comes back only when it said
+goodbye or its process is proved gone (pidfd), until then it is quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from dataplane.errors import ClientClosed
+from dataplane.peer.host import Host
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    id: int
+    pid: int
+    label: str
+    connections: int = 0
+    leases: set[int] = field(default_factory=set)
+    partitions: set[str] = field(default_factory=set)
+    """partitions that it has declared or attached to"""
+    pidfd: int = -1
+    said_goodbye: bool = False
+    ended: bool = False
+    gone: bool = False
+    waiting_puts: int = 0
+
+
+class Sessions:
+    """All sessions of this peer; `ended(session)` is called once, when its leases must end."""
+
+    def __init__(self, host: Host, ended: Callable[[Session], None]) -> None:
+        self._host = host
+        self._ended = ended
+        self._live: dict[int, Session] = {}
+        self._quarantined: dict[int, Session] = {}
+        self.last_seen = host.now()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._live.values()))
+
+    def open(self, pid: int, label: str) -> Session:
+        session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on {self._host.name}")
+        self._live[session.id] = session
+        self._host.labels[session.id] = session.label
+        try:
+            session.pidfd = os.pidfd_open(pid)
+            asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)
+        except OSError:
+            # Another pid namespace, or already gone: the connections alone are watched.
+            session.pidfd = -1
+        return session
+
+    def join(self, session_id: int, pid: int) -> Session:
+        session = self._live.get(session_id)
+        if session is None or session.pid != pid:
+            raise ClientClosed("this session has ended at the peer: connect again")
+        return session
+
+    def connection_lost(self, session: Session) -> None:
+        session.connections -= 1
+        self.last_seen = self._host.now()
+        if session.connections == 0 and session.id in self._live:
+            self._end(session)
+            if session.pidfd < 0:
+                self._prove(session)
+
+    def goodbye(self, session: Session) -> None:
+        session.said_goodbye = True
+        self._host.space.give_back_all(session.id)
+
+    def _end(self, session: Session) -> None:
+        del self._live[session.id]
+        session.ended = True
+        self._ended(session)
+        self._host.operations.end(session.id)
+        if session.said_goodbye and not self._host.space.pinned(session.id):
+            self._prove(session)
+            return
+        self._quarantined[session.id] = session
+        self._host.space.disown(session.id)
+
+    def sweep(self, session: Session) -> None:
+        """A call of a session ended after the session did: what it was handed comes back too."""
+        if session.ended:
+            self._ended(session)
+        if session.gone:
+            self._host.space.forget(session.id)
+
+    def _exited(self, session: Session) -> None:
+        if session.id in self._live:
+            log.info("%s exited with %d leases", session.label, len(session.leases))
+            self._end(session)
+        self._prove(session)
+
+    def _prove(self, session: Session) -> None:
+        """Nothing maps its memory any more: extents and pins come back."""
+        session.gone = True
+        self._quarantined.pop(session.id, None)
+        self._host.space.forget(session.id)
+        self._host.labels.pop(session.id, None)
+        if session.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+            session.pidfd = -1

@@ -1,0 +1,235 @@
+"""Frames and records of bulk transfer: between two workers (TCP), and between worker and peer.
+
+Both are a u32 little-endian length and one MessagePack body, as at the local door. Between workers
+the owner's side speaks first (`Greeting`), a `Pull` is answered by `Sending`, the raw bytes of all
+items that are not gone, in order, and `Sent`; or by `Refused`, which ends the connection.
+Lengths are checked before anything is stored; per-item data are raw columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import DataplaneError, FrameTooLarge, ProtocolError, from_wire
+from dataplane.wire.tables import Owner
+
+HEADER_BYTES = 4
+MAX_PULL_FRAME_BYTES = 1 << 20
+MAX_PULL_ITEMS = 16_384
+MAX_PULL_BYTES = 8 << 20
+"""The most that one `Pull` may ask for: small requests wait behind no more than this."""
+SMALL_LANE_BYTES = 256 << 10
+"""Reads up to this size have connections of their own: they never queue behind large ones."""
+CHALLENGE_BYTES = 16
+
+PIECE = np.dtype([("range", "<u4"), ("generation", "<u4"), ("start", "<u8"), ("nbytes", "<u8")])
+"""A part of one range, as the owner is asked for it."""
+
+COPY = np.dtype(
+    [
+        ("range", "<u4"),
+        ("generation", "<u4"),
+        ("start", "<u8"),
+        ("nbytes", "<u8"),
+        ("dest", "<u8"),
+    ]
+)
+"""A part of a remote range, and the offset in the local arena where it goes."""
+
+GONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""`offset` of the EXTENT with which a peer answers for a range that it no longer has."""
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """Base of all bodies; the tag is the first element."""
+
+
+# between two workers
+
+
+class Ticket(msgspec.Struct, array_like=True, frozen=True):
+    """The right to read some pieces of one peer, once; see `tickets`."""
+
+    peer: str
+    incarnation: int
+    expiry_ms: int
+    nonce: bytes
+    digest: bytes
+    mac: bytes
+
+
+class Greeting(Frame, tag=1):
+    """The owner's first frame: protocol versions, limits, and what tickets must be bound to."""
+
+    versions: tuple[int, int]
+    challenge: bytes
+    max_frame_bytes: int
+    max_items: int
+    max_bytes: int
+
+
+class Pull(Frame, tag=2):
+    """pieces: PIECE records. nbytes: their sum, so that a damaged column is noticed."""
+
+    version: int
+    ticket: Ticket
+    pieces: bytes
+    nbytes: int
+
+
+class Sending(Frame, tag=3):
+    """gone: one byte per piece, or empty when none is gone. nbytes: what follows this frame."""
+
+    gone: bytes
+    nbytes: int
+
+
+class Sent(Frame, tag=4):
+    """The ranges were pinned until the last of these bytes was handed over."""
+
+    nbytes: int
+
+
+class Refused(Frame, tag=5):
+    """A typed error; the connection ends."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, error: DataplaneError) -> Refused:
+        return cls(type(error).__name__, error.message, error.details)
+
+    def error(self) -> DataplaneError:
+        return from_wire(self.code, self.message, self.details)
+
+
+# from the peer to its worker
+
+
+class Configure(Frame, tag=10):
+    """The first frame: who this peer is, and the plane's key for tickets."""
+
+    owner: Owner
+    key: bytes
+    transport: str = "tcp"
+
+
+class Read(Frame, tag=11):
+    """copies: COPY records. timeout_ms counts from the arrival of this frame."""
+
+    job: int
+    owner: Owner
+    addresses: list[str]
+    copies: bytes
+    timeout_ms: int
+
+
+class Cancel(Frame, tag=12):
+    job: int
+
+
+class PinAnswer(Frame, tag=13):
+    """places: EXTENT records. refused: the pin could not be taken at all."""
+
+    ask: int
+    places: bytes
+    refused: Refused | None = None
+
+
+class Forget(Frame, tag=14):
+    """The peer at these addresses is gone."""
+
+    owner: Owner
+    addresses: list[str]
+
+
+# from a worker to its peer
+
+
+class Ready(Frame, tag=20):
+    """The arena is mapped and the worker serves."""
+
+    pid: int
+
+
+class PinAsked(Frame, tag=21):
+    """ranges: RANGE records; the pin holds until `Unpin` with the same `ask`."""
+
+    ask: int
+    ranges: bytes
+
+
+class Unpin(Frame, tag=22):
+    """nbytes: sent under this pin."""
+
+    ask: int
+    nbytes: int
+
+
+class Finished(Frame, tag=23):
+    """The end of a job, in whatever way; its destinations are no longer written."""
+
+    job: int
+    gone: bytes
+    nbytes: int
+    seconds: float
+    refused: Refused | None = None
+
+
+FromOwner = Greeting | Sending | Sent | Refused
+ToWorker = Configure | Read | Cancel | PinAnswer | Forget
+FromWorker = Ready | PinAsked | Unpin | Finished
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_pull = msgspec.msgpack.Decoder(Pull)
+_from_owner: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(body: Frame) -> bytearray:
+    """One frame, ready to send."""
+    frame = bytearray(HEADER_BYTES)
+    _encoder.encode_into(body, frame, HEADER_BYTES)
+    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
+    return frame
+
+
+def frame_length(header: bytes, limit: int) -> int:
+    """The length that a header announces; FrameTooLarge over `limit`."""
+    length = int.from_bytes(header[:HEADER_BYTES], "little")
+    if length > limit:
+        raise FrameTooLarge(
+            f"a bulk frame announces {length} bytes, the limit is {limit}", size=length, limit=limit
+        )
+    return length
+
+
+def decode_pull(body: bytes) -> Pull:
+    return _decode(_pull, body)
+
+
+def decode_from_owner(body: bytes) -> FromOwner:
+    return _decode(_from_owner, body)
+
+
+def decode_to_worker(body: bytes) -> ToWorker:
+    return _decode(_to_worker, body)
+
+
+def decode_from_worker(body: bytes) -> FromWorker:
+    return _decode(_from_worker, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ProtocolError(f"not a frame of bulk transfer: {exc}") from exc

@@ -1,0 +1,175 @@
+"""Outbound connections of a bulk worker: greeted, pooled per remote address and lane.
+
+One transfer at a time per connection. Large transfers share a bounded number of connections to an
+address; small ones have others, so that they never wait behind a large one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dataplane.errors import ProtocolError, VersionMismatch
+from dataplane.transport.bulk_frames import (
+    CHALLENGE_BYTES,
+    MAX_PULL_FRAME_BYTES,
+    Greeting,
+    Refused,
+    decode_from_owner,
+)
+from dataplane.transport.stream import BulkStream, unconnected
+from dataplane.transport.tickets import nonce_of
+from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+
+Lane = Literal["small", "large"]
+
+PARALLEL = {"small": 4, "large": 4}
+"""Connections to one address that may be in use at once, by lane."""
+IDLE_S = 60.0
+"""Less than the owner's patience, so that a pooled connection is rarely found closed."""
+CONNECT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A greeted stream; `nonce` must be taken exactly once per request."""
+
+    address: str
+    lane: Lane
+    stream: BulkStream
+    greeting: Greeting
+    version: int
+    sequence: int = 0
+    idle_since: float = 0.0
+
+    def nonce(self) -> bytes:
+        self.sequence += 1
+        return nonce_of(self.greeting.challenge, self.sequence - 1)
+
+
+class Watch(Protocol):
+    """Who transfers, and may be told to stop while it waits here."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def watch(self, stream: BulkStream) -> None:
+        """The stream is in use from now on: abort it when told to stop."""
+        ...
+
+    def unwatch(self, stream: BulkStream) -> bool:
+        """Always before it is closed, so that no abort meets a reused descriptor."""
+        ...
+
+
+class Connections:
+    """The pool. Whoever borrowed a connection gives it back or discards it."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[tuple[str, Lane], list[Connection]] = defaultdict(list)
+        self._used: defaultdict[tuple[str, Lane], int] = defaultdict(int)
+        self._changed = threading.Condition()
+
+    def borrow(self, address: str, lane: Lane, deadline: float, user: Watch) -> Connection:
+        """A connection for one transfer. TimeoutError when none is free before the deadline.
+
+        OSError when it cannot be made, or when the user was told to stop.
+        """
+        where = (address, lane)
+        with self._changed:
+            self._await_turn(where, deadline, user)
+            self._expire(time.monotonic() - IDLE_S)
+            self._used[where] += 1
+            if self._idle.get(where):
+                connection = self._idle[where].pop()
+                user.watch(connection.stream)
+                return connection
+        try:
+            return _greeted(address, lane, deadline, user)
+        except BaseException:
+            self._leave(where)
+            raise
+
+    def wake(self) -> None:
+        """Users were told to stop: those that wait for a connection look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def give_back(self, connection: Connection) -> None:
+        connection.idle_since = time.monotonic()
+        with self._changed:
+            self._idle[connection.address, connection.lane].append(connection)
+        self._leave((connection.address, connection.lane))
+
+    def discard(self, connection: Connection) -> None:
+        """The connection is broken, or nobody knows what is still on its way."""
+        connection.stream.close()
+        self._leave((connection.address, connection.lane))
+
+    def forget(self, addresses: Iterable[str]) -> None:
+        """Closes what is idle there; what is in use ends by itself."""
+        with self._changed:
+            for where in [w for w in self._idle if w[0] in set(addresses)]:
+                for connection in self._idle.pop(where):
+                    connection.stream.close()
+
+    def close(self) -> None:
+        with self._changed:
+            self._expire(float("inf"))
+
+    def _await_turn(self, where: tuple[str, Lane], deadline: float, user: Watch) -> None:
+        while self._used.get(where, 0) >= PARALLEL[where[1]] and not user.stopped:
+            if not self._changed.wait(deadline - time.monotonic()):
+                raise TimeoutError(f"no connection to {where[0]} became free in time")
+        if user.stopped:
+            raise ConnectionAbortedError("told to stop")
+
+    def _leave(self, where: tuple[str, Lane]) -> None:
+        with self._changed:
+            self._used[where] -= 1
+            if not self._used[where]:
+                del self._used[where]
+            self._changed.notify_all()
+
+    def _expire(self, before: float) -> None:
+        for where, idle in list(self._idle.items()):
+            for connection in [c for c in idle if c.idle_since < before]:
+                idle.remove(connection)
+                connection.stream.close()
+            if not idle:
+                del self._idle[where]
+
+
+def _greeted(address: str, lane: Lane, deadline: float, user: Watch) -> Connection:
+    stream, place = unconnected(address)
+    try:
+        user.watch(stream)
+        stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
+        frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+        if frame is None:
+            raise ConnectionResetError("the owner's worker closed the connection at once")
+        greeting = decode_from_owner(frame)
+        if isinstance(greeting, Refused):
+            raise greeting.error()
+        if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
+            raise ProtocolError(f"{address} does not greet like a bulk worker")
+        return Connection(address, lane, stream, greeting, _common_version(greeting.versions))
+    except BaseException:
+        user.unwatch(stream)
+        stream.close()
+        raise
+
+
+def _common_version(versions: tuple[int, int]) -> int:
+    version = min(versions[1], PROTOCOL_VERSION)
+    if version < max(versions[0], PROTOCOL_VERSION_MIN):
+        raise VersionMismatch(
+            f"the owner speaks bulk protocol {versions[0]} to {versions[1]}, this peer "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
+            versions=list(versions),
+        )
+    return version

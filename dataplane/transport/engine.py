@@ -1,0 +1,295 @@
+"""Bulk transfer as the peer uses it: reads from other peers into its arena, and serves theirs.
+
+Runs in the peer's event loop; the bytes move in worker processes. The engine starts them, starts
+them again when they crash, spreads reads over them, and bounds what is under way. It never touches
+the arena itself. When `read` returns or raises, nothing writes into its destinations any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import DeadlineExceeded, LimitExceeded, TransferFailed, Unavailable
+from dataplane.transport.bulk_frames import COPY, SMALL_LANE_BYTES, Configure
+from dataplane.transport.limiter import ResourceLimiter
+from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
+from dataplane.transport.seam import ReadOutcome, Records, Remote
+from dataplane.transport.slices import Slice, cut
+from dataplane.transport.tcp import TcpTransport
+from dataplane.wire.tables import Owner
+
+PART_BYTES = 64 << 20
+"""A larger read is spread over workers in parts of this size."""
+PART_ITEMS = 65_536
+LARGE_UNDER_WAY_BYTES = 256 << 20
+SMALL_UNDER_WAY_BYTES = 64 << 20
+SMALL_JOB_BYTES = 64 << 10
+"""A small read counts as at least this, which bounds the number of jobs (1,024) as well."""
+START_S = 30.0
+GRACE_S = 2.0
+"""For a worker to stop a job when asked; then it is killed."""
+RESTART_S = (0.05, 5.0)
+STABLE_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class BulkEngine:
+    """k bulk workers of one peer.
+
+    arena_rw_fd: the arena's memfd, read-write; the engine borrows it. host: where to listen.
+    pin, unpin: called in the event loop, see `link.Pin`. key: the plane's, see `tickets`.
+    """
+
+    def __init__(
+        self,
+        arena_rw_fd: int,
+        arena_bytes: int,
+        host: str,
+        *,
+        owner: Owner,
+        key: bytes,
+        pin: Pin,
+        unpin: Unpinned,
+        workers: int = 1,
+    ) -> None:
+        self._arena_fd = arena_rw_fd
+        self._arena_bytes = arena_bytes
+        self._host = host
+        self._configure = Configure(owner, key)
+        self._pin = pin
+        self._unpin = unpin
+        self._traffic = Traffic()
+        self._limits = {
+            "small": ResourceLimiter(SMALL_UNDER_WAY_BYTES),
+            "large": ResourceLimiter(LARGE_UNDER_WAY_BYTES),
+        }
+        self._listeners: list[socket.socket] = []
+        self._links: list[WorkerLink | None] = [None] * workers
+        self._keepers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        return f"<BulkEngine {self.address} {self._links}>"
+
+    @property
+    def address(self) -> tuple[str, ...]:
+        """`host:port` of each worker, the same for as long as the engine lives."""
+        return tuple(_address_of(listener) for listener in self._listeners)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The worker processes that run now."""
+        return tuple(link.pid for link in self._links if link and link.pid)
+
+    async def start(self) -> None:
+        """Starts all workers. Unavailable when one does not get ready."""
+        loop = asyncio.get_running_loop()
+        try:
+            for slot in range(len(self._links)):
+                self._listeners.append(_listen(self._host))
+                await self._open(slot)
+            for slot in range(len(self._links)):
+                await self._until_ready(slot)
+        except BaseException:
+            await self.stop()
+            raise
+        self._keepers = [loop.create_task(self._keep(slot)) for slot in range(len(self._links))]
+
+    async def stop(self) -> None:
+        """Ends all workers; reads under way raise TransferFailed. No process or fd is left."""
+        self._stopping = True
+        self._changed.set()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers.clear()
+        links = [link for link in self._links if link is not None]
+        await asyncio.gather(*(link.stop() for link in links))
+        self._links = [None] * len(self._links)
+        for listener in self._listeners:
+            listener.close()
+
+    async def read(self, remote: Remote, copies: Records, timeout_s: float = 30.0) -> ReadOutcome:
+        """Brings the pieces named by COPY records from a peer into this arena.
+
+        Items whose range is gone there are marked in the outcome, the others arrive. Raises
+        TransferFailed (may be retried once), Unavailable, DeadlineExceeded, TicketRefused,
+        LimitExceeded. Cancelling the task cancels the transfer, and waits until it has stopped.
+        """
+        copies = np.ascontiguousarray(copies, COPY)
+        self._check_inside(copies)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        parts = list(cut(copies, PART_BYTES, PART_ITEMS))
+        if len(parts) == 1 and len(parts[0].copies) == len(copies):
+            return await self._read_part(remote, parts[0], deadline)
+        tasks: list[asyncio.Task[ReadOutcome]] = []
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in parts:
+                    tasks.append(group.create_task(self._read_part(remote, part, deadline)))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        gone = np.zeros(len(copies), bool)
+        for part, task in zip(parts, tasks, strict=True):
+            gone[part.index[task.result().gone]] = True
+        nbytes = sum(task.result().nbytes for task in tasks)
+        return ReadOutcome(gone, nbytes, asyncio.get_running_loop().time() - began)
+
+    def forget(self, remote: Remote) -> None:
+        """A peer is gone: connections kept for it are closed."""
+        for link in self._links:
+            if link is not None and link.usable:
+                link.forget(remote)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain figures since the start: bytes, jobs, pins, workers."""
+        links = [link for link in self._links if link is not None]
+        return {
+            "transport": TcpTransport.capabilities.name,
+            "bytes_in": self._traffic.bytes_in,
+            "bytes_out": self._traffic.bytes_out,
+            "jobs_done": self._traffic.jobs_done,
+            "jobs_failed": self._traffic.jobs_failed,
+            "jobs_under_way": sum(link.jobs for link in links),
+            "bytes_under_way": sum(limit.used_bytes for limit in self._limits.values()),
+            "pins": sum(link.pins for link in links),
+            "pins_served": self._traffic.pins_served,
+            "workers": sum(link.usable for link in links),
+            "restarts": self._traffic.restarts,
+        }
+
+    async def _read_part(self, remote: Remote, part: Slice, deadline: float) -> ReadOutcome:
+        small = part.nbytes <= SMALL_LANE_BYTES
+        limit = self._limits["small" if small else "large"]
+        loop = asyncio.get_running_loop()
+        async with _room(limit, max(part.nbytes, SMALL_JOB_BYTES), deadline):
+            link = await self._usable_link(deadline)
+            job, future = link.read(remote, part.copies, deadline - loop.time())
+            try:
+                await asyncio.wait({future}, timeout=deadline - loop.time() + GRACE_S)
+            except asyncio.CancelledError:
+                await _uninterrupted(_stop_job(link, job, future))
+                raise
+            if not future.done():  # the worker should have ended the job itself
+                logger.error("bulk: %r ignores a deadline, it is killed", link)
+                link.kill()
+                await _uninterrupted(asyncio.wait({future}))
+                raise DeadlineExceeded("the bulk worker did not end the transfer in time")
+            return future.result()
+
+    async def _usable_link(self, deadline: float) -> WorkerLink:
+        """The worker with the least to do; waits for one to be started again."""
+        while not self._stopping:
+            usable = [link for link in self._links if link is not None and link.usable]
+            if usable:
+                return min(usable, key=lambda link: link.outstanding_bytes)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise Unavailable("no bulk worker of this peer runs; see its log") from None
+        raise TransferFailed("bulk transfer is stopping")
+
+    def _check_inside(self, copies: Records) -> None:
+        dest, size = copies["dest"], np.uint64(self._arena_bytes)
+        outside = (dest > size) | (copies["nbytes"] > size - np.minimum(dest, size))
+        if outside.any():
+            raise LimitExceeded(
+                f"{int(outside.sum())} destinations lie outside the arena of {size} bytes",
+                limit=self._arena_bytes,
+            )
+
+    async def _open(self, slot: int) -> None:
+        place = WorkerPlace(
+            self._arena_fd, self._arena_bytes, self._listeners[slot], self._configure
+        )
+        link = WorkerLink(place, self._pin, self._unpin, self._traffic)
+        self._links[slot] = link
+        await link.start()
+
+    async def _until_ready(self, slot: int) -> None:
+        link = self._links[slot]
+        assert link is not None
+        await asyncio.wait(
+            {link.ready, link.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not link.usable:
+            link.kill()
+            raise Unavailable("a bulk worker did not start; see the peer's log")
+        self._changed.set()
+
+    async def _keep(self, slot: int) -> None:
+        """Starts the worker again whenever it ended; slower and slower if it keeps crashing."""
+        loop = asyncio.get_running_loop()
+        pause, since = RESTART_S[0], loop.time()
+        while True:
+            link = self._links[slot]
+            assert link is not None
+            await asyncio.wait({link.ended})
+            pause = RESTART_S[0] if loop.time() - since > STABLE_S else pause
+            logger.warning("bulk: %r ended, another is started in %.2f s", link, pause)
+            await asyncio.sleep(pause)
+            pause, since = min(pause * 2, RESTART_S[1]), loop.time()
+            self._traffic.restarts += 1
+            try:
+                await self._open(slot)
+                await self._until_ready(slot)
+            except (OSError, Unavailable) as exc:
+                logger.error("bulk: a worker could not be started: %s", exc)
+
+
+@asynccontextmanager
+async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIterator[None]:
+    """The limiter's room, or DeadlineExceeded."""
+    room = limit.room(nbytes)
+    try:
+        async with asyncio.timeout_at(deadline):
+            await room.__aenter__()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"other transfers held all of {limit!r} until the deadline"
+        ) from None
+    try:
+        yield
+    finally:
+        await room.__aexit__(None, None, None)
+
+
+async def _stop_job(link: WorkerLink, job: int, future: asyncio.Future[ReadOutcome]) -> None:
+    """Returns when nothing of the job writes any more."""
+    link.cancel(job)
+    done, _ = await asyncio.wait({future}, timeout=GRACE_S)
+    if not done:
+        link.kill()
+        await asyncio.wait({future})
+
+
+async def _uninterrupted(work: Any) -> None:
+    """Awaits to the end even if the waiting task is cancelled again: destinations are at stake."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            continue
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=256)
+
+
+def _address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,64 @@
+"""A first-come-first-served limit on how many bytes may be under way at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+
+class ResourceLimiter:
+    """Used from one event loop. A request over the whole limit goes alone rather than never."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"<ResourceLimiter {self.used_bytes}/{self.limit_bytes} bytes, "
+            f"{len(self._queue)} waiting>"
+        )
+
+    @asynccontextmanager
+    async def room(self, nbytes: int) -> AsyncIterator[None]:
+        """Waits for room in order of arrival; leaving the body, or a cancelled wait, frees it."""
+        await self._acquire(nbytes)
+        try:
+            yield
+        finally:
+            self._release(nbytes)
+
+    async def _acquire(self, nbytes: int) -> None:
+        if not self._queue and self._fits(nbytes):
+            self.used_bytes += nbytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (nbytes, turn)
+        self._queue.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release(nbytes)  # the room was given in the moment of the cancellation
+            else:
+                with suppress(ValueError):  # already skipped by `_admit`
+                    self._queue.remove(entry)
+                self._admit()
+            raise
+
+    def _release(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and (self._queue[0][1].cancelled() or self._fits(self._queue[0][0])):
+            nbytes, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self.used_bytes += nbytes
+                turn.set_result(None)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.used_bytes == 0 or self.used_bytes + nbytes <= self.limit_bytes

@@ -1,0 +1,268 @@
+"""The peer's end of one bulk worker: its process, its socketpair, its jobs and its pins.
+
+Runs in the peer's event loop. When the process has ended, and not before, its jobs fail and its
+pins are given back: only then is it certain that nothing of it reads or writes the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import DataplaneError, InternalError, TransferFailed
+from dataplane.transport.bulk_frames import (
+    Cancel,
+    Configure,
+    Finished,
+    Forget,
+    Frame,
+    PinAnswer,
+    PinAsked,
+    Read,
+    Ready,
+    Refused,
+    Unpin,
+    decode_from_worker,
+    encode,
+)
+from dataplane.transport.seam import ReadOutcome, Records, Remote
+from dataplane.wire.frames import FrameReader
+from dataplane.wire.records import EXTENT, RANGE, column
+
+Pin = Callable[[Records], tuple[int, Records]]
+"""RANGE records in; a pin id, and an EXTENT per range whose `offset` is GONE where it is gone."""
+Unpinned = Callable[[int], None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counted over the life of an engine, across restarts of its workers."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    jobs_done: int = 0
+    jobs_failed: int = 0
+    pins_served: int = 0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What a worker is started with; the same again after a crash."""
+
+    arena_fd: int
+    arena_bytes: int
+    listener: socket.socket
+    configure: Configure
+
+
+class WorkerLink(asyncio.Protocol):
+    """One life of one worker."""
+
+    def __init__(self, place: WorkerPlace, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
+        self._place = place
+        self._pin = pin
+        self._unpin = unpin
+        self._traffic = traffic
+        self._frames = FrameReader()
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, tuple[asyncio.Future[ReadOutcome], int, int]] = {}
+        self._pins: dict[int, int] = {}
+        self._transport: asyncio.Transport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.outstanding_bytes = 0
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended.done() else "ready" if self.usable else "starting"
+        return (
+            f"<WorkerLink pid={self.pid} {state}, {len(self._jobs)} jobs, {len(self._pins)} pins>"
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def usable(self) -> bool:
+        return self.ready.done() and not self.ended.done() and self._transport is not None
+
+    @property
+    def jobs(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def pins(self) -> int:
+        return len(self._pins)
+
+    async def start(self) -> None:
+        """Starts the process; `ready` or `ended` tells how it went. OSError when it cannot."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = self._spawn(theirs.fileno())
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            ours.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self.ended.set_result(None)
+            raise
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, self._exited)
+        await loop.create_unix_connection(lambda: self, sock=ours)
+        self._send(self._place.configure)
+
+    def _spawn(self, control_fd: int) -> subprocess.Popen[bytes]:
+        place = self._place
+        given = {
+            "--control-fd": control_fd,
+            "--arena-fd": place.arena_fd,
+            "--listen-fd": place.listener.fileno(),
+        }
+        options = [part for name, value in given.items() for part in (name, str(value))]
+        return subprocess.Popen(
+            [sys.executable, "-m", "dataplane.transport.worker", *options]
+            + ["--arena-bytes", str(place.arena_bytes)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=tuple(given.values()),
+            close_fds=True,
+        )
+
+    def read(
+        self, remote: Remote, copies: Records, timeout_s: float
+    ) -> tuple[int, asyncio.Future[ReadOutcome]]:
+        """Starts a job: its number, and what becomes of it."""
+        job, nbytes = next(self._numbers), int(copies["nbytes"].sum())
+        future: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
+        self._jobs[job] = (future, nbytes, len(copies))
+        self.outstanding_bytes += nbytes
+        timeout_ms = max(1, int(timeout_s * 1000))
+        addresses = list(remote.addresses)
+        self._send(Read(job, remote.owner, addresses, copies.tobytes(), timeout_ms))
+        return job, future
+
+    def cancel(self, job: int) -> None:
+        self._send(Cancel(job))
+
+    def forget(self, remote: Remote) -> None:
+        self._send(Forget(remote.owner, list(remote.addresses)))
+
+    def kill(self) -> None:
+        """Ends the process at once; `ended` says when it has."""
+        if not self.ended.done():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ends the process, which keeps nothing worth saving; returns when it has ended."""
+        self.kill()
+        await asyncio.wait({self.ended})
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._take(body)
+        except DataplaneError as exc:
+            logger.error("bulk worker %s sent what it must not: %s", self.pid, exc)
+            self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # A worker that closed its end has nothing more to say; it may not linger half alive.
+        self._transport = None
+        self.kill()
+
+    def _send(self, frame: Frame) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(bytes(encode(frame)))
+
+    def _take(self, body: bytes) -> None:
+        match decode_from_worker(body):
+            case Finished() as finished:
+                self._finished(finished)
+            case PinAsked() as asked:
+                self._send(self._answer(asked))
+            case Unpin(ask=ask, nbytes=nbytes):
+                self._traffic.bytes_out += nbytes
+                if (pin := self._pins.pop(ask, None)) is not None:
+                    self._unpin(pin)
+            case Ready():
+                if not self.ready.done():
+                    self.ready.set_result(None)
+
+    def _answer(self, asked: PinAsked) -> PinAnswer:
+        try:
+            ranges = column(asked.ranges, RANGE)
+            pin, places = self._pin(ranges)
+        except DataplaneError as exc:
+            return PinAnswer(asked.ask, b"", Refused.of(exc))
+        except Exception:
+            logger.exception("bulk: ranges could not be pinned")
+            bug = InternalError("the owner could not pin the ranges; its log has the traceback")
+            return PinAnswer(asked.ask, b"", Refused.of(bug))
+        self._pins[asked.ask] = pin
+        self._traffic.pins_served += 1
+        return PinAnswer(asked.ask, np.ascontiguousarray(places, EXTENT).tobytes())
+
+    def _finished(self, finished: Finished) -> None:
+        future, nbytes, count = self._jobs.pop(finished.job)
+        self.outstanding_bytes -= nbytes
+        self._traffic.bytes_in += finished.nbytes
+        if finished.refused is not None:
+            self._traffic.jobs_failed += 1
+            _settle(future, finished.refused.error())
+            return
+        self._traffic.jobs_done += 1
+        gone = np.frombuffer(finished.gone or bytes(count), bool)
+        if not future.done():
+            future.set_result(ReadOutcome(gone, finished.nbytes, finished.seconds))
+
+    def _exited(self) -> None:
+        """The process has ended, however: nothing of it touches the arena any more."""
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        assert self._process is not None
+        code = self._process.wait()
+        if self._transport is not None:
+            self._transport.abort()
+        error = TransferFailed(
+            f"the bulk worker (pid {self.pid}) ended with {code} in the middle of the transfer; "
+            "it may be retried",
+            pid=self.pid,
+            exit_code=code,
+        )
+        for future, _, _ in self._jobs.values():
+            self._traffic.jobs_failed += 1
+            _settle(future, error)
+        self._jobs.clear()
+        self.outstanding_bytes = 0
+        for pin in self._pins.values():
+            self._unpin(pin)
+        self._pins.clear()
+        self.ended.set_result(None)
+
+
+def _settle(future: asyncio.Future[ReadOutcome], error: DataplaneError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # whoever was cancelled meanwhile does not look at it any more

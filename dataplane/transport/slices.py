@@ -1,0 +1,69 @@
+"""Cutting a column of copies into slices of bounded bytes and items.
+
+Slices are stretches of the byte stream that all copies form one after another, so a large copy is
+cut and small ones ride together. All in columns: nothing here loops over copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.transport.bulk_frames import PIECE
+from dataplane.transport.seam import Records
+from dataplane.wire.records import RANGE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """copies: COPY records. index: for each, which of the whole column it is (a part of)."""
+
+    index: npt.NDArray[np.int64]
+    copies: Records
+    nbytes: int
+
+
+def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
+    """Slices of at most `max_bytes` and `max_items`, in order; together they are `copies`."""
+    nbytes = copies["nbytes"].astype(np.int64)
+    ends = np.cumsum(nbytes)
+    starts = ends - nbytes
+    first = starts // max_bytes
+    last = np.where(nbytes > 0, (ends - 1) // max_bytes, first)
+    parts = last - first + 1
+    index = np.repeat(np.arange(len(copies)), parts)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+    slot = first[index] + nth
+    begin = np.maximum(starts[index], slot * max_bytes)
+    end = np.minimum(ends[index], (slot + 1) * max_bytes)
+    pieces = copies[index]
+    pieces["start"] += (begin - starts[index]).astype(np.uint64)
+    pieces["dest"] += (begin - starts[index]).astype(np.uint64)
+    pieces["nbytes"] = end - begin
+    bounds = np.flatnonzero(np.diff(slot)) + 1
+    for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(index)], strict=True):
+        for start in range(low, high, max_items):
+            stop = min(start + max_items, high)
+            yield Slice(
+                index[start:stop], pieces[start:stop], int(pieces["nbytes"][start:stop].sum())
+            )
+
+
+def pieces_of(copies: Records) -> Records:
+    """The PIECE records that the owner is asked for."""
+    return _fields(copies, PIECE)
+
+
+def ranges_of(pieces: Records) -> Records:
+    """The RANGE of each piece."""
+    return _fields(pieces, RANGE)
+
+
+def _fields(records: Records, dtype: np.dtype[np.void]) -> Records:
+    chosen = np.empty(len(records), dtype)
+    for name in dtype.names or ():
+        chosen[name] = records[name]
+    return chosen

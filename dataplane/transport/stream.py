@@ -1,0 +1,219 @@
+"""One TCP connection between two bulk workers: frames, and bytes straight out of or into an arena.
+
+Blocking, used by one thread at a time; only `abort` may come from another, and wakes it. Bytes move
+by sendmsg/recvmsg over iovec columns that numpy builds, so that thousands of small ranges cost no
+Python loop; ctypes releases the GIL meanwhile. Every wait ends at a deadline (monotonic seconds).
+Callers have checked that what they pass lies inside the arena: addresses here are raw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from dataplane.errors import ProtocolError
+from dataplane.transport.bulk_frames import HEADER_BYTES, Frame, encode, frame_length
+from dataplane.transport.seam import Offsets, Records
+
+IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
+IOV_MAX = 1024
+DEAD_PEER_MS = 20_000
+"""Unacknowledged for so long, the kernel gives the connection up (a host that lost power)."""
+
+
+class _MessageHeader(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iov_length", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.sendmsg, _libc.recvmsg):
+    _call.argtypes = [ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int]
+    _call.restype = ctypes.c_ssize_t
+
+
+def iovecs(bases: Offsets, lengths: Offsets) -> Records:
+    """Stretches of memory in order, neighbours joined and empty ones left out."""
+    keep = lengths > 0
+    bases, lengths = bases[keep], lengths[keep]
+    if not len(bases):
+        return np.empty(0, IOVEC)
+    new = np.ones(len(bases), bool)
+    new[1:] = bases[1:] != bases[:-1] + lengths[:-1]
+    heads = np.flatnonzero(new)
+    joined = np.empty(len(heads), IOVEC)
+    joined["base"] = bases[heads]
+    joined["length"] = np.add.reduceat(lengths, heads)
+    return joined
+
+
+class BulkStream:
+    """A connected socket with deadlines."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        # Buffers stay as they are: autotuned ones are faster than any fixed size.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
+        self._sock = sock
+
+    def __repr__(self) -> str:
+        return f"<BulkStream fd={self._sock.fileno()}>"
+
+    def dial(self, host: str, port: int, deadline: float) -> None:
+        """OSError when nothing listens there, TimeoutError at the deadline."""
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        self._sock.connect((host, port))
+        self._sock.setblocking(True)
+
+    def abort(self) -> None:
+        """Wakes whoever waits on this stream; safe from any thread, at any time."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def refuse(self, frame: Frame, deadline: float) -> None:
+        """Sends a last frame so that it arrives: closing over unread input would destroy it."""
+        with suppress(OSError):
+            self.send(encode(frame), deadline)
+            self._sock.shutdown(socket.SHUT_WR)
+            while time.monotonic() < deadline and self.readable(deadline - time.monotonic()):
+                if not self._sock.recv(1 << 16):
+                    return
+
+    def readable(self, timeout_s: float) -> bool:
+        """Whether bytes, or the end, arrive in time."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def receive(self, limit: int, deadline: float) -> bytes | None:
+        """One frame body; None when the other side closed instead of beginning one."""
+        header = self._receive_exactly(HEADER_BYTES, deadline)
+        if header is None:
+            return None
+        body = self._receive_exactly(frame_length(header, limit), deadline)
+        if body is None:
+            raise ConnectionResetError("the connection ended inside a frame")
+        return body
+
+    def send(self, data: bytes | bytearray, deadline: float) -> None:
+        held = np.frombuffer(data, np.uint8)
+        self.send_from(_iovec_of(held), deadline)
+
+    def send_around(
+        self, before: bytearray, body: Records, after: bytearray, deadline: float
+    ) -> None:
+        """A frame, bytes of the arena, and another frame, in as few calls as possible."""
+        held = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
+        self.send_from(np.concatenate([_iovec_of(held[0]), body, _iovec_of(held[1])]), deadline)
+
+    def send_from(self, vectors: Records, deadline: float) -> None:
+        """Sends all of it. TimeoutError at the deadline, OSError when the connection broke."""
+        self._move(_libc.sendmsg, vectors, socket.MSG_NOSIGNAL, socket.SO_SNDTIMEO, deadline)
+
+    def receive_into(self, vectors: Records, deadline: float) -> None:
+        """Fills all of it; errors as `send_from`, ConnectionResetError at an early end."""
+        self._move(_libc.recvmsg, vectors, socket.MSG_WAITALL, socket.SO_RCVTIMEO, deadline)
+
+    def _receive_exactly(self, nbytes: int, deadline: float) -> bytes | None:
+        buffer = np.empty(nbytes, np.uint8)
+        try:
+            self.receive_into(_iovec_of(buffer), deadline)
+        except EOFError:
+            return None
+        return buffer.tobytes()
+
+    def _move(
+        self,
+        call: Callable[..., int],
+        vectors: Records,
+        flags: int,
+        timeout_option: int,
+        deadline: float,
+    ) -> None:
+        """`vectors` is used up: entries that are partly done are moved forward in place."""
+        moved_before = False
+        while len(vectors):
+            self._arm(timeout_option, deadline)
+            moved = self._call(call, vectors[:IOV_MAX], flags)
+            if moved == 0:
+                if moved_before:
+                    raise ConnectionResetError("the connection ended inside a transfer")
+                raise EOFError("the connection ended")
+            if moved > 0:
+                moved_before = True
+                vectors = _advance(vectors, moved)
+
+    def _arm(self, timeout_option: int, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the deadline of the transfer passed")
+        # At least a microsecond: zero would mean to wait for ever.
+        seconds, micros = int(left), int(left % 1 * 1_000_000) + 1
+        packed = struct.pack("@ll", seconds, min(micros, 999_999))
+        self._sock.setsockopt(socket.SOL_SOCKET, timeout_option, packed)
+
+    def _call(self, call: Callable[..., int], vectors: Records, flags: int) -> int:
+        """Bytes moved, 0 at the end of the stream, -1 to try again."""
+        header = _MessageHeader(iov=vectors.ctypes.data, iov_length=len(vectors))
+        moved = call(self._sock.fileno(), ctypes.byref(header), flags)
+        if moved >= 0:
+            return moved
+        code = ctypes.get_errno()
+        if code in (errno.EINTR, errno.EAGAIN):  # EAGAIN: the armed time is over, `_arm` raises
+            return -1
+        raise OSError(code, os.strerror(code))
+
+
+def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
+    """The caller keeps `held` alive for as long as the vector is used."""
+    vector = np.empty(1 if len(held) else 0, IOVEC)
+    vector["base"] = held.ctypes.data
+    vector["length"] = len(held)
+    return vector
+
+
+def _advance(vectors: Records, moved: int) -> Records:
+    """What is left of the vectors after `moved` bytes."""
+    ends = np.cumsum(vectors["length"][:IOV_MAX])
+    done = int(np.searchsorted(ends, moved, side="right"))
+    rest = vectors[done:]
+    part = moved - (int(ends[done - 1]) if done else 0)
+    if part:
+        rest["base"][0] += np.uint64(part)
+        rest["length"][0] -= np.uint64(part)
+    return rest
+
+
+def unconnected(address: str) -> tuple[BulkStream, tuple[str, int]]:
+    """A stream for `dial`; apart from it, so that somebody can `abort` while it connects."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return BulkStream(socket.socket(family, socket.SOCK_STREAM)), (host, port)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`; ProtocolError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 0xFFFF:
+        raise ProtocolError(f"{address!r} is not an address of the form host:port", address=address)
+    return host.strip("[]"), int(port)

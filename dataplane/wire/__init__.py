@@ -1,0 +1,1 @@
+"""Messages and frames: the only place that encodes or decodes what travels."""

@@ -1,0 +1,181 @@
+"""Names of dtypes on the wire, and arrays of any library as plain numpy arrays.
+
+numpy, torch, cupy, jax and whatever speaks `__array_interface__`, `__array__` or DLPack is taken;
+no library is imported for it. What comes back is always numpy, in native byte order. Masked,
+structured, text and object arrays are refused: their bytes do not say what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import InvalidValue, ProtocolError
+from dataplane.wire.limits import MAX_RANK
+from dataplane.wire.tables import Spec
+
+Array = npt.NDArray[Any]
+
+_BUILTIN: tuple[type[np.generic], ...] = (
+    *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+    *(np.float16, np.float32, np.float64, np.longdouble),
+    *(np.complex64, np.complex128, np.clongdouble),
+)
+_EXTENSIONS = [
+    kind
+    for kind in vars(ml_dtypes).values()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+]
+_BY_NAME: dict[str, np.dtype[Any]] = {
+    np.dtype(kind).name: np.dtype(kind) for kind in (*_BUILTIN, *_EXTENSIONS)
+}
+_NAMES: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _BY_NAME.items()}
+_TIME = re.compile(r"(datetime64|timedelta64)(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+
+_AS_INTEGERS = {
+    "bfloat16": "int16",
+    "complex32": "int32",
+    "float8_e4m3fn": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
+"""torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """The name under which a dtype travels; None where it cannot (or not in this byte order)."""
+    name = _NAMES.get(dtype)
+    if name is None and dtype.kind in "mM" and dtype.isnative:
+        return dtype.name
+    return name
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of a name that arrived; ProtocolError for any other text."""
+    dtype = _BY_NAME.get(name)
+    if dtype is not None:
+        return dtype
+    if len(name) < 32 and _TIME.fullmatch(name):
+        try:
+            return np.dtype(name)
+        except (TypeError, ValueError):
+            pass
+    raise ProtocolError(f"no dtype of this protocol: {name[:64]!r}")
+
+
+def spec_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Spec:
+    """The spec of a plain array: leading -1 where the value's bytes decide the first length."""
+    name = dtype_name(dtype)
+    assert name is not None, dtype
+    if shape and 0 not in shape[1:]:
+        shape = (-1, *shape[1:])
+    return Spec("array", name, shape)
+
+
+def shape_of(spec: Spec, itemsize: int, nbytes: int) -> tuple[int, ...]:
+    """The shape of a value of this spec; ProtocolError where the bytes do not fit it."""
+    shape = spec.shape
+    if len(shape) > MAX_RANK or any(length < 0 for length in shape[1:]):
+        raise ProtocolError(f"no shape of an array: {shape}")
+    if shape and shape[0] == -1:
+        row = itemsize * math.prod(shape[1:])
+        if row and nbytes % row == 0:
+            return (nbytes // row, *shape[1:])
+    elif itemsize * math.prod(shape) == nbytes and (not shape or shape[0] >= 0):
+        return shape
+    raise ProtocolError(f"{nbytes} bytes do not make an array of {spec.dtype} {shape}")
+
+
+def as_array(value: object) -> Array | None:
+    """`value` as a plain, contiguous, native numpy array, without a copy where it is one already.
+
+    None where it is no array. InvalidValue (which names no place: the caller knows it) where it is
+    one that cannot travel. Tensors are detached; those on a device are copied to the host.
+    """
+    array = value if isinstance(value, np.ndarray) else _foreign(value)
+    if array is None:
+        return None
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise InvalidValue("a masked array would lose its mask; pass .data and .mask")
+        array = np.asarray(array)
+    if dtype_name(array.dtype) is None:
+        array = _native(array)
+    if array.ndim > MAX_RANK:
+        raise InvalidValue(f"an array of {array.ndim} dimensions, the limit is {MAX_RANK}")
+    # not ascontiguousarray, which would turn 0-d into 1-d
+    return array if array.flags.c_contiguous else np.array(array, order="C")
+
+
+def is_torch(value: object) -> bool:
+    """Whether this is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def raw(array: Array) -> Array:
+    """The same contiguous array with a dtype that the buffer protocol knows."""
+    if array.dtype.isbuiltin == 1 and array.dtype.kind in "biufc":
+        return array
+    # every other dtype here is as wide as an integer; 0-d arrays keep their width in a view
+    return array.view(f"u{array.itemsize}")
+
+
+def _native(array: Array) -> Array:
+    swapped = array.dtype.newbyteorder("=")
+    if dtype_name(swapped) is not None:
+        return array.astype(swapped)
+    dtype = array.dtype
+    if dtype.hasobject:
+        hint = "it holds Python objects; pass .tolist()"
+    elif dtype.kind in "UST":
+        hint = "it holds text; pass .tolist()"
+    else:
+        hint = "it has a structure; pass its fields one by one"
+    raise InvalidValue(f"an array of dtype {dtype} cannot travel: {hint}")
+
+
+def _foreign(value: object) -> Array | None:
+    if isinstance(value, (type, str, bytes, list, tuple, dict, np.generic)):
+        return None
+    if is_torch(value):
+        return _from_torch(value, sys.modules["torch"])
+    try:
+        if hasattr(value, "__cuda_array_interface__"):
+            # cupy refuses silent copies to the host; `get` is its word for an intended one
+            return np.asarray(value.get() if hasattr(value, "get") else value)
+        if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+            return np.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            return np.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as exc:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise InvalidValue(f"a {kind} does not become a numpy array: {exc}") from exc
+    return None
+
+
+def _from_torch(tensor: Any, torch: Any) -> Array:
+    if tensor.is_nested:
+        raise InvalidValue("a nested tensor inside a value; pass the list of its .unbind()")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise InvalidValue("a sparse, quantized or meta tensor has no plain bytes; make it dense")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        if name in _AS_INTEGERS:
+            integers: Array = tensor.view(getattr(torch, _AS_INTEGERS[name])).numpy()
+            return integers.view(_BY_NAME[name])
+        plain: Array = tensor.numpy()
+        return plain
+    except (TypeError, RuntimeError) as exc:
+        raise InvalidValue(f"a torch tensor of {name} does not become numpy: {exc}") from exc

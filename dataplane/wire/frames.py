@@ -1,0 +1,83 @@
+"""Frames of the local door: u32 little-endian length, then one MessagePack envelope.
+
+`FrameReader` is fed whatever arrived and yields whole bodies; an incomplete frame is an outcome,
+not an error. The limit is checked on the announced length, before a byte of the body is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from dataplane.errors import FrameTooLarge, ProtocolError
+from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.wire.messages import Reply, Request
+
+HEADER_BYTES = 4
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(envelope: Request | Reply) -> bytearray:
+    """One frame, ready to send. FrameTooLarge when the other side would refuse it."""
+    frame = bytearray(HEADER_BYTES)
+    _encoder.encode_into(envelope, frame, HEADER_BYTES)
+    length = len(frame) - HEADER_BYTES
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(
+            f"a message of {length} bytes is over the limit of {MAX_FRAME_BYTES}; send fewer rows",
+            size=length,
+            limit=MAX_FRAME_BYTES,
+        )
+    frame[:HEADER_BYTES] = length.to_bytes(HEADER_BYTES, "little")
+    return frame
+
+
+def body_length(header: bytes | bytearray | memoryview) -> int:
+    """The length that a frame's header announces; FrameTooLarge over the limit."""
+    length = int.from_bytes(header[:HEADER_BYTES], "little")
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(
+            f"a frame announces {length} bytes, the limit is {MAX_FRAME_BYTES}",
+            size=length,
+            limit=MAX_FRAME_BYTES,
+        )
+    return length
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> Request:
+    try:
+        return _requests.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ProtocolError(f"not a request of this protocol: {exc}") from exc
+
+
+def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
+    try:
+        return _replies.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ProtocolError(f"not a reply of this protocol: {exc}") from exc
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= HEADER_BYTES:
+            length = body_length(memoryview(self._buffer)[start : start + HEADER_BYTES])
+            end = start + HEADER_BYTES + length
+            if len(self._buffer) < end:
+                break
+            yield bytes(memoryview(self._buffer)[start + HEADER_BYTES : end])
+            start = end
+        if start:
+            del self._buffer[:start]

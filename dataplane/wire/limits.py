@@ -1,0 +1,33 @@
+"""The named limits of the protocol, enforced before memory is allocated."""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+
+SHARDS = 4096
+"""Units of placement in a plane. Peers with another number refuse each other."""
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_ROWS_PER_MESSAGE = 65_536
+MAX_FIELDS = 64
+MAX_TAGS = 64
+MAX_STAGES = 16
+MAX_NAME_BYTES = 512
+MAX_RANK = 16
+MAX_LEAVES_PER_ROW = 4_096
+MAX_NESTING = 64
+MAX_WHERE_NODES = 256
+MAX_SPECS_PER_MESSAGE = 65_536
+MAX_CONNECTIONS = 4_096
+
+PACK_LIMIT_BYTES = 4_096
+"""Values of at least this many bytes are ranges of their own; smaller ones are packed."""
+PACK_BLOCK_BYTES = 65_536
+"""The largest block of packed values; it dies whole."""
+ALIGNMENT_BYTES = 64
+"""Every range and every packed value starts at a multiple of this."""
+
+NO_GROUP = 0xFFFF_FFFF
+ABSENT = 0xFFFF
+"""`owner` of a value record of a row that lacks the field."""

@@ -1,0 +1,380 @@
+"""Every message between a client and the peer of its host, and what peers forward to each other.
+
+A frame is one envelope: `Request` or `Reply`. The envelope carries the ids that make retries safe:
+the session and operation id (who asks, which operation) and `floor`, the lowest operation id of
+that session that may still be retried; answers to lower ones are forgotten. Requests whose answer
+nobody needs have `rid` 0. The server speaks first, with `Welcome`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
+
+
+class Body(msgspec.Struct, array_like=True):
+    """Base of all message bodies; the tag is the first element of the array."""
+
+
+# handshake
+
+
+class Welcome(Body, tag=1):
+    """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it."""
+
+    versions: tuple[int, int]
+    plane: str
+    peer: str
+    incarnation: int
+    arena_bytes: int
+    shards: int
+    epoch: tuple[int, int]
+    max_frame_bytes: int
+    max_rows: int
+
+
+class Hello(Body, tag=2):
+    """The client's first frame. `session` 0 opens a session, else this connection joins it."""
+
+    version: int
+    session: int = 0
+    label: str = ""
+
+
+class HelloDone(Body, tag=3):
+    """mint: shards for which this client mints keys (they lie on this host where it has any).
+
+    share_bytes: the largest unit per admission class (opening, continuing, pulls).
+    """
+
+    session: int
+    mint: list[int]
+    share_bytes: tuple[int, int, int]
+
+
+class Goodbye(Body, tag=4):
+    """The session ends in order: leases are released, unused grants come back."""
+
+
+# partitions
+
+
+class Define(Body, tag=10):
+    """Declare a partition, or attach to it where `definition` is None (waits for one so long)."""
+
+    partition: str
+    definition: Definition | None
+    wait_ms: int = 0
+
+
+class Defined(Body, tag=11):
+    generation: int
+    definition: Definition
+    phase: Literal["open", "sealing", "sealed", "dropped"]
+
+
+class Seal(Body, tag=12):
+    partition: str
+    generation: int
+
+
+class Close(Body, tag=13):
+    """A group is closed with n rows."""
+
+    partition: str
+    generation: int
+    group: Name
+    n: int
+
+
+class Reset(Body, tag=14):
+    """Rows become claimable again for a stage, whatever it acked."""
+
+    partition: str
+    generation: int
+    stage: str
+
+
+# memory
+
+
+class Reserve(Body, tag=20):
+    """Room for units (one row's or one group's part), each whole or not at all.
+
+    admission: 0 opening new groups, 1 continuing. The peer decides by `groups` (KEY records of the
+    groups or keys written) whether this session has put or leased them before.
+    units: per unit the u8 column of the sizes of its ranges (packs of small values count as one).
+    hashes: per candidate for dedup, 16 bytes xxh3-128 and u8 size: DIGEST records.
+    """
+
+    partition: str
+    generation: int
+    units: list[bytes]
+    continuing: bool = False
+    digests: bytes = b""
+
+
+class Reserved(Body, tag=21):
+    """extents: EXTENT records; the ranges of the first `units` units fit into them in order.
+
+    known: RANGE per digest, generation 0 where unknown; places: their EXTENT in the arena. They are
+    pinned (`pin`) so that the client can compare bytes, until the put that shares them, or Unpin.
+    """
+
+    units: int
+    extents: bytes
+    known: bytes = b""
+    places: bytes = b""
+    pin: int = 0
+
+
+class GiveBack(Body, tag=22):
+    """Extents that the client will not write into. One-way."""
+
+    extents: bytes
+
+
+class Unpin(Body, tag=23):
+    """Pins whose last view is gone. One-way."""
+
+    pins: list[int]
+
+
+# rows
+
+
+class Put(Body, tag=30):
+    """Rows, new or known, with columns whose bytes are already in place.
+
+    ranges: EXTENT records, written by this client inside its grants. shared: RANGE records of
+    known ranges (dedup). A value's `range` is an index into ranges, then shared.
+    digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
+    """
+
+    partition: str
+    generation: int
+    rows: Rows
+    columns: list[Column]
+    specs: list[Spec]
+    tags: dict[str, list[Scalar]] = {}
+    ranges: bytes = b""
+    shared: bytes = b""
+    pin: int = 0
+    replace: bool = False
+    digests: bytes = b""
+    digest_index: bytes = b""
+    want_bytes: int = 0
+    owners: list[Owner] = []
+
+
+class PutDone(Body, tag=31):
+    """extents: granted for the next put, at most `want_bytes`. kept: fields of rows that were
+    there already and stayed (redelivered adds)."""
+
+    extents: bytes = b""
+    kept: dict[str, int] = {}
+
+
+class Tag(Body, tag=32):
+    """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row."""
+
+    partition: str
+    generation: int
+    rows: Rows
+    tags: dict[str, list[Scalar]]
+    expect: dict[str, Scalar] | None = None
+
+
+class Drop(Body, tag=33):
+    """Exactly one of rows, groups, where; none of them drops the partition."""
+
+    partition: str
+    generation: int
+    rows: Rows | None = None
+    groups: list[Name] | None = None
+    where: Where | None = None
+
+
+class Dropped(Body, tag=34):
+    rows: int
+    bytes: int
+
+
+class Read(Body, tag=35):
+    """Read without a lease. rows/where: as in Drop; none: all rows. fields None: every field.
+
+    limit bounds the rows of one answer, `after` goes on where the cursor of the last one says."""
+
+    partition: str
+    generation: int
+    rows: Rows | None = None
+    where: Where | None = None
+    fields: list[str] | None = None
+    limit: int = 0
+    after: bytes = b""
+
+
+class ReadDone(Body, tag=36):
+    """pin: 0 where nothing was pinned. cursor: ask again with it as `after`; empty at the end."""
+
+    table: Table
+    pin: int
+    cursor: bytes = b""
+
+
+# stages
+
+
+class Want(msgspec.Struct, array_like=True, frozen=True):
+    """A form of demand; claims with equal `unit`, `where` and `budget_tag` share a lane."""
+
+    unit: Literal["rows", "groups"]
+    count: int
+    minimum: int
+    where: Where | None = None
+    budget_tag: str | None = None
+    budget: float = 0
+
+
+class Claim(Body, tag=40):
+    """declare: the fields of a stage that is not declared yet. lease_ms 0: no hard limit.
+    timeout_ms -1: as long as rows can come."""
+
+    partition: str
+    generation: int
+    stage: str
+    want: Want
+    fields: list[str] | None = None
+    declare: list[str] | None = None
+    timeout_ms: int = -1
+    lease_ms: int = 0
+
+
+class Claimed(Body, tag=41):
+    """Leased rows; columns hold PLACE records."""
+
+    lease: int
+    pin: int
+    table: Table
+
+
+class Fetch(Body, tag=42):
+    """More fields of leased rows. Between peers, with the partition that the lease is of."""
+
+    lease: int
+    fields: list[str]
+    partition: str = ""
+    generation: int = 0
+
+
+class Fetched(Body, tag=43):
+    pin: int
+    table: Table
+
+
+class Finish(Body, tag=44):
+    """The end of a lease, for all its rows or for those at `index` (u4), with what was added.
+
+    The rows of `columns` are the leased rows in order (or those at `index`). On `release` nothing
+    is added, tags are set. `keep`: the lease goes on (adds only)."""
+
+    lease: int
+    outcome: Literal["ack", "release", "drop", "keep"]
+    index: bytes | None = None
+    columns: list[Column] = []
+    specs: list[Spec] = []
+    tags: dict[str, list[Scalar]] = {}
+    ranges: bytes = b""
+    shared: bytes = b""
+    pin: int = 0
+    want_bytes: int = 0
+    owners: list[Owner] = []
+    partition: str = ""
+    generation: int = 0
+
+
+class Wait(Body, tag=45):
+    """Until `count` units are ready for the stage, or fewer than `below` are not yet done."""
+
+    partition: str
+    generation: int
+    stage: str
+    unit: Literal["rows", "groups"]
+    count: int = 0
+    below: int = 0
+    timeout_ms: int = -1
+
+
+# looking
+
+
+class Stats(Body, tag=50):
+    """partition None: the whole peer."""
+
+    partition: str | None = None
+
+
+class StatsDone(Body, tag=51):
+    stats: dict[str, Any]
+
+
+class Done(Body, tag=60):
+    """Nothing to tell."""
+
+
+class Failed(Body, tag=61):
+    """A typed error; see `dataplane.errors`."""
+
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class Request(msgspec.Struct, array_like=True):
+    rid: int
+    session: int
+    op: int
+    floor: int
+    epoch: tuple[int, int]
+    deadline_ms: int
+    body: (
+        Hello
+        | Goodbye
+        | Define
+        | Seal
+        | Close
+        | Reset
+        | Reserve
+        | GiveBack
+        | Unpin
+        | Put
+        | Tag
+        | Drop
+        | Read
+        | Claim
+        | Fetch
+        | Finish
+        | Wait
+        | Stats
+    )
+
+
+class Reply(msgspec.Struct, array_like=True):
+    rid: int
+    body: (
+        Welcome
+        | HelloDone
+        | Defined
+        | Reserved
+        | PutDone
+        | Dropped
+        | ReadDone
+        | Claimed
+        | Fetched
+        | StatsDone
+        | Done
+        | Failed
+    )

@@ -1,0 +1,231 @@
+"""Object values: one self-describing MessagePack value each, with array leaves beside it.
+
+What comes back has exactly the types that went in: None, bool, int of any size, float, str, bytes,
+list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays. The set is
+closed: subclasses and other classes are refused, nothing is pickled, unknown ext codes are an
+error. bytearray and memoryview come back as bytes, tensors as numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.wire.arrays import Array, as_array, dtype_name, dtype_of
+from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
+
+EXT_ARRAY = 1
+"""u32 little-endian: index of the array among the leaves of its row."""
+EXT_TUPLE = 2
+"""One MessagePack array: the items of a tuple."""
+EXT_INT = 3
+"""An int beyond 64 bits: two's complement, little-endian."""
+EXT_SCALAR = 4
+"""A numpy scalar: length of the dtype's name (one byte), the name, the item's bytes."""
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: object, path: str = "value") -> tuple[bytes, list[Array]]:
+    """The MessagePack head of a value and its array leaves, contiguous and native.
+
+    `path` names the value in errors (`prompt[3]`). InvalidValue for what cannot travel,
+    LimitExceeded for too deep nesting or too many leaves.
+    """
+    try:
+        if type(value) in _PLAIN:
+            return _encoder.encode(value), []
+        walk = _Walk(path)
+        return _encoder.encode(walk.lower(value)), walk.leaves
+    except (OverflowError, UnicodeEncodeError):
+        pass
+    # an int beyond 64 bits or a text that is no unicode: look at every item, so as to name it
+    walk = _Walk(path, shortcuts=False)
+    try:
+        return _encoder.encode(walk.lower(value)), walk.leaves
+    except ValueError as exc:
+        if isinstance(exc, LimitExceeded):
+            raise
+        raise InvalidValue(f"{path}: {exc}", path=path) from exc
+
+
+def encode_many(values: Sequence[object]) -> list[bytes] | None:
+    """The heads of a column of plain scalars and texts; None where one of them is not plain."""
+    if not _PLAIN.issuperset(map(type, values)):
+        return None
+    try:
+        return list(map(_encoder.encode, values))
+    except (OverflowError, ValueError):
+        return None
+
+
+def decode(head: bytes | memoryview, leaves: Sequence[Array] = ()) -> Any:
+    """The value of a head; ProtocolError where it is none of ours."""
+    decoder = Decoder() if leaves else _leafless
+    return decoder.decode(head, leaves)
+
+
+class Decoder:
+    """Reads heads; one at a time, so that threads need one each."""
+
+    def __init__(self) -> None:
+        self._leaves: Sequence[Array] = ()
+        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._ext)
+
+    def decode(self, head: bytes | memoryview, leaves: Sequence[Array]) -> Any:
+        self._leaves = leaves
+        try:
+            return self._decoder.decode(head)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
+            raise ProtocolError(f"not an object of this protocol: {exc}") from exc
+        finally:
+            self._leaves = ()
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == EXT_ARRAY:
+            index = int.from_bytes(data, "little")
+            if index < len(self._leaves):
+                return self._leaves[index]
+            raise ProtocolError(f"leaf {index} of an object with {len(self._leaves)} leaves")
+        if code == EXT_TUPLE:
+            items = self._decoder.decode(data)
+            if type(items) is list:
+                return tuple(items)
+        elif code == EXT_INT:
+            return int.from_bytes(data, "little", signed=True)
+        elif code == EXT_SCALAR:
+            return _scalar(data)
+        raise ProtocolError(f"ext code {code} is not of this protocol, or its content is not")
+
+
+# it never holds leaves, so threads may share it
+_leafless = Decoder()
+
+
+class _Walk:
+    """Lowers one value to what the encoder writes as it is, collecting the leaves.
+
+    `trail` holds the keys down to the place at hand. With shortcuts, lists and dicts of plain
+    scalars go to the encoder unseen.
+    """
+
+    def __init__(self, path: str, shortcuts: bool = True) -> None:
+        self.leaves: list[Array] = []
+        self._path = path
+        self._trail: list[object] = []
+        self._shortcuts = shortcuts
+
+    def lower(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value if self._shortcuts else self._checked(value)
+        if kind is list or kind is tuple:
+            items = value
+            if not (self._shortcuts and _PLAIN.issuperset(map(type, value))):
+                items = [self._below(index, item) for index, item in enumerate(value)]
+            return items if kind is list else Ext(EXT_TUPLE, _encoder.encode(list(items)))
+        if kind is dict:
+            return self._dict(value)
+        return self._leaf(value)
+
+    def _below(self, key: object, value: object) -> Any:
+        self._trail.append(key)
+        if len(self._trail) >= MAX_NESTING:
+            raise LimitExceeded(
+                f"{self._place(8)}…: nested deeper than the limit of {MAX_NESTING}",
+                limit=MAX_NESTING,
+            )
+        lowered = self.lower(value)
+        self._trail.pop()
+        return lowered
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        plain_keys = _PLAIN.issuperset(map(type, value))
+        if self._shortcuts and plain_keys:
+            if _PLAIN.issuperset(map(type, value.values())):
+                return value
+            return {key: self._below(key, item) for key, item in value.items()}
+        # keys that lower to ext values: the encoder cannot hash those, so the map is spelled out
+        parts = [_map_header(len(value))]
+        for key, item in value.items():
+            parts.append(_encoder.encode(self._below(key, key)))
+            parts.append(_encoder.encode(self._below(key, item)))
+        return msgspec.Raw(b"".join(parts))
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, (bytearray, memoryview)):
+            return bytes(value)
+        try:
+            if isinstance(value, np.generic):
+                return _lowered_scalar(value)
+            array = as_array(value)
+        except InvalidValue as exc:
+            raise self._refusal(exc.message) from exc
+        if array is None:
+            raise self._refusal(_why_refused(value))
+        if len(self.leaves) >= MAX_LEAVES_PER_ROW:
+            raise LimitExceeded(
+                f"{self._place()}: more than {MAX_LEAVES_PER_ROW} arrays in one value; "
+                "stack them, or spread them over several fields",
+                limit=MAX_LEAVES_PER_ROW,
+            )
+        self.leaves.append(array)
+        return Ext(EXT_ARRAY, (len(self.leaves) - 1).to_bytes(4, "little"))
+
+    def _checked(self, value: Any) -> Any:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            return Ext(EXT_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        if type(value) is str:
+            try:
+                value.encode()
+            except UnicodeEncodeError as exc:
+                raise self._refusal(f"a text that is not unicode ({exc.reason})") from exc
+        return value
+
+    def _place(self, depth: int | None = None) -> str:
+        keys = (f'["{k}"]' if isinstance(k, str) else f"[{k!r}]" for k in self._trail[:depth])
+        return self._path + "".join(keys)
+
+    def _refusal(self, reason: str) -> InvalidValue:
+        return InvalidValue(f"{self._place()}: {reason}", path=self._place())
+
+
+def _lowered_scalar(value: np.generic) -> Ext:
+    name = dtype_name(value.dtype)
+    if name is None:
+        raise InvalidValue(f"a numpy.{type(value).__name__} cannot travel; pass value.item()")
+    return Ext(EXT_SCALAR, bytes((len(name),)) + name.encode() + value.tobytes())
+
+
+def _scalar(data: memoryview) -> Any:
+    end = 1 + data[0] if len(data) else 0
+    dtype = dtype_of(bytes(data[1:end]).decode("ascii"))
+    if len(data) - end != dtype.itemsize:
+        raise ProtocolError(f"{len(data) - end} bytes for a scalar of {dtype}")
+    return np.frombuffer(data[end:], dtype)[0]
+
+
+def _map_header(count: int) -> bytes:
+    if count < 16:
+        return bytes((0x80 | count,))
+    if count < 1 << 16:
+        return b"\xde" + count.to_bytes(2, "big")
+    return b"\xdf" + count.to_bytes(4, "big")
+
+
+def _why_refused(value: object) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    for base in (dict, list, tuple, int, float, str, bytes):
+        if isinstance(value, base):
+            kind = base.__name__
+            return f"{name} would come back as a plain {kind}; pass {kind}(…)"
+    return (
+        f"{name} has no form on the wire; values are None, bool, int, float, str, bytes, list, "
+        "tuple, dict and arrays"
+    )

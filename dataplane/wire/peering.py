@@ -1,0 +1,308 @@
+"""What peers say to each other over the control channel (zmq ROUTER/DEALER).
+
+One envelope a message.
+
+Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
+VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
+the directory of names, homes and the claims that queue there, phases of partitions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from dataplane.errors import ProtocolError
+from dataplane.wire.messages import (
+    Body,
+    Close,
+    Define,
+    Defined,
+    Done,
+    Drop,
+    Dropped,
+    Failed,
+    Fetch,
+    Finish,
+    Put,
+    PutDone,
+    Read,
+    Reset,
+    Seal,
+    Stats,
+    StatsDone,
+    Tag,
+    Wait,
+    Want,
+)
+from dataplane.wire.tables import Table, Where
+
+
+class PeerHello(Body, tag=100):
+    """Both directions: who one is. Anything that must be equal is compared before anything else.
+
+    bulk: `host:port` of each bulk worker."""
+
+    versions: tuple[int, int]
+    plane: str
+    name: str
+    incarnation: int
+    address: str
+    epoch: tuple[int, int]
+    shards: int
+    bulk: list[str]
+
+
+class Enter(Body, tag=101):
+    """Names that a put opens, or (shard None) asks for: the first shard entered stays.
+
+    keys: KEY records. groups: they name groups, not rows."""
+
+    partition: str
+    generation: int
+    keys: bytes
+    shard: int | None
+    groups: bool
+
+
+class Entered(Body, tag=102):
+    """shards: u2 per key; 0xFFFF: not entered."""
+
+    shards: bytes
+
+
+class AddStage(Body, tag=103):
+    """From a partition's home to every peer; `ask`: to the home, which then tells everybody."""
+
+    partition: str
+    generation: int
+    stage: str
+    fields: list[str]
+    ask: bool = False
+
+
+class Phase(Body, tag=104):
+    """From a partition's home to every peer; the answer says that it is in force there.
+
+    `ask`: to the home, that the partition be dropped."""
+
+    partition: str
+    generation: int
+    phase: Literal["open", "sealing", "sealed", "dropped"]
+    ask: bool = False
+
+
+class Tally(Body, tag=105):
+    """To a partition's home: how many groups are closed at this peer (dropped ones not counted)."""
+
+    partition: str
+    generation: int
+    closed_groups: int
+
+
+class Counted(msgspec.Struct, array_like=True, frozen=True):
+    """A stage's figures at one peer; see `metadata.counts`."""
+
+    ready_rows: int
+    ready_groups: int
+    remaining_rows: int
+    remaining_groups: int
+    outstanding_rows: int
+    outstanding_groups: int
+
+
+class Report(Body, tag=110):
+    """To a stage's home: what this peer has. where None: the plain lanes, else the filtered one.
+
+    sealed: counted when this peer took no new rows any more."""
+
+    partition: str
+    generation: int
+    stage: str
+    counts: Counted
+    sealed: bool
+    where: Where | None = None
+
+
+class Demand(Body, tag=111):
+    """To a stage's home: a claim of this peer that waits."""
+
+    partition: str
+    generation: int
+    stage: str
+    number: int
+    want: Want
+    holder: int
+    label: str
+    lease_ms: int
+    fields: list[str] | None
+
+
+class Withdraw(Body, tag=112):
+    """To a stage's home: the claim ended (timed out, cancelled)."""
+
+    partition: str
+    generation: int
+    stage: str
+    number: int
+
+
+class Order(Body, tag=113):
+    """From a stage's home to a supplying peer: lease up to `want` to the claim, tell its peer."""
+
+    partition: str
+    generation: int
+    stage: str
+    claimant: str
+    number: int
+    want: Want
+    exact: bool
+    holder: int
+    label: str
+    lease_ms: int
+    fields: list[str] | None
+
+
+class Grant(Body, tag=114):
+    """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended."""
+
+    number: int
+    lease: int
+    table: Table
+
+
+class Granted(Body, tag=115):
+    wanted: bool
+
+
+class Supplied(Body, tag=116):
+    """Answer to an Order: what was granted. blocked: the next unit would exceed the budget."""
+
+    units: int
+    amount: float
+    blocked: bool
+
+
+class Settled(Body, tag=117):
+    """From a stage's home to the claim's peer: all of it was granted, or no row can come.
+
+    `return`: what was granted so far goes back, the claim goes on waiting."""
+
+    number: int
+    outcome: Literal["complete", "ended", "unmeetable", "dropped", "return"]
+
+
+class Watch(Body, tag=118):
+    """From a stage's home to every peer: report the figures of this `where` lane, or no longer."""
+
+    partition: str
+    generation: int
+    stage: str
+    where: Where | None
+    on: bool
+
+
+class Missing(Body, tag=119):
+    """Why units of a stage are not ready, for a ClaimTimeout's message."""
+
+    partition: str
+    generation: int
+    stage: str
+    unit: Literal["rows", "groups"]
+
+
+class Release(Body, tag=120):
+    """Value references that a shard no longer holds, to their owner. RANGE records, u4 counts."""
+
+    ranges: bytes
+    counts: bytes
+
+
+class Found(Body, tag=121):
+    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key."""
+
+    table: Table
+    more: bool = False
+
+
+class PeerRequest(msgspec.Struct, array_like=True):
+    rid: int
+    sender: str
+    incarnation: int
+    session: int
+    op: int
+    floor: int
+    epoch: tuple[int, int]
+    deadline_ms: int
+    body: (
+        PeerHello
+        | Enter
+        | AddStage
+        | Phase
+        | Tally
+        | Report
+        | Demand
+        | Withdraw
+        | Order
+        | Grant
+        | Settled
+        | Watch
+        | Missing
+        | Release
+        | Define
+        | Seal
+        | Close
+        | Reset
+        | Put
+        | Tag
+        | Drop
+        | Read
+        | Fetch
+        | Finish
+        | Wait
+        | Stats
+    )
+
+
+class PeerReply(msgspec.Struct, array_like=True):
+    rid: int
+    body: (
+        PeerHello
+        | Entered
+        | Granted
+        | Supplied
+        | Defined
+        | PutDone
+        | Dropped
+        | Found
+        | StatsDone
+        | Done
+        | Failed
+    )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests_decoder = msgspec.msgpack.Decoder(PeerRequest)
+_replies_decoder = msgspec.msgpack.Decoder(PeerReply)
+
+
+def encode(envelope: PeerRequest | PeerReply) -> bytes:
+    return _encoder.encode(envelope)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview, what: str) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ProtocolError(f"not a {what} of this protocol: {exc}") from exc
+
+
+def decode_request(body: bytes | memoryview) -> PeerRequest:
+    request: PeerRequest = _decode(_requests_decoder, body, "peer request")
+    return request
+
+
+def decode_reply(body: bytes | memoryview) -> PeerReply:
+    reply: PeerReply = _decode(_replies_decoder, body, "peer reply")
+    return reply

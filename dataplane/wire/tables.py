@@ -1,0 +1,86 @@
+"""The parts that messages share: definitions, specs, columns and tables of rows.
+
+Everything that is per row is a raw column (see `records`), so that neither side loops over values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Scalar = bool | int | float | str | None
+"""A tag."""
+Name = str | int
+"""A key or group id as the user gave it; its type comes back as it was."""
+Where = list[Any]
+"""A filter over tags as nested lists: ["ge", tag, scalar], ["and", w, w], ["in", tag, [...]] …"""
+
+
+class Definition(msgspec.Struct, array_like=True, frozen=True):
+    """What a partition was declared as. Declaring it again must give the same."""
+
+    stages: dict[str, list[str]] = {}
+    group_size: int | None = None
+    groups: int | None = None
+    free: Literal["acked", "drop"] = "drop"
+    place: Literal["local", "spread"] = "local"
+
+
+class Spec(msgspec.Struct, array_like=True, frozen=True):
+    """How the bytes of a value are read.
+
+    `array`: `dtype` is numpy's or ml_dtypes' name; `shape` may start with -1, which the value's
+    bytes decide. `object`: one MessagePack value, whose array leaves are ext values that index the
+    row's leaves; `dtype` and `shape` are empty.
+    """
+
+    kind: Literal["array", "object"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class Owner(msgspec.Struct, array_like=True, frozen=True):
+    """A peer in one life of its process: ranges are only meaningful together with this."""
+
+    peer: str
+    incarnation: int
+
+
+class Column(msgspec.Struct, array_like=True):
+    """One field of the rows of a message.
+
+    values: VALUE (between peers, and in a put) or PLACE (to a client) records, one a row.
+    leaf_counts: u4 a row, or empty when no row has array leaves.
+    leaves: records of the array leaves, row by row.
+    """
+
+    field: str
+    values: bytes
+    leaf_counts: bytes = b""
+    leaves: bytes = b""
+
+
+class Rows(msgspec.Struct, array_like=True):
+    """Which rows: keys and groups.
+
+    keys: KEY records. names: the user's keys, or None where all keys are minted.
+    group_index: u4 a row into group_keys, NO_GROUP for a row without group; empty: no groups.
+    group_names: the user's group ids, or None where all are minted.
+    """
+
+    keys: bytes
+    names: list[Name] | None = None
+    group_index: bytes = b""
+    group_keys: bytes = b""
+    group_names: list[Name] | None = None
+
+
+class Table(msgspec.Struct, array_like=True):
+    """Rows with their columns and tags, as grants and reads return them."""
+
+    rows: Rows
+    columns: list[Column] = []
+    specs: list[Spec] = []
+    owners: list[Owner] = []
+    tags: dict[str, list[Scalar]] = {}

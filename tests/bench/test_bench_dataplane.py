@@ -1,0 +1,63 @@
+"""The bench drives this project's own plane: peers as hosts, the same checks as for any plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.run import Settings, execute
+
+
+def silent(rows: int, expected: int) -> None:
+    """No progress bar."""
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_rows_move_between_hosts_without_a_controller(hosts: int) -> None:
+    settings = Settings(
+        trace="math", planes=("dataplane",), prompts=3, hosts=hosts, trainers=3, timeout_s=60
+    )
+    run = execute(settings, "dataplane", True, silent)
+    assert (run["status"], run["error"]) == ("ok", "")
+    assert run["rows"] == run["rows_expected"] == 48
+    assert (run["moved"]["across"] > 0) == (hosts > 1)
+    assert run["moved"]["copied_in"] == run["bytes_unique"]
+    assert {"peer-host0", "arena", "train-2"} <= run["peak_memory_bytes"].keys()
+    assert psutil.Process().children() == []
+
+
+def test_media_flow_through_an_arena_smaller_than_they_are() -> None:
+    settings = Settings(
+        trace="video",
+        planes=("dataplane",),
+        prompts=4,
+        hosts=1,
+        trainers=1,
+        arena_bytes=448 << 20,
+        timeout_s=90,
+    )
+    run = execute(settings, "dataplane", True, silent)
+    assert (run["status"], run["error"]) == ("ok", "")
+    assert run["peak_memory_bytes"]["arena"] <= 448 << 20 < run["bytes_unique"]
+
+
+def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays() -> None:
+    killed: list[int] = []
+
+    def progress(rows: int, expected: int) -> None:
+        children = psutil.Process().children()
+        workers = [p for p in children if "bench.worker" in " ".join(p.cmdline())]
+        peers = [p for p in children if "peer" in p.cmdline()]
+        if workers and not killed:
+            killed.append(peers[0].pid)
+            peers[0].kill()
+
+    settings = Settings(trace="math", planes=("dataplane",), prompts=40, timeout_s=60)
+    run = execute(settings, "dataplane", True, progress)
+    assert run["status"] == "error"
+    assert killed
+    assert "signal 9" in run["error"] or "PeerLost" in run["error"]
+    assert psutil.Process().children() == []
+    assert not [name for name in Path("/dev/shm").iterdir() if name.name.startswith("dataplane")]

@@ -1,0 +1,181 @@
+"""The bench as a user runs it: whole runs with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from bench.cli import main
+from bench.flow import advantages
+from bench.run import Settings, execute, variants
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MATH = Settings(trace="math", planes=("controller",), prompts=4)
+
+
+def silent(rows: int, expected: int) -> None:
+    """No progress bar."""
+
+
+def descendants(role: str) -> list[psutil.Process]:
+    """Processes of this run whose command line names the role."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if f'"role":"{role}"' in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def killing(role: str) -> Callable[[int, int], None]:
+    killed: list[int] = []
+
+    def progress(rows: int, expected: int) -> None:
+        for process in [] if killed else descendants(role)[:1]:
+            killed.append(process.pid)
+            process.kill()
+
+    return progress
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("columns", ["needed", "all"])
+def test_the_controller_moves_every_row(hosts: int, columns: Any) -> None:
+    settings = Settings(
+        trace="math", planes=("controller",), prompts=3, hosts=hosts, columns=columns, trainers=3
+    )
+    run = execute(settings, "controller", False, silent)
+    assert (run["status"], run["error"]) == ("ok", "")
+    assert run["rows"] == run["rows_expected"] == 48
+    assert run["seconds"] > 0
+    moved = run["moved"]
+    assert run["bytes_moved"] == sum(moved.values()) > run["bytes_unique"]
+    assert (moved["across"] > 0) == (hosts > 1)
+    workers = {"rollout-0", "reward-0", "train-0", "train-1", "train-2", "controller"}
+    assert workers <= run["peak_memory_bytes"].keys()
+    assert psutil.Process().children() == []
+
+
+def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
+    settings = Settings(trace="video", planes=("controller",), prompts=1, hosts=1, trainers=1)
+    moved = {}
+    for dedup in (False, True):
+        run = execute(settings, "controller", dedup, silent)
+        assert run["status"] == "ok", run["error"]
+        moved[dedup] = run["bytes_moved"]
+    assert 7 < moved[False] / moved[True] < 8
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "train"])
+def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(role: str) -> None:
+    run = execute(MATH, "controller", False, killing(role))
+    assert run["status"] == "error"
+    assert f"{role}-" in run["error"] and "signal 9" in run["error"]
+    assert psutil.Process().children() == []
+
+
+def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for() -> None:
+    def stopping(rows: int, expected: int) -> None:
+        for process in descendants("train"):
+            process.send_signal(signal.SIGSTOP)
+
+    settings = Settings(trace="math", planes=("controller",), prompts=4, timeout_s=6)
+    run = execute(settings, "controller", False, stopping)
+    assert run["status"] == "error"
+    assert "still waited for the workers to" in run["error"]
+    assert psutil.Process().children() == []
+
+
+def test_a_killed_runner_takes_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "run", "--trace", "math", "--planes", "controller"]
+    runner = subprocess.Popen(
+        [*command, "--prompts", "400"],
+        cwd=CHECKOUT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    watched = psutil.Process(runner.pid)
+    try:
+        while not (children := watched.children()):
+            assert runner.poll() is None
+    finally:
+        runner.kill()
+        runner.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+def test_refused_memory_is_an_outcome_of_its_own(tmp_path: Path) -> None:
+    report = tmp_path / "out" / "report.json"
+    limit = 'ulimit -v 4000000 && exec "$@"'
+    bench = [sys.executable, "-m", "bench", "run", "--trace", "video", "--planes", "controller"]
+    options = ["--prompts", "8", "--no-dedup", "--json", str(report)]
+    done = subprocess.run(
+        ["bash", "-c", limit, "bash", *bench, *options],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    (run,) = json.loads(report.read_text())["runs"]
+    assert run["status"] == "oom"
+    assert "controller ended with exit code 1" in run["error"]
+    assert "oom" in done.stdout
+
+
+def test_the_command_prints_a_table_and_writes_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    options = ["--trace", "math", "--planes", "controller", "--prompts", "2", "--json", str(path)]
+    assert main(["run", *options]) == 0
+    assert "controller" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert report["machine"]["cores"] >= 1 and report["machine"]["memory_bytes"] > 0
+    (run,) = report["runs"]
+    for key in ("plane", "trace", "status", "rows", "bytes_unique", "bytes_moved", "seconds"):
+        assert key in run
+    assert all(nbytes > 0 for nbytes in run["peak_memory_bytes"].values())
+    assert set(run["bench_seconds"]) == {"generate", "digest", "check", "memory_sampling"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--trace", "chess"],
+        ["--trace", "math", "--planes", "carrier-pigeon"],
+        ["--trace", "math", "--prompts", "0"],
+        ["--trace", "math", "--arena", "lots"],
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["run", *options])
+    assert refused.value.code == 2
+
+
+def test_the_controller_runs_both_ways_unless_told() -> None:
+    video = Settings(trace="video", planes=("dataplane", "controller"))
+    assert variants(video) == [("dataplane", True), ("controller", False), ("controller", True)]
+    told = Settings(trace="video", planes=("controller",), dedup=True)
+    assert variants(told) == [("controller", True)]
+    assert len(variants(MATH)) == 1  # no media, nothing to share
+
+
+def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> None:
+    weights = advantages(np.array([0, 1, 1, 0], np.float32))
+    assert abs(weights.sum()) < 1e-5 and weights[1] > 0.99
+    assert (advantages(np.ones(8, np.float32)) == 0).all()

@@ -1,0 +1,90 @@
+"""Frames of the controller over a real socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bench.planes.frames import Frame, Landing, pack, receive_payload, receive_table, send, unpack
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
+
+
+def transfer(pair: Pair, columns: dict[str, list[np.ndarray]], dedup: bool) -> tuple[Frame, dict]:
+    frame, parts = pack("rows", columns, dedup, prompt=5)
+    sender = threading.Thread(target=send, args=(pair[0], frame, parts))
+    sender.start()
+    received, nbytes = receive_table(pair[1])
+    room = Landing(1).keep(nbytes)
+    receive_payload(pair[1], room)
+    sender.join()
+    return received, unpack(received, room)
+
+
+COLUMNS = {
+    "tokens": [np.arange(n, dtype=np.int64) for n in (3, 0, 70_000)],
+    "log_probs": [np.linspace(0, 1, n, dtype=np.float32) for n in (1, 2, 3)],
+    "positions": [np.arange(3 * n).reshape(3, n) for n in (4, 5, 6)],
+    "media": [np.ones((500, 1176), np.float32)] * 3,
+}
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_ragged_columns_arrive_as_they_were_sent(pair: Pair, dedup: bool) -> None:
+    frame, columns = transfer(pair, COLUMNS, dedup)
+    assert frame.kind == "rows" and frame.prompt == 5
+    for name, values in COLUMNS.items():
+        for sent, got in zip(values, columns[name], strict=True):
+            assert got.dtype == sent.dtype and np.array_equal(got, sent)
+            assert got.flags.aligned
+
+
+def test_with_dedup_a_shared_array_travels_once(pair: Pair) -> None:
+    media = COLUMNS["media"][0].nbytes
+    frame, columns = transfer(pair, {"media": COLUMNS["media"]}, dedup=True)
+    assert frame.parts == [media]
+    # And it is known as shared when it is sent on.
+    assert pack("rows", columns, dedup=True)[0].parts == [media]
+    assert pack("rows", columns, dedup=False)[0].parts == [media] * 3
+
+
+def test_more_arrays_than_one_system_call_takes_arrive(pair: Pair) -> None:
+    many = {"x": [np.full(3, i) for i in range(3000)]}
+    _, columns = transfer(pair, many, dedup=False)
+    assert all(np.array_equal(a, b) for a, b in zip(columns["x"], many["x"], strict=True))
+
+
+def test_a_closed_connection_is_an_end_of_file(pair: Pair) -> None:
+    pair[0].close()
+    with pytest.raises(EOFError):
+        receive_table(pair[1])
+
+
+@pytest.mark.parametrize("header", [(b"HTTP", 10, 0), (b"BCF1", 1 << 31, 0)])
+def test_what_is_no_frame_is_refused(pair: Pair, header: tuple[bytes, int, int]) -> None:
+    pair[0].sendall(struct.pack("<4sIQ", *header))
+    with pytest.raises(ValueError, match="not a frame"):
+        receive_table(pair[1])
+
+
+def test_kept_room_is_not_given_twice_and_reused_room_is() -> None:
+    landing = Landing(1024)
+    first, second = landing.keep(512), landing.keep(512)
+    first[:], second[:] = 1, 2
+    assert first.max() == 1
+    beyond = landing.keep(4096)
+    assert beyond.size == 4096
+    again = Landing(1024)
+    assert again.reuse(100).ctypes.data == again.reuse(1000).ctypes.data

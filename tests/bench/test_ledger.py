@@ -1,0 +1,79 @@
+"""The ledger finds every way in which rows can go wrong between rollout and trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.check import Ledger
+
+FIELDS = ["tokens", "reward"]
+
+
+def group(prompt: int) -> dict[str, Any]:
+    rows = [[prompt, 0], [prompt, 1]]
+    return {"rows": rows, "digests": {name: [prompt * 10, prompt * 10 + 1] for name in FIELDS}}
+
+
+def ledger(*trained: dict[str, Any]) -> Ledger:
+    kept = Ledger(prompts=2, samples=2, fields=FIELDS)
+    for prompt in range(2):
+        kept.record({"event": "produced", **group(prompt)})
+    for event in trained:
+        kept.record({"event": "trained", **event})
+    return kept
+
+
+def test_a_complete_run_has_no_problems() -> None:
+    complete = ledger(group(0), group(1))
+    assert complete.problems() == []
+    assert complete.trained_rows == complete.expected_rows == 4
+
+
+def test_events_may_arrive_in_any_order() -> None:
+    kept = Ledger(prompts=1, samples=2, fields=FIELDS)
+    kept.record({"event": "trained", **group(0)})
+    kept.record({"event": "produced", **group(0)})
+    assert kept.problems() == []
+
+
+def mixed() -> list[dict[str, Any]]:
+    first, second = group(0), group(1)
+    first["rows"][1], second["rows"][1] = second["rows"][1], first["rows"][1]
+    for name in FIELDS:
+        columns = first["digests"][name], second["digests"][name]
+        columns[0][1], columns[1][1] = columns[1][1], columns[0][1]
+    return [first, second]
+
+
+def altered() -> list[dict[str, Any]]:
+    event = group(1)
+    event["digests"]["tokens"][1] += 1
+    return [group(0), event]
+
+
+def without_a_field() -> list[dict[str, Any]]:
+    event = group(1)
+    del event["digests"]["reward"]
+    return [group(0), event]
+
+
+@pytest.mark.parametrize(
+    ("trained", "problem"),
+    [
+        ([group(0)], "row (1, 0) was never trained"),
+        ([group(0), group(1), group(1)], "trained 2 times"),
+        ([group(0), group(1), group(2)], "row (2, 0) was never put"),
+        (mixed(), "mixes or splits groups"),
+        (altered(), "tokens of row (1, 1) is not what was put"),
+        (without_a_field(), "arrived instead of"),
+    ],
+)
+def test_a_wrong_row_is_named(trained: list[dict[str, Any]], problem: str) -> None:
+    assert any(problem in found for found in ledger(*trained).problems())
+
+
+def test_many_problems_are_cut_short() -> None:
+    empty = Ledger(prompts=50, samples=8, fields=FIELDS)
+    assert empty.problems()[-1] == "and 395 more"

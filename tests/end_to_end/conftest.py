@@ -1,0 +1,131 @@
+"""Real peers and real stage workers, as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import dataplane
+
+PLANE = "test"
+
+
+def free_addresses(count: int) -> list[str]:
+    """Loopback addresses whose ports were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"tcp://127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    return addresses
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Poll for something that no event tells; fails with what it waited for."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        select.select([], [], [], 0.01)
+
+
+@dataclass
+class Cluster:
+    """Peers of one plane, each a "host" of its own, and workers attached to them."""
+
+    run_dir: Path
+    peers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    workers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *names: str, arena: str = "256MiB") -> None:
+        """Peers with these names, all of them seeds of one roster when there are several."""
+        addresses = free_addresses(len(names))
+        for name, address in zip(names, addresses, strict=True):
+            command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
+            command += ["--plane", PLANE, "--arena", arena]
+            if len(names) > 1:
+                command += ["--listen", address, "--seeds", ",".join(addresses)]
+            log = open(self.run_dir / f"{name}.log", "wb")  # noqa: SIM115
+            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            log.close()
+        for name in names:
+            path = self.run_dir / PLANE / f"{name}.sock"
+            until(lambda path=path, name=name: self._is_up(name, path), f"peer {name} is up")
+
+    def _is_up(self, name: str, path: Path) -> bool:
+        assert self.peers[name].poll() is None, (self.run_dir / f"{name}.log").read_text()
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+    def connect(self, name: str) -> dataplane.Plane:
+        return dataplane.connect(name, plane=PLANE)
+
+    def worker(self, code: str, **env: str) -> subprocess.Popen[str]:
+        """A stage worker that runs `code`; it prints what the test reads."""
+        worker = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "DATAPLANE_PLANE": PLANE, **env},
+        )
+        self.workers.append(worker)
+        return worker
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGCONT)
+                worker.kill()
+            worker.communicate()
+        for peer in self.peers.values():
+            peer.terminate()
+        for name, peer in self.peers.items():
+            try:
+                code = peer.wait(15)
+            except subprocess.TimeoutExpired:
+                peer.kill()
+                peer.wait()
+                code = "it did not end on SIGTERM"
+            if peer.returncode not in (0, -signal.SIGKILL):
+                raise AssertionError(f"peer {name}: {code}\n{self.log(name)}")
+            assert "Traceback" not in self.log(name), self.log(name)
+
+    def log(self, name: str) -> str:
+        return (self.run_dir / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def cluster(run_dir: Path) -> Iterator[Cluster]:
+    running = Cluster(run_dir)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
+    """A client of the only peer of a plane."""
+    cluster.start("a")
+    with cluster.connect("a") as connected:
+        yield connected
+
+
+def line(worker: subprocess.Popen[str]) -> str:
+    """The next line that a worker prints; fails when it ended instead."""
+    assert worker.stdout is not None
+    text = worker.stdout.readline()
+    assert text, f"the worker ended with {worker.wait(10)}"
+    return text.strip()

@@ -1,0 +1,138 @@
+"""put, claim, add, ack through one peer: what comes out is what went in."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import tag
+from tests.end_to_end.conftest import until
+
+
+def test_a_row_goes_through_two_stages(plane: dataplane.Plane) -> None:
+    part = plane.partition("step-0", stages={"reward": ["tokens"], "train": ["tokens", "reward"]})
+    tokens = [np.arange(n, dtype=np.int64) for n in (3, 5000, 0)]
+    part.put({"tokens": tokens, "prompt": ["a", "b", "c"]}, key=["x", "y", "z"])
+    part.seal()
+    for batch in part.stream("reward", rows=2):
+        batch.add(reward=[float(len(t)) for t in batch["tokens"]])
+    seen = {}
+    for batch in part.stream("train", rows=2):
+        for key, t, reward in zip(batch.keys, batch["tokens"], batch["reward"], strict=True):
+            seen[key] = (np.array(t), reward)
+        del batch, t
+    assert sorted(seen) == ["x", "y", "z"]
+    for key, t in zip("xyz", tokens, strict=True):
+        assert np.array_equal(seen[key][0], t) and seen[key][1] == float(len(t))
+    until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "everything was freed", 2)
+
+
+def test_values_come_back_exactly(plane: dataplane.Plane) -> None:
+    part = plane.partition("values", stages={"all": ["bf16"]})
+    columns = {
+        "bf16": np.arange(12, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 6),
+        "fp8": [np.ones(5000, ml_dtypes.float8_e4m3fn), np.zeros(3, ml_dtypes.float8_e4m3fn)],
+        "ragged": [np.zeros((0, 4), np.float32), np.ones((2000, 4), np.float32)],
+        "images": [[np.full((3, 64, 64), 7, np.uint8)], []],
+        "chat": [[{"role": "user", "content": ("a", 1, 2.0, None)}], {"missing": b"x", 5: [True]}],
+    }
+    part.put(columns)
+    batch = part.claim("all", rows=2, timeout=10)
+    assert batch["bf16"][1].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(batch["bf16"][1], columns["bf16"][1])
+    for name in ("fp8", "ragged"):
+        for got, sent in zip(batch[name], columns[name], strict=True):
+            assert got.dtype == sent.dtype and got.shape == sent.shape
+            assert np.array_equal(got, sent)
+    assert np.array_equal(batch["images"][0][0], columns["images"][0][0])
+    assert list(batch["images"][1]) == []
+    assert list(batch["chat"]) == columns["chat"]
+    assert type(batch["chat"][0][0]["content"]) is tuple
+    with pytest.raises(ValueError, match="read-only"):
+        batch["bf16"][0][0] = 1
+    batch.ack()
+
+
+def test_views_stay_readable_after_ack(plane: dataplane.Plane) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": [np.full(10_000, 5, np.int64)]})
+    batch = part.claim("s", rows=1, timeout=10)
+    view = batch["x"][0]
+    batch.ack()
+    part.put({"x": [np.full(10_000, 6, np.int64)] * 4})
+    assert (view == 5).all()
+
+
+def test_groups_are_claimed_whole_and_unmixed(plane: dataplane.Plane) -> None:
+    part = plane.partition("g", stages={"train": ["x"]})
+    sizes = {"a": 3, "b": 1, "c": 5}
+    for group, n in sizes.items():
+        for i in range(n):
+            part.put({"x": [i]}, group=[group])
+    with pytest.raises(dataplane.ClaimTimeout, match="still open"):
+        part.claim("train", groups=1, timeout=0.1)
+    for group, n in sizes.items():
+        part.close(group, n)
+    seen = []
+    for _ in sizes:
+        with part.claim("train", groups=1, timeout=10) as batch:
+            (group,) = batch.groups()
+            seen.append((group.id, sorted(group["x"])))
+    assert seen == [(g, list(range(n))) for g, n in sizes.items()]
+
+
+def test_tags_filter_claims(plane: dataplane.Plane) -> None:
+    part = plane.partition("t", stages={"s": ["x"]})
+    part.put({"x": list(range(10))}, tags={"version": [i % 3 for i in range(10)]})
+    batch = part.claim("s", rows=3, where=tag("version") >= 2, timeout=10)
+    assert list(batch["x"]) == [2, 5, 8]
+    batch.release(tags={"version": 0})
+    with pytest.raises(dataplane.ClaimTimeout):
+        part.claim("s", rows=1, where=tag("version") >= 2, timeout=0.1)
+    part.tag(part.rows().keys[2:3], {"version": 9}, expect={"version": 0})
+
+
+def test_a_claim_by_budget_takes_what_fits(plane: dataplane.Plane) -> None:
+    part = plane.partition("b", stages={"s": ["x"]})
+    part.put({"x": list(range(6))}, tags={"length": [10, 20, 30, 40, 50, 60]})
+    part.seal()
+    sizes = [len(b) for b in part.stream("s", budget={"length": 65})]
+    assert sizes == [3, 1, 1, 1]
+
+
+def test_dropping_seven_of_eight_rows_frees_their_bytes(plane: dataplane.Plane) -> None:
+    part = plane.partition("d", group_size=8, free="drop")
+    part.put({"x": np.zeros((8, 1 << 16), np.uint8)}, key=list("abcdefgh"), group="g")
+    full = plane.stats()["arena"]["used_bytes"]
+    part.drop(keys=list("abcdefg"))
+    assert plane.stats()["arena"]["used_bytes"] == full // 8
+    with pytest.raises(dataplane.RowsDropped):
+        part.put({"y": [1]}, key=["a"])
+    assert np.array_equal(part.get(keys=["h"])["x"][0], np.zeros(1 << 16, np.uint8))
+    with pytest.raises(dataplane.RowsGone):
+        part.get(keys=["b"])
+
+
+def test_the_images_of_a_prompt_are_stored_once(plane: dataplane.Plane) -> None:
+    part = plane.partition("i", stages={"s": ["image"]}, group_size=8)
+    image = np.random.default_rng(0).integers(0, 255, (256, 1176), np.uint8)
+    for _ in range(8):
+        part.put({"image": [image.copy()], "n": [1]}, group=["p"], dedup=["image"])
+    used = plane.stats()["arena"]["used_bytes"]
+    assert used < 1.2 * image.nbytes
+    batch = part.claim("s", groups=1, timeout=10)
+    assert all(np.array_equal(got, image) for got in batch["image"])
+
+
+def test_a_hundred_thousand_rows_in_one_put(plane: dataplane.Plane) -> None:
+    part = plane.partition("many", stages={"s": ["x", "y"]})
+    n = 100_000
+    part.put({"x": np.arange(n), "y": [str(i) for i in range(n)]})
+    part.seal()
+    total = 0
+    for batch in part.stream("s", rows=10_000):
+        assert batch.numpy("x")[0] == int(batch["y"][0])
+        total += len(batch)
+    assert total == n

@@ -1,0 +1,56 @@
+"""The command line: one-line errors, exit codes, and what `status` prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataplane import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--arena", "much"], "8GiB"),
+        (["--name", "a/b"], "cannot name a peer"),
+        (["--listen", "nowhere"], "tcp://host:port"),
+        (["--seeds", "nowhere"], "tcp://host:port"),
+        (["--linger", "soon"], "number of seconds"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str
+) -> None:
+    assert cli.main(["peer", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dataplane: ") and hint in error and error.count("\n") == 1
+
+
+def test_a_listen_address_beyond_loopback_is_refused() -> None:
+    command = [sys.executable, "-m", "dataplane", "peer", "--listen", "tcp://0.0.0.0:7101"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dataplane: tcp://0.0.0.0:7101 can be reached")
+    assert done.stderr.count("\n") == 1
+
+
+def test_status_says_when_nothing_runs_and_starts_nothing(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--plane", "p"]) == 2
+    assert "no peer of plane 'p' runs on this host" in capsys.readouterr().err
+    assert not list((run_dir / "p").iterdir())
+
+
+def test_status_shows_nested_figures_readably() -> None:
+    tree = {"arena": {"used_bytes": 3 << 20, "pins": 2}, "partitions": [{"name": "step-1"}]}
+    assert list(cli._lines(tree)) == [
+        "arena:",
+        "  used_bytes: 3.0 MiB (3145728)",
+        "  pins: 2",
+        "partitions:",
+        "  name: step-1",
+    ]

@@ -1,0 +1,174 @@
+"""Seeds and plane names from the variables of launchers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.errors import InvalidConfig, SeedsMissing
+from dataplane.launch.discovery import (
+    expand_nodelist,
+    find_seeds,
+    own_seed,
+    plane_name,
+    seed_port,
+)
+
+UID = os.getuid()
+
+
+def hosts(seeds: tuple[str, ...]) -> list[str]:
+    return [seed.removeprefix("tcp://").rpartition(":")[0] for seed in seeds]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "nodes"),
+    [
+        ("a", "a"),
+        ("a,b", "a b"),
+        ("a[01-03,7],b", "a01 a02 a03 a7 b"),
+        ("gpu-[098-101]", "gpu-098 gpu-099 gpu-100 gpu-101"),
+        ("r[1-2]n[1-2]", "r1n1 r1n2 r2n1 r2n2"),
+        ("a[1-2].cluster", "a1.cluster a2.cluster"),
+        ("", ""),
+    ],
+)
+def test_slurms_node_lists_are_expanded(nodelist: str, nodes: str) -> None:
+    assert expand_nodelist(nodelist) == tuple(nodes.split())
+
+
+@pytest.mark.parametrize("nodelist", ["a[1-", "a[x]", "a[1--2]", "a[0-99999999]"])
+def test_a_broken_node_list_is_refused(nodelist: str) -> None:
+    with pytest.raises(InvalidConfig):
+        expand_nodelist(nodelist)
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=20, unique=True))
+def test_a_node_list_of_single_numbers_names_each(numbers: list[int]) -> None:
+    nodelist = "n[" + ",".join(f"{number:03d}" for number in numbers) + "]"
+    assert expand_nodelist(nodelist) == tuple(f"n{number:03d}" for number in numbers)
+
+
+def test_without_a_launcher_the_host_is_alone() -> None:
+    assert find_seeds({}) == ()
+    assert plane_name({}) == str(UID)
+
+
+def test_given_variables_win() -> None:
+    environ = {
+        "DATAPLANE_PLANE": "mine",
+        "DATAPLANE_SEEDS": "tcp://a:1, tcp://b:2,",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x[1-2]",
+    }
+    assert plane_name(environ) == "mine"
+    assert find_seeds(environ) == ("tcp://a:1", "tcp://b:2")
+    assert find_seeds({**environ, "DATAPLANE_SEEDS": "none"}) == ()
+
+
+def test_a_seed_that_is_no_address_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="tcp://host:port"):
+        find_seeds({"DATAPLANE_SEEDS": "host-a"})
+
+
+def test_slurm() -> None:
+    environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "a[1-3]"}
+    assert plane_name(environ) == f"{UID}-slurm-42"
+    port = seed_port(plane_name(environ))
+    assert find_seeds(environ) == tuple(f"tcp://a{number}:{port}" for number in (1, 2, 3))
+    assert find_seeds({"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a1"}) == ()
+    with pytest.raises(SeedsMissing, match="DATAPLANE_SEEDS"):
+        find_seeds({"SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "3"})
+
+
+def test_a_heterogeneous_slurm_job_is_one_plane() -> None:
+    environ = {
+        "SLURM_JOB_ID": "43",
+        "SLURM_JOB_ID_HET_GROUP_0": "42",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "cpu1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]",
+    }
+    assert plane_name(environ) == f"{UID}-slurm-42"
+    assert hosts(find_seeds(environ)) == ["cpu1", "gpu1", "gpu2"]
+
+
+def test_torchrun() -> None:
+    environ = {
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.0.0.1",
+        "TORCHELASTIC_RUN_ID": "r1",
+    }
+    assert plane_name(environ) == f"{UID}-torchrun-r1"
+    assert plane_name({**environ, "TORCHELASTIC_RUN_ID": "none"}) == str(UID)
+    assert hosts(find_seeds(environ)) == ["10.0.0.1"]
+    assert find_seeds({**environ, "WORLD_SIZE": "8"}) == ()
+    with pytest.raises(SeedsMissing):
+        find_seeds({**environ, "MASTER_ADDR": ""})
+    with pytest.raises(InvalidConfig, match="WORLD_SIZE"):
+        find_seeds({**environ, "WORLD_SIZE": "many"})
+
+
+def test_a_leader_worker_set_of_kubernetes() -> None:
+    environ = {"LWS_LEADER_ADDRESS": "rl-0.rl.default", "LWS_GROUP_SIZE": "3"}
+    assert hosts(find_seeds(environ)) == [
+        "rl-0.rl.default",
+        "rl-0-1.rl.default",
+        "rl-0-2.rl.default",
+    ]
+    assert plane_name(environ) == f"{UID}-lws-rl-0.rl.default"
+    assert find_seeds({**environ, "LWS_GROUP_SIZE": "1"}) == ()
+
+
+def test_a_later_pod_of_an_indexed_job_needs_seeds() -> None:
+    environ = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "JOB_COMPLETION_INDEX": "2",
+        "HOSTNAME": "grpo-2",
+    }
+    assert plane_name(environ) == f"{UID}-job-grpo"
+    with pytest.raises(SeedsMissing, match="DATAPLANE_SEEDS"):
+        find_seeds(environ)
+    assert find_seeds({**environ, "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "grpo-0"}) == ()
+
+
+def test_ray() -> None:
+    elsewhere = {"RAY_ADDRESS": "192.0.2.7:6379", "RAY_JOB_ID": "01000000"}
+    assert hosts(find_seeds(elsewhere)) == ["192.0.2.7"]
+    assert plane_name(elsewhere) == f"{UID}-ray-01000000"
+    for here in ("127.0.0.1:6379", f"{socket.gethostname()}:6379", "auto", "ray://[::1]:10001"):
+        assert find_seeds({"RAY_ADDRESS": here}) == ()
+
+
+def test_a_ray_driver_is_in_the_plane_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_job_id=lambda: "02000000")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(__import__("sys").modules, "ray", ray)
+    assert plane_name({}) == f"{UID}-ray-02000000"
+
+
+def test_hosts_that_one_launcher_sees_are_named_by_another() -> None:
+    environ = {
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.0.0.1",
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "JOB_COMPLETION_INDEX": "1",
+        "HOSTNAME": "grpo-1",
+    }
+    assert hosts(find_seeds(environ)) == ["10.0.0.1"]
+
+
+def test_a_peer_listens_at_the_seed_of_its_own_host() -> None:
+    assert own_seed(("tcp://192.0.2.7:1", "tcp://127.0.0.1:2")) == "tcp://127.0.0.1:2"
+    assert own_seed(("tcp://192.0.2.7:1",)) is None
+
+
+def test_derived_ports_are_below_the_ephemeral_ones() -> None:
+    assert all(20_000 <= seed_port(f"plane-{number}") < 30_000 for number in range(100))

@@ -1,0 +1,147 @@
+"""The run directory: who lives, who has a name, and what the dead leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from dataplane.errors import InvalidConfig, PeerNameTaken
+from dataplane.launch import rundir
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+Start = Callable[[Path, str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start stand-in peers that do not outlive the test."""
+    with ExitStack() as stack:
+
+        def start(folder: Path, name: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(STAND_IN), "peer", str(folder), name]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            return process
+
+        yield start
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_living_peer_is_seen_and_its_name_is_taken(run_dir: Path, start: Start) -> None:
+    folder = rundir.plane_dir("p")
+    process = start(folder, "a")
+    (peer,) = rundir.living_peers(folder)
+    assert peer.name == "a" and peer.socket == folder / "a.sock"
+    assert peer.card == rundir.Card("a", process.pid)
+    with pytest.raises(PeerNameTaken, match=f"pid {process.pid}"):
+        rundir.claim_name(folder, "a")
+    rundir.claim_name(folder, "b").release()
+
+
+def test_a_peer_that_ends_in_order_leaves_nothing(run_dir: Path, start: Start) -> None:
+    folder = rundir.plane_dir("p")
+    process = start(folder, "a")
+    process.terminate()
+    assert process.wait() == 0
+    assert files(folder) == []
+
+
+def test_the_next_start_removes_what_killed_peers_left(run_dir: Path, start: Start) -> None:
+    folder = rundir.plane_dir("p")
+    for name in ("a", "b.2"):
+        process = start(folder, name)
+        process.kill()
+        process.wait()
+    living = start(folder, "c")
+    assert files(folder) == ["c.json", "c.lock", "c.sock"]
+    living.send_signal(signal.SIGKILL)
+    living.wait()
+    assert rundir.living_peers(folder) == []
+    lock = rundir.claim_name(folder, "c")
+    assert files(folder) == ["c.json", "c.lock"]
+    assert repr(lock).startswith("<PeerLock c held")
+    lock.release()
+    lock.release()
+    assert files(folder) == []
+
+
+def test_a_forked_child_does_not_keep_its_parents_name(run_dir: Path) -> None:
+    folder = rundir.plane_dir("p")
+    lock = rundir.claim_name(folder, "a")
+    hold, release = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(release)
+        os.read(hold, 1)
+        os._exit(0)
+    os.close(hold)
+    lock._close()  # as the kernel does when the parent dies
+    rundir.claim_name(folder, "a").release()
+    os.close(release)
+    os.waitpid(child, 0)
+
+
+def test_looking_does_not_get_in_the_way_of_starting(run_dir: Path) -> None:
+    folder = rundir.plane_dir("p")
+    script = f"""
+from pathlib import Path
+from dataplane.launch import rundir
+print("looking", flush=True)
+while True:
+    rundir.living_peers(Path({str(folder)!r}))
+"""
+    (folder / "a.lock").touch()
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as looker:
+        try:
+            assert looker.stdout is not None and looker.stdout.readline() == "looking\n"
+            for _ in range(50):
+                rundir.claim_name(folder, "a").release()
+        finally:
+            looker.kill()
+
+
+def test_the_run_directory_is_private(run_dir: Path) -> None:
+    assert rundir.run_dir() == run_dir
+    run_dir.chmod(0o755)
+    with pytest.raises(InvalidConfig, match="0700"):
+        rundir.run_dir()
+    run_dir.chmod(0o700)
+    (run_dir / "p").symlink_to("/tmp")
+    with pytest.raises(InvalidConfig):
+        rundir.plane_dir("p")
+    (run_dir / "p").unlink()
+
+
+def test_where_the_run_directory_is(run_dir: Path) -> None:
+    assert rundir.run_dir({"XDG_RUNTIME_DIR": str(run_dir)}) == run_dir / "dataplane"
+    gone = {"XDG_RUNTIME_DIR": str(run_dir / "gone")}
+    assert rundir.run_dir(gone) == Path(f"/tmp/dataplane-{os.getuid()}")
+
+
+@pytest.mark.parametrize("plane", ["p", "x" * 200, "0-slurm-42", "../../etc", "ä/ö", "~a", "."])
+def test_every_plane_has_a_folder_in_which_sockets_fit(run_dir: Path, plane: str) -> None:
+    folder = rundir.plane_dir(plane)
+    assert folder.parent == run_dir and folder.is_dir()
+    socket = folder / f"{'n' * 32}.sock"
+    assert len(os.fsencode(socket)) < 100
+    assert rundir.plane_dir(plane) == folder
+
+
+def test_a_run_directory_that_is_too_long_is_refused(run_dir: Path) -> None:
+    deep = run_dir / ("d" * 60)
+    with pytest.raises(InvalidConfig, match="too long"):
+        rundir.plane_dir("p", deep)

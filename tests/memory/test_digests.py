@@ -1,0 +1,72 @@
+"""The index for dedup: known while the range lives, and bounded by what lives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.memory.dedup import Digests
+from dataplane.memory.ranges import Ranges
+from dataplane.wire.records import DIGEST, U8
+
+
+def digests(*numbers: int) -> np.ndarray:
+    column = np.zeros(len(numbers), DIGEST)
+    column["hash"] = [n.to_bytes(16, "little") for n in numbers]
+    column["nbytes"] = 4096
+    return column
+
+
+def add(ranges: Ranges, count: int) -> np.ndarray:
+    return ranges.add(np.zeros(count, U8), np.full(count, 4096, U8), 1, 0)
+
+
+def test_a_digest_leads_to_its_range_within_its_partition() -> None:
+    ranges = Ranges()
+    index = Digests(ranges)
+    live = add(ranges, 2)
+    index.enter("step-1", digests(1, 2), live)
+    assert index.lookup("step-1", digests(2, 3, 1)).tolist() == [
+        live[1].item(),
+        (0, 0),
+        live[0].item(),
+    ]
+    assert not index.lookup("step-2", digests(1))["generation"].any()
+    other = digests(1)
+    other["nbytes"] = 4097
+    assert not index.lookup("step-1", other)["generation"].any()
+
+
+def test_a_dead_range_is_unknown_even_when_its_id_lives_again() -> None:
+    ranges = Ranges()
+    index = Digests(ranges)
+    live = add(ranges, 1)
+    index.enter("p", digests(1), live)
+    ranges.release(live)
+    assert not index.lookup("p", digests(1))["generation"].any()
+    again = add(ranges, 1)
+    assert not index.lookup("p", digests(1))["generation"].any()
+    index.enter("p", digests(1), again)
+    assert index.lookup("p", digests(1)).tolist() == again.tolist()
+
+
+def test_dead_entries_never_outnumber_the_living_for_long() -> None:
+    ranges = Ranges()
+    index = Digests(ranges)
+    kept = add(ranges, 100)
+    index.enter("kept", digests(*range(100)), kept)
+    for round_ in range(50):
+        live = add(ranges, 500)
+        index.enter(f"p{round_}", digests(*range(500)), live)
+        ranges.release(live)
+        assert len(index) <= 1600
+    assert index.lookup("kept", digests(*range(100)))["generation"].all()
+
+
+def test_a_dropped_partition_is_forgotten() -> None:
+    ranges = Ranges()
+    index = Digests(ranges)
+    index.enter("p", digests(1, 2), add(ranges, 2))
+    index.drop("p")
+    index.drop("p")
+    assert len(index) == 0
+    assert not index.lookup("p", digests(1))["generation"].any()

@@ -1,0 +1,164 @@
+"""A client's mappings: views that keep their pin, and windows that only writers have."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dataplane.errors import ProtocolError
+from dataplane.memory import mapping
+from dataplane.memory.arena import Arena
+from dataplane.memory.mapping import ReadMap, WriteMaps
+
+PAGE = 4096
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(64 * PAGE, "test")
+    yield arena
+    arena.close()
+
+
+def view(base: np.ndarray, offset: int, count: int) -> np.ndarray:
+    return np.ndarray((count,), np.float32, buffer=base, offset=offset)
+
+
+def mapped_bytes() -> int:
+    """Address space under memory files named as the arena's."""
+    total = 0
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "memfd:test" in line:
+                low, high = (int(part, 16) for part in line.split()[0].split("-"))
+                total += high - low
+    return total
+
+
+def test_a_pin_goes_exactly_when_its_last_view_dies(arena: Arena) -> None:
+    reads = ReadMap(arena.ro_fd, arena.size_bytes)
+    pin = reads.pin(5)
+    gone: list[int] = []
+    weakref.finalize(pin, gone.append, 5)
+    base = reads.base_array(pin)
+    assert base.base is pin
+    assert repr(pin) == "<Pin 5>"
+    del pin
+    views = [view(base, n * 64, 8) for n in range(4)]
+    del base
+    derived = views[0][2:].reshape(2, 3).T.view(np.int32)
+    views.clear()
+    assert gone == []
+    del derived
+    assert gone == [5]
+
+
+def test_views_show_the_arena_and_can_never_be_written(arena: Arena) -> None:
+    arena.view[64:72] = np.array([1.5, 2.5], np.float32).tobytes()
+    reads = ReadMap(arena.ro_fd, arena.size_bytes)
+    base = reads.base_array(reads.pin(1))
+    seen = view(base, 64, 2)
+    assert seen.tolist() == [1.5, 2.5]
+    for array in (base, seen, seen[:1], seen.view(np.int32)):
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.setflags(write=True)
+    with pytest.raises(TypeError, match="read-only"):
+        memoryview(seen)[0] = 1.0
+
+
+def test_views_outlive_the_map_they_came_from(arena: Arena) -> None:
+    arena.view[0:4] = b"abcd"
+    before = mapped_bytes()
+    reads = ReadMap(arena.ro_fd, arena.size_bytes)
+    seen = reads.base_array(reads.pin(1))[:4]
+    assert mapped_bytes() == before + arena.size_bytes
+    del reads
+    assert seen.tobytes() == b"abcd"
+    del seen
+    assert mapped_bytes() == before
+
+
+def test_what_is_written_through_a_window_is_in_the_arena(arena: Arena) -> None:
+    writes = WriteMaps(arena.rw_fd)
+    writes.view(PAGE + 64, 5)[:] = list(b"hello")
+    assert bytes(arena.view[PAGE + 64 : PAGE + 69]) == b"hello"
+    assert len(writes) == 1
+    assert len(writes.view(PAGE, 0)) == 0
+
+
+def test_only_the_pages_of_granted_extents_are_mapped_writable(arena: Arena) -> None:
+    before = mapped_bytes()
+    writes = WriteMaps(arena.rw_fd)
+    writes.view(8 * PAGE + 64, PAGE)
+    assert mapped_bytes() == before + 2 * PAGE
+    for offset, length in ((63 * PAGE, 2 * PAGE), (-1, 5), (0, 65 * PAGE)):
+        with pytest.raises(ProtocolError, match="not in an arena"):
+            writes.view(offset, length)
+    writes.close()
+    assert mapped_bytes() == before
+
+
+def test_a_window_is_used_again_and_grows_with_its_neighbours(arena: Arena) -> None:
+    writes = WriteMaps(arena.rw_fd)
+    writes.view(4 * PAGE, 4 * PAGE)
+    writes.view(5 * PAGE, PAGE)
+    assert len(writes) == 1
+    writes.view(8 * PAGE, PAGE)
+    writes.view(2 * PAGE, 2 * PAGE)
+    assert len(writes) == 1
+    writes.view(20 * PAGE, PAGE)
+    assert len(writes) == 2
+    assert "2 windows, 32768 B" in repr(writes)
+
+
+def test_the_least_recently_used_window_ends_but_not_under_an_array(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "MAX_WINDOWS", 2)
+    before = mapped_bytes()
+    writes = WriteMaps(arena.rw_fd)
+    held = writes.view(0, 4)
+    writes.view(10 * PAGE, PAGE)
+    writes.view(0, 4)
+    writes.view(20 * PAGE, PAGE)
+    assert mapped_bytes() == before + 2 * PAGE
+    writes.view(30 * PAGE, PAGE)
+    assert len(writes) == 2
+    held[:] = list(b"abcd")
+    assert bytes(arena.view[:4]) == b"abcd"
+    assert mapped_bytes() == before + 3 * PAGE
+    del held
+    assert mapped_bytes() == before + 2 * PAGE
+
+
+def test_a_fork_has_no_writable_mapping(arena: Arena) -> None:
+    writes = WriteMaps(arena.rw_fd)
+    writes.view(0, PAGE)
+    here = mapped_bytes()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which other tests may have left; this child needs no locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        lost = mapped_bytes() == here - PAGE
+        writes.close()  # must not unmap what the child may have there
+        os._exit(0 if lost else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_pages_may_be_brought_in_by_another_thread(arena: Arena) -> None:
+    writes = WriteMaps(arena.rw_fd)
+    told: list[bool] = []
+    thread = threading.Thread(target=lambda: told.append(writes.populate(4 * PAGE + 64, PAGE)))
+    thread.start()
+    thread.join()
+    assert told in ([True], [False])
+    if told == [True]:
+        assert os.fstat(arena.rw_fd).st_blocks * 512 == 2 * PAGE

@@ -1,0 +1,98 @@
+"""Ranges: references, death, and names that outlive their range."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import RowsGone
+from dataplane.memory.ranges import Ranges
+from dataplane.wire.records import RANGE, U8
+
+
+def add(table: Ranges, count: int, refs: int = 1) -> np.ndarray:
+    offsets = np.arange(count, dtype=U8) * np.uint64(4096)
+    return table.add(offsets, np.full(count, 4096, U8), refs, 1)
+
+
+def test_a_range_dies_with_its_last_reference() -> None:
+    table = Ranges()
+    ranges = add(table, 3, refs=2)
+    table.hold(ranges[[0, 0, 1]])
+    assert len(table.release(ranges, 2).offsets) == 1
+    assert table.alive(ranges).tolist() == [True, True, False]
+    freed = table.release(ranges[[0, 0, 1]])
+    assert sorted(freed.offsets.tolist()) == [0, 4096]
+    assert freed.lengths.tolist() == [4096, 4096]
+    assert freed.admissions.tolist() == [1, 1]
+    assert table.live == 0
+
+
+def test_a_column_that_names_a_range_several_times_counts_each() -> None:
+    table = Ranges()
+    ranges = add(table, 1)
+    table.hold(ranges[[0] * 1000], np.arange(1000))
+    assert table.refs(ranges).tolist() == [1 + 999 * 500]
+    freed = table.release(ranges[[0] * 500501])
+    assert freed.offsets.tolist() == [0]
+
+
+def test_an_id_is_used_again_under_the_next_generation() -> None:
+    table = Ranges()
+    old = add(table, 2)
+    table.release(old)
+    new = add(table, 2)
+    assert sorted(new["range"].tolist()) == sorted(old["range"].tolist())
+    assert not table.alive(old).any()
+    assert table.alive(new).all()
+    with pytest.raises(RowsGone, match="2 of 2"):
+        table.offsets(old)
+
+
+def test_releasing_what_is_dead_already_does_nothing() -> None:
+    table = Ranges()
+    old = add(table, 2)
+    table.release(old)
+    new = add(table, 2)
+    assert len(table.release(old).offsets) == 0
+    assert len(table.release(old[[0, 1]], np.array([3, 4])).offsets) == 0
+    assert table.alive(new).all()
+
+
+def test_holding_a_dead_range_changes_nothing() -> None:
+    table = Ranges()
+    ranges = add(table, 2)
+    table.release(ranges[1:])
+    with pytest.raises(RowsGone) as caught:
+        table.hold(ranges)
+    assert caught.value.details == {"gone": 1, "asked": 2}
+    assert table.refs(ranges[:1]).tolist() == [1]
+
+
+def test_names_that_never_were_are_not_alive() -> None:
+    table = Ranges()
+    add(table, 1)
+    names = np.array([(0, 0), (1, 1), (2**32 - 1, 1), (0, 2)], RANGE)
+    assert not table.alive(names).any()
+    assert len(table.release(names).offsets) == 0
+    assert not Ranges().alive(names).any()
+
+
+def test_the_table_grows_and_ids_come_back_in_any_portion() -> None:
+    table = Ranges()
+    first = add(table, 5000)
+    table.release(first[::2])
+    table.release(first[1::4])
+    more = add(table, 4000)
+    assert table.live == 1250 + 4000
+    assert len(np.unique(np.concatenate((more["range"], first[3::4]["range"])))) == 5250
+    assert table.alive(first).sum() == 1250
+
+
+def test_generation_zero_is_never_given_out() -> None:
+    table = Ranges()
+    ranges = add(table, 1)
+    table._generation[:] = 2**32 - 1
+    ranges["generation"] = 2**32 - 1
+    table.release(ranges)
+    assert add(table, 1)["generation"].tolist() == [1]

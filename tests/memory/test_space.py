@@ -1,0 +1,267 @@
+"""The arena's space: reservations, commits, pins, and what a lost holder keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
+from dataplane.memory.admission import Admission
+from dataplane.memory.placement import place
+from dataplane.memory.space import Space
+from dataplane.wire.records import EXTENT, RANGE, U8
+
+PAGE = 4096
+OPEN, CONTINUE, PULL = Admission
+ALICE, BOB = 7, 8
+
+
+def sizes(*values: int) -> np.ndarray:
+    return np.array(values, U8)
+
+
+def written(offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    column = np.empty(len(offsets), EXTENT)
+    column["offset"], column["length"] = offsets, lengths
+    return column
+
+
+def write(space: Space, holder: int, *values: int, admission: int = OPEN) -> np.ndarray:
+    """One unit of these range sizes, committed; the rest of its extents given back."""
+    count, extents = space.reserve(holder, admission, [sizes(*values)])
+    assert count == 1
+    column = written(place(values, extents), sizes(*values))
+    ranges = space.commit(holder, column, np.ones(len(values), np.uint32), admission)
+    space.give_back_all(holder)
+    return ranges
+
+
+def test_a_whole_round_returns_every_byte() -> None:
+    space = Space(64 * PAGE)
+    ranges = write(space, ALICE, 5000, 100, 70_000)
+    stats = space.stats()
+    assert stats["used_bytes"] == 5056 + 128 + 70_016
+    assert stats["granted_bytes"] == 0
+    assert stats["free_bytes"] == 64 * PAGE - stats["used_bytes"]
+    assert stats["ranges"] == 3
+    assert space.locate(ranges).tolist() == [0, 5056, 5184]
+    assert space.release(ranges) == stats["used_bytes"]
+    assert space.stats()["largest_free_bytes"] == 64 * PAGE
+    assert space.release(ranges) == 0
+
+
+def test_dropping_seven_of_eight_rows_frees_seven_eighths() -> None:
+    space = Space(64 * PAGE)
+    ranges = write(space, ALICE, *[8192] * 8)
+    before = space.stats()["used_bytes"]
+    space.release(ranges[1:])
+    assert space.stats()["used_bytes"] * 8 == before
+
+
+def test_units_are_granted_whole_as_far_as_they_fit() -> None:
+    space = Space(100 * PAGE)
+    count, extents = space.reserve(ALICE, OPEN, [sizes(9 * PAGE, PAGE)] * 10)
+    assert count == 6
+    assert extents.tolist() == [(0, 60 * PAGE)]
+    assert space.reserve(ALICE, OPEN, [sizes(1)]) == (0, pytest.approx([]))
+    assert space.reserve(ALICE, CONTINUE, [sizes(20 * PAGE)])[0] == 1
+
+
+def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
+    space = Space(100 * PAGE)
+    assert space.share_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
+    with pytest.raises(ValueTooLarge, match="opening new groups may use 245760") as caught:
+        space.reserve(ALICE, OPEN, [sizes(5), sizes(59 * PAGE, 2 * PAGE)])
+    assert caught.value.details == {
+        "needed_bytes": 61 * PAGE,
+        "cap_bytes": 60 * PAGE,
+        "arena_bytes": 100 * PAGE,
+        "admission": "open",
+    }
+    assert space.stats()["granted_bytes"] == 0
+    with pytest.raises(ValueTooLarge):
+        space.reserve(ALICE, OPEN, [sizes(2**64 - 1, 2**64 - 1)])
+    with pytest.raises(ValueTooLarge):
+        space.check_unit(CONTINUE, 86 * PAGE)
+    space.check_unit(PULL, 100 * PAGE)
+
+
+def test_a_class_borrows_what_is_free_but_never_what_a_higher_one_is_guaranteed() -> None:
+    space = Space(100 * PAGE)
+
+    def room() -> list[int]:
+        return [space.shares.room(admission) // PAGE for admission in Admission]
+
+    assert room() == [60, 85, 100]
+    write(space, BOB, *[PAGE] * 30, admission=PULL)
+    assert room() == [45, 70, 70]
+    write(space, ALICE, *[PAGE] * 45, admission=OPEN)
+    assert room() == [0, 25, 25]
+    write(space, ALICE, *[PAGE] * 25, admission=CONTINUE)
+    assert room() == [0, 0, 0]
+
+
+def test_extents_of_a_fragmented_arena_still_hold_the_ranges_in_order() -> None:
+    space = Space(64 * PAGE, shares=(1.0, 0.0, 0.0))
+    ranges = write(space, ALICE, *[PAGE] * 64)
+    space.release(ranges[[1, 2, 3, 10, 11, 20, 40, 41]])
+    units = [sizes(2 * PAGE), sizes(PAGE, 2 * PAGE, 100), sizes(PAGE), sizes(PAGE, PAGE)]
+    count, extents = space.reserve(BOB, OPEN, units)
+    assert count == 3
+    flat = np.concatenate(units[:count])
+    column = written(place(flat, extents), flat)
+    space.commit(BOB, column, np.ones(len(flat), np.uint32), OPEN)
+
+
+def test_a_unit_that_finds_no_place_leaves_nothing_behind() -> None:
+    space = Space(64 * PAGE, shares=(1.0, 0.0, 0.0))
+    ranges = write(space, ALICE, *[PAGE] * 64)
+    space.release(ranges[::2])
+    before = space.stats()
+    assert space.reserve(BOB, OPEN, [sizes(PAGE, 2 * PAGE)])[0] == 0
+    assert space.reserve(BOB, OPEN, [sizes(*[PAGE] * 33)])[0] == 0
+    assert space.stats() == before
+    assert space.reserve(BOB, OPEN, [sizes(*[PAGE] * 32)])[0] == 1
+
+
+def test_units_without_ranges_need_no_space() -> None:
+    space = Space(4 * PAGE)
+    assert space.reserve(ALICE, OPEN, [])[0] == 0
+    assert space.reserve(ALICE, OPEN, [sizes(), sizes()])[0] == 2
+    write(space, BOB, *[PAGE] * 2)
+    assert space.reserve(ALICE, OPEN, [sizes(), sizes(2 * PAGE), sizes()])[0] == 1
+
+
+def test_space_ahead_of_need_stops_at_half_of_the_room() -> None:
+    space = Space(100 * PAGE)
+    assert space.grant(ALICE, OPEN, 30 * PAGE).tolist() == [(0, 30 * PAGE)]
+    assert len(space.grant(ALICE, OPEN, 1)) == 0
+    assert len(space.grant(ALICE, OPEN, 0)) == 0
+    assert space.reserve(ALICE, OPEN, [sizes(30 * PAGE)])[0] == 1
+
+
+def test_a_writer_gets_the_extents_again_that_it_has_mapped() -> None:
+    space = Space(100 * PAGE)
+    first = space.reserve(ALICE, OPEN, [sizes(10 * PAGE)])[1]
+    second = space.reserve(BOB, OPEN, [sizes(10 * PAGE)])[1]
+    space.give_back(ALICE, first)
+    space.give_back(BOB, second)
+    assert space.reserve(BOB, OPEN, [sizes(8 * PAGE)])[1]["offset"].tolist() == [10 * PAGE]
+    assert space.reserve(ALICE, OPEN, [sizes(8 * PAGE)])[1]["offset"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ([(0, PAGE), (8 * PAGE, 64)], "not granted"),
+        ([(0, PAGE), (PAGE - 64, 64)], "overlap"),
+        ([(64, 64), (64, 64)], "overlap"),
+        ([(8 * PAGE - 64, 65)], "not granted"),
+        ([(32, 64)], "multiple of 64"),
+        ([(2**64 - 64, 128)], "not in the arena"),
+        ([(0, 2**64 - 1)], "not in the arena"),
+    ],
+)
+def test_a_commit_outside_the_grants_takes_nothing(
+    pieces: list[tuple[int, int]], match: str
+) -> None:
+    space = Space(64 * PAGE)
+    space.reserve(ALICE, OPEN, [sizes(8 * PAGE)])
+    space.reserve(BOB, OPEN, [sizes(8 * PAGE)])
+    before = space.stats()
+    with pytest.raises(ProtocolError, match=match):
+        space.commit(ALICE, np.array(pieces, EXTENT), np.ones(len(pieces), np.uint32), OPEN)
+    with pytest.raises(ProtocolError, match=match):
+        space.give_back(ALICE, np.array(pieces, EXTENT))
+    assert space.stats() == before
+
+
+def test_a_range_that_nobody_references_is_refused() -> None:
+    space = Space(64 * PAGE)
+    space.reserve(ALICE, OPEN, [sizes(PAGE)])
+    pieces = np.array([(0, 64), (64, 64)], EXTENT)
+    with pytest.raises(ProtocolError, match="referenced by no value"):
+        space.commit(ALICE, pieces, np.array([1, 0], np.uint32), OPEN)
+    with pytest.raises(ProtocolError, match="2 written ranges come with 1"):
+        space.commit(ALICE, pieces, np.array([1], np.uint32), OPEN)
+
+
+def test_an_empty_value_still_has_a_place_of_its_own() -> None:
+    space = Space(64 * PAGE)
+    ranges = write(space, ALICE, 0, 0)
+    assert space.locate(ranges).tolist() == [0, 64]
+    assert space.stats()["used_bytes"] == 128
+
+
+def test_the_rest_of_a_grant_stays_with_its_holder() -> None:
+    space = Space(64 * PAGE)
+    space.reserve(ALICE, OPEN, [sizes(2 * PAGE)])
+    one = np.ones(1, np.uint32)
+    space.commit(ALICE, np.array([(128, 64)], EXTENT), one, OPEN)
+    assert space.stats()["granted_bytes"] == 2 * PAGE - 64
+    space.commit(ALICE, np.array([(0, 128)], EXTENT), one, CONTINUE)
+    space.commit(ALICE, np.array([(192, 2 * PAGE - 192)], EXTENT), one, OPEN)
+    assert space.stats()["granted_bytes"] == 0
+    assert space.stats()["classes"]["continue"]["used_bytes"] == 128
+
+
+def test_touching_extents_of_one_holder_may_be_given_back_as_one() -> None:
+    space = Space(64 * PAGE)
+    space.reserve(ALICE, OPEN, [sizes(2 * PAGE)])
+    space.reserve(ALICE, CONTINUE, [sizes(2 * PAGE)])
+    space.give_back(ALICE, np.array([(PAGE, 3 * PAGE), (0, 0)], EXTENT))
+    assert space.holders() == [(ALICE, PAGE, 0)]
+    space.give_back_all(ALICE)
+    assert space.stats()["free_bytes"] == 64 * PAGE
+
+
+def test_a_pin_keeps_bytes_until_it_goes_and_goes_once() -> None:
+    space = Space(64 * PAGE)
+    ranges = write(space, ALICE, PAGE, PAGE)
+    first, second = space.pin(BOB, ranges[[0, 0, 1]]), space.pin(BOB, ranges[:1])
+    assert second != first != 0
+    assert space.release(ranges) == 0
+    assert space.stats()["pinned_bytes"] == 2 * PAGE
+    assert space.unpin(BOB, [first, first, 99]) == PAGE
+    assert space.unpin(BOB, [first]) == 0
+    assert list(space.pinned(BOB)) == [second]
+    assert space.unpin(ALICE, [second]) == 0
+    assert space.unpin(BOB, [second]) == PAGE
+    assert space.pin(BOB, ranges[:0]) == 0
+    with pytest.raises(RowsGone):
+        space.pin(BOB, ranges)
+
+
+def test_a_lost_holder_keeps_what_it_had_until_its_processes_are_gone() -> None:
+    space = Space(64 * PAGE)
+    ranges = write(space, BOB, PAGE)
+    space.reserve(ALICE, OPEN, [sizes(3 * PAGE)])
+    space.pin(ALICE, ranges)
+    space.release(ranges)
+    space.disown(ALICE)
+    stats = space.stats()
+    assert stats["quarantined_bytes"] == 4 * PAGE
+    assert stats["granted_bytes"] == 3 * PAGE
+    assert space.alive(ranges).all()
+    assert space.holders() == [(ALICE, 3 * PAGE, PAGE)]
+    assert space.forget(ALICE) == 4 * PAGE
+    assert space.forget(ALICE) == 0
+    assert space.stats()["free_bytes"] == 64 * PAGE
+    assert space.holders() == []
+    space.give_back(ALICE, np.array([(0, PAGE)], EXTENT))
+
+
+def test_shared_ranges_live_as_long_as_any_row_that_names_them() -> None:
+    space = Space(64 * PAGE)
+    image = write(space, ALICE, 10 * PAGE)
+    space.hold(image[[0] * 7])
+    assert space.release(image[[0] * 7]) == 0
+    assert space.release(image) == 10 * PAGE
+
+
+def test_stats_say_what_waste_the_metadata_knows_of() -> None:
+    space = Space(4 * PAGE)
+    space.waste_bytes = lambda: 12
+    assert space.stats()["waste_bytes"] == 12
+    assert "free" in repr(space)
+    assert np.zeros(0, RANGE).dtype == space.pinned(ALICE).get(1, np.zeros(0, RANGE)).dtype

@@ -1,0 +1,110 @@
+"""The static roster: who serves which shard, and the directory of given names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.errors import RosterMismatch
+from dataplane.metadata.directory import UNKNOWN, Directory
+from dataplane.metadata.roster import MINT_SHARDS, NO_BACKUP, Roster
+from dataplane.wire.limits import SHARDS
+from dataplane.wire.records import KEY
+
+SEEDS = [f"tcp://10.0.0.{number}:7101" for number in range(1, 9)]
+
+
+def keys(*names: bytes) -> np.ndarray:
+    return np.array([name.ljust(16, b"\0") for name in names], KEY)
+
+
+def test_a_peer_alone_serves_every_shard_without_a_backup() -> None:
+    roster = Roster.from_seeds([])
+    assert roster.members == ("",)
+    assert roster.home("step-1") == roster.stage_home("step-1", "train") == ""
+    assert len(roster.shards_of("")) == SHARDS
+    assert (roster.backups == NO_BACKUP).all() and not roster.in_sync.any()
+
+
+def test_equal_seeds_give_equal_tables_however_they_are_spelled() -> None:
+    one = Roster.from_seeds(["tcp://localhost:7101", "TCP://HOST-B:7101/"])
+    two = Roster.from_seeds(["tcp://127.0.0.1:7101", "tcp://host-b:7101"])
+    assert one.epoch == two.epoch and (one.primaries == two.primaries).all()
+    assert one.epoch[0] < 2**53
+
+
+def test_another_order_is_another_roster() -> None:
+    assert Roster.from_seeds(SEEDS).epoch != Roster.from_seeds(SEEDS[::-1]).epoch
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40))
+def test_every_shard_has_one_primary_and_a_backup_elsewhere(peers: int) -> None:
+    roster = Roster.from_seeds([f"tcp://h{number}:1" for number in range(peers)])
+    sizes = np.bincount(roster.primaries, minlength=peers)
+    assert sizes.sum() == SHARDS
+    if peers >= 3:
+        assert sizes[0] == 0  # the keeper of the roster
+    mean = SHARDS / (peers - (peers >= 3))
+    assert sizes[sizes > 0].max() < mean + 6 * mean**0.5
+    assert (roster.backups != roster.primaries).all()
+    for member in range(peers):
+        buddies = np.unique(roster.backups[roster.primaries == member])
+        assert len(buddies) <= 2
+        assert (peers == 1) == (NO_BACKUP in buddies)
+    assert not roster.in_sync.any()
+
+
+def test_one_more_peer_moves_only_the_shards_that_it_gets() -> None:
+    before, after = Roster.from_seeds(SEEDS[:7]), Roster.from_seeds(SEEDS)
+    moved = before.primaries != after.primaries
+    assert set(after.primaries[moved]) == {7}
+
+
+def test_a_client_without_shards_on_its_host_mints_for_the_next_host() -> None:
+    roster = Roster.from_seeds(SEEDS)
+    assert len(roster.shards_of(SEEDS[0])) == 0
+    mint = roster.mint_shards(SEEDS[0])
+    assert len(mint) == MINT_SHARDS
+    assert {roster.address(shard) for shard in mint} == {SEEDS[1]}
+    assert {roster.address(shard) for shard in roster.mint_shards(SEEDS[3])} == {SEEDS[3]}
+
+
+def test_homes_and_the_directory_spread_over_the_hosts() -> None:
+    roster = Roster.from_seeds(SEEDS)
+    assert {roster.home(f"step-{number}") for number in range(200)} == set(roster.hosts)
+    assert roster.home("step-1") == Roster.from_seeds(SEEDS).home("step-1")
+    names = np.frombuffer(np.random.default_rng(0).bytes(16 * 1000), KEY)
+    shards = roster.directory_shards("step-1", names)
+    assert set(roster.primary(shards)) == set(range(1, 8))
+    assert (roster.directory_shards("step-2", names) != shards).any()
+    assert len(roster.directory_shards("step-1", names[:0])) == 0
+
+
+def test_strangers_and_twins_are_refused() -> None:
+    with pytest.raises(RosterMismatch, match="twice"):
+        Roster.from_seeds([SEEDS[0], SEEDS[0]])
+    with pytest.raises(RosterMismatch, match="not one of"):
+        Roster.from_seeds(SEEDS).shards_of("tcp://10.9.9.9:1")
+
+
+def test_the_shard_that_was_entered_first_stays() -> None:
+    directory = Directory()
+    assert directory.enter(1, keys(b"a", b"b"), 7).tolist() == [7, 7]
+    assert directory.enter(1, keys(b"b", b"c"), 9).tolist() == [7, 9]
+    assert directory.enter(1, keys(b"c", b"d"), np.array([1, 2], np.uint16)).tolist() == [9, 2]
+    assert directory.enter(1, keys(b"a", b"x"), None).tolist() == [7, UNKNOWN]
+    assert len(directory) == 4
+
+
+def test_names_of_a_generation_go_with_it_and_freed_names_may_be_given_again() -> None:
+    directory = Directory()
+    directory.enter(1, keys(b"a", b"b"), 7)
+    directory.enter(2, keys(b"a"), 8)
+    directory.remove(1, keys(b"a", b"never"))
+    assert directory.enter(1, keys(b"a"), 5).tolist() == [5]
+    directory.drop(1)
+    assert directory.enter(1, keys(b"a", b"b"), None).tolist() == [UNKNOWN, UNKNOWN]
+    assert directory.enter(2, keys(b"a"), None).tolist() == [8]

@@ -1,0 +1,660 @@
+"""The store against a tiny naive model: every operation in any order, everything compared after each.
+
+The model keeps rows in a dict and works out group states from scratch. It also keeps account of
+every reference to a range: each is either in a row, or was reported as freed, exactly once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dataplane.errors import (
+    DataplaneError,
+    FieldExists,
+    GroupClosed,
+    InvalidRows,
+    LeaseExpired,
+    PartitionSealed,
+    RowsDropped,
+    RowsGone,
+    TagConflict,
+)
+from dataplane.metadata import names
+from dataplane.metadata.store import Store
+from dataplane.wire.limits import ABSENT, NO_GROUP
+from dataplane.wire.messages import Want
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import Column, Definition, Owner, Rows, Spec
+
+STAGES = {"s1": ["a"], "s2": ["a", "b"]}
+OWNERS = [Owner("near", 1), Owner("far", 2)]
+SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
+WHERE = ["ge", "v", 2]
+KEYS = st.integers(0, 9)
+SOME_KEYS = st.lists(KEYS, min_size=1, max_size=5, unique=True)
+FIELDS = st.lists(st.sampled_from("abc"), max_size=3, unique=True)
+
+
+def row_key(number: int) -> bytes:
+    return names.mint(1, 7, number)
+
+
+def group_key(number: int) -> bytes:
+    return names.mint(2, 7, number)
+
+
+@dataclass
+class Row:
+    group: int | None
+    values: dict[str, list[int]] = field(default_factory=dict)
+    tags: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
+    stamp: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Group:
+    expected: int | None
+    seen: int = 0
+    dropped: int = 0
+    closed: bool = False
+    counted: bool = False
+    state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
+    stamp: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Lease:
+    stage: str
+    rows: list[Row]
+    left: list[bool]
+    holder: int
+    deadline: float | None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    free = "acked"
+    group_size: int | None = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        definition = Definition(stages=STAGES, free=self.free, group_size=self.group_size)
+        self.store = Store("p", definition, 1)
+        self.rows: dict[int, Row] = {}
+        self.groups: dict[int, Group] = {}
+        self.dropped_rows: set[int] = set()
+        self.dropped_groups: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.sealing = False
+        self.made = 0
+        self.now = 0.0
+        self.clock = itertools.count(1)
+        self.ranges = itertools.count(1)
+        self.references: set[int] = set()
+        self.owner_of: dict[int, int] = {}
+
+    # the model's own bookkeeping
+
+    def members(self, number: int) -> list[Row]:
+        return [row for row in self.rows.values() if row.group == number]
+
+    def is_live(self, row: Row) -> bool:
+        return any(row is one for one in self.rows.values())
+
+    def settle(self, stamp: int) -> None:
+        for row in self.rows.values():
+            for stage, fields in STAGES.items():
+                if row.state[stage] == "pending" and set(fields) <= row.values.keys():
+                    row.state[stage], row.stamp[stage] = "ready", stamp
+        for number in list(self.groups):
+            group = self.groups[number]
+            if not group.closed and group.seen == group.expected:
+                group.closed = True
+            if group.closed and not group.counted and group.dropped < group.seen:
+                group.counted = True
+                self.made += 1
+            live = self.members(number)
+            if group.closed and not live:
+                if group.counted and group.dropped == group.seen:
+                    self.made -= 1
+                del self.groups[number]
+                continue
+            for stage in STAGES:
+                self.settle_group(group, live, stage, stamp)
+
+    def settle_group(self, group: Group, live: list[Row], stage: str, stamp: int) -> None:
+        states = [row.state[stage] for row in live]
+        whole = group.closed and bool(live)
+        if whole and set(states) == {"acked"}:
+            then = "acked"
+        elif group.state[stage] == "split" or "acked" in states:
+            then = "split"
+        elif whole and set(states) == {"ready"}:
+            then = "ready"
+        else:
+            then = "leased" if group.state[stage] == "leased" else "pending"
+        if then == "ready" and group.state[stage] != "ready":
+            group.stamp[stage] = stamp
+        group.state[stage] = then
+
+    def remove(self, numbers: list[int], dropped: bool) -> None:
+        for number in numbers:
+            row = self.rows.pop(number)
+            for ranges in row.values.values():
+                self.references -= set(ranges)
+            if dropped:
+                self.dropped_rows.add(number)
+                if row.group is not None:
+                    self.groups[row.group].dropped += 1
+
+    def free_acked(self) -> None:
+        if self.free == "acked":
+            done = [n for n, row in self.rows.items() if set(row.state.values()) == {"acked"}]
+            self.remove(done, dropped=False)
+
+    # what goes in
+
+    def column(self, name: str, here: list[bool], leaves: bool) -> tuple[Column, list[list[int]]]:
+        """A column whose every record is a range of its own, and the ranges of each row."""
+        values = np.zeros(len(here), VALUE)
+        values["generation"] = 1
+        values["nbytes"] = 10
+        counts, leaf_records, ranges = [], [], []
+        for i, present in enumerate(here):
+            mine = [next(self.ranges)] if present else []
+            values[i]["range"] = mine[0] if present else 0
+            values[i]["owner"] = mine[0] % 2 if present else ABSENT
+            extra = [next(self.ranges) for _ in range(i % 3)] if leaves and present else []
+            counts.append(len(extra))
+            leaf_records += [(r, 1, 5, 1, 0, r % 2) for r in extra]
+            ranges.append(mine + extra)
+        if leaves:
+            records = np.array(leaf_records, VALUE).tobytes()
+            column = Column(name, values.tobytes(), np.array(counts, "<u4").tobytes(), records)
+        else:
+            column = Column(name, values.tobytes())
+        return column, ranges
+
+    def rows_message(self, keys: list[int], groups: list[int | None] | None = None) -> Rows:
+        column = b"".join(map(row_key, keys))
+        if groups is None:
+            return Rows(column)
+        table = list(dict.fromkeys(g for g in groups if g is not None))
+        index = [NO_GROUP if g is None else table.index(g) for g in groups]
+        return Rows(
+            column, None, np.array(index, "<u4").tobytes(), b"".join(map(group_key, table))
+        )
+
+    def put_error(
+        self, keys: list[int], groups: list[int | None], fields: dict[str, list[bool]], plain: bool
+    ) -> set[type[DataplaneError]]:
+        """Every error that this put may raise; the store raises one of them."""
+        errors: set[type[DataplaneError]] = set()
+        joining: Counter[int] = Counter()
+        for i, (key, group) in enumerate(zip(keys, groups, strict=True)):
+            row = self.rows.get(key)
+            if row is None:
+                errors |= {RowsDropped} if key in self.dropped_rows else set()
+                errors |= {PartitionSealed} if self.sealing else set()
+                if group is not None:
+                    joining[group] += 1
+                continue
+            if group is not None and row.group != group:
+                errors.add(InvalidRows)
+            if plain and any(here[i] and name in row.values for name, here in fields.items()):
+                errors.add(FieldExists)
+        for number, count in joining.items():
+            group = self.groups.get(number)
+            expected = group.expected if group else self.group_size
+            if group is None and number in self.dropped_groups:
+                errors.add(RowsDropped)
+            if group and group.closed:
+                errors.add(GroupClosed)
+            if expected is not None and (group.seen if group else 0) + count > expected:
+                errors.add(GroupClosed)
+        return errors
+
+    @rule(
+        keys=SOME_KEYS,
+        group=st.none() | st.integers(0, 3),
+        mixed=st.booleans(),
+        fields=FIELDS,
+        holes=st.booleans(),
+        leaves=st.booleans(),
+        mode=st.sampled_from(["plain", "plain", "replace", "keep"]),
+        version=st.none() | st.integers(0, 4),
+    )
+    def put(
+        self,
+        keys: list[int],
+        group: int | None,
+        mixed: bool,
+        fields: list[str],
+        holes: bool,
+        leaves: bool,
+        mode: str,
+        version: int | None,
+    ) -> None:
+        groups: list[int | None] = [
+            None if mixed and i % 2 else group for i, _ in enumerate(keys)
+        ]
+        here = {name: [not (holes and i == 1) for i in range(len(keys))] for name in fields}
+        made = {name: self.column(name, here[name], leaves) for name in fields}
+        expected = self.put_error(keys, groups, here, mode == "plain")
+        message = self.rows_message(keys, groups)
+        columns = [column for column, _ in made.values()]
+        tags = {} if version is None else {"v": [version], "n": list(range(len(keys)))}
+        how = {"replace": mode == "replace", "keep": mode == "keep"}
+        if expected:
+            with pytest.raises(tuple(expected)):
+                self.store.check_put(message, columns, tags, **how)
+            with pytest.raises(tuple(expected)):
+                self.store.put(message, columns, SPECS, OWNERS, tags, **how, now=self.now)
+            return
+        self.store.check_put(message, columns, tags, **how)
+        outcome = self.store.put(message, columns, SPECS, OWNERS, tags, **how, now=self.now)
+        new = [key for key in keys if key not in self.rows]
+        assert outcome.new_rows == len(new)
+        for key, number in zip(keys, groups, strict=True):
+            if key in new:
+                self.rows[key] = Row(number)
+                if number is not None:
+                    self.groups.setdefault(number, Group(self.group_size)).seen += 1
+        targets = [self.rows[key] for key in keys]
+        kept = self.write(targets, {name: ranges for name, (_, ranges) in made.items()}, mode)
+        assert outcome.kept == kept
+        for row, tag in zip(targets, range(len(keys)), strict=True):
+            if version is not None:
+                row.tags |= {"v": version, "n": tag}
+        before = self.made
+        self.settle(next(self.clock))
+        assert outcome.closed_groups == self.made - before
+
+    def write(
+        self, rows: list[Row], columns: dict[str, list[list[int]]], mode: str
+    ) -> dict[str, int]:
+        kept: Counter[str] = Counter()
+        for name, column in columns.items():
+            for row, ranges in zip(rows, column, strict=True):
+                if not ranges:
+                    continue
+                if name in row.values and mode == "keep":
+                    kept[name] += 1
+                    continue
+                self.references -= set(row.values.get(name, ()))
+                row.values[name] = ranges
+                self.references |= set(ranges)
+        return dict(kept)
+
+    @rule(number=st.integers(0, 3), size=st.integers(1, 4))
+    def close(self, number: int, size: int) -> None:
+        group = self.groups.get(number)
+        error: type[DataplaneError] | None = None
+        if self.group_size is not None and size > self.group_size:
+            error = InvalidRows
+        elif group is None and number in self.dropped_groups:
+            error = RowsDropped
+        elif group is None and self.sealing:
+            error = PartitionSealed
+        elif group is not None and group.closed and size != group.seen:
+            error = GroupClosed
+        elif group is not None and not group.closed and size < group.seen:
+            error = InvalidRows
+        if error:
+            with pytest.raises(error):
+                self.store.close(group_key(number), size)
+            return
+        closed = self.store.close(group_key(number), size)
+        before = self.made
+        self.groups.setdefault(number, Group(size)).expected = size
+        self.settle(next(self.clock))
+        assert closed == self.made - before
+
+    @rule(keys=SOME_KEYS, version=st.integers(0, 4), expect=st.none() | st.integers(0, 4))
+    def tag(self, keys: list[int], version: int, expect: int | None) -> None:
+        message = self.rows_message(keys)
+        wanted = None if expect is None else {"v": expect}
+        if not all(key in self.rows for key in keys):
+            with pytest.raises(RowsGone):
+                self.store.tag(message, {"v": [version]}, wanted)
+        elif wanted and any(self.rows[key].tags.get("v") != expect for key in keys):
+            with pytest.raises(TagConflict):
+                self.store.tag(message, {"v": [version]}, wanted)
+        else:
+            self.store.tag(message, {"v": [version]}, wanted)
+            for key in keys:
+                self.rows[key].tags["v"] = version
+
+    # what comes out
+
+    @rule(
+        stage=st.sampled_from(sorted(STAGES)),
+        unit=st.sampled_from(["rows", "groups"]),
+        count=st.integers(1, 4),
+        least=st.integers(1, 4),
+        partial=st.booleans(),
+        filtered=st.booleans(),
+        lease_ms=st.sampled_from([0, 3_000]),
+        holder=st.integers(1, 2),
+    )
+    def take(
+        self,
+        stage: str,
+        unit: str,
+        count: int,
+        least: int,
+        partial: bool,
+        filtered: bool,
+        lease_ms: int,
+        holder: int,
+    ) -> None:
+        ready = self.ready(stage, unit, filtered)
+        want = Want(unit, count, min(least, count), WHERE if filtered else None)
+        taken = self.store.take(stage, want, holder, self.now, lease_ms, partial)
+        enough = len(ready) >= (1 if partial else min(least, count))
+        assert taken.units == (min(count, len(ready)) if enough else 0)
+        assert (taken.lease is None) == (not enough)
+        if taken.lease is None:
+            return
+        table = self.store.table(taken.lease)
+        keys = self.keys_of(table.rows)
+        picked = list(dict.fromkeys(k if unit == "rows" else self.rows[k].group for k in keys))
+        assert len(picked) == taken.units
+        assert set(picked) <= ready.keys()
+        if not filtered:
+            stamps = [ready[one] for one in picked]
+            assert stamps == sorted(stamps), "units come oldest first"
+            assert all(stamp >= stamps[-1] for one, stamp in ready.items() if one not in picked)
+        rows = [self.rows[key] for key in keys]
+        if unit == "groups":
+            assert all(len(self.members(g)) == keys_in for g, keys_in in self.per_group(rows))
+        for row in rows:
+            row.state[stage] = "leased"
+            if row.group is not None:
+                group = self.groups[row.group]
+                group.state[stage] = "leased" if unit == "groups" else "split"
+        deadline = self.now + lease_ms / 1000 if lease_ms else None
+        self.leases[taken.lease] = Lease(stage, rows, [True] * len(rows), holder, deadline)
+
+    def per_group(self, rows: list[Row]) -> list[tuple[int, int]]:
+        return list(Counter(row.group for row in rows if row.group is not None).items())
+
+    def keys_of(self, rows: Rows) -> list[int]:
+        keys = [rows.keys[i : i + 16] for i in range(0, len(rows.keys), 16)]
+        return [int.from_bytes(key[8:], "big") for key in keys]
+
+    def ready(self, stage: str, unit: str, filtered: bool) -> dict[int, int]:
+        """Ready units and since when."""
+
+        def matches(row: Row) -> bool:
+            return not filtered or row.tags.get("v", -1) >= 2
+
+        if unit == "rows":
+            return {
+                number: row.stamp[stage]
+                for number, row in self.rows.items()
+                if row.state[stage] == "ready" and matches(row)
+            }
+        return {
+            number: group.stamp[stage]
+            for number, group in self.groups.items()
+            if group.state[stage] == "ready" and all(map(matches, self.members(number)))
+        }
+
+    @rule(
+        pick=st.integers(0, 20),
+        outcome=st.sampled_from(["ack", "ack", "release", "drop", "keep"]),
+        some=st.booleans(),
+        adds=FIELDS,
+        version=st.none() | st.integers(0, 4),
+    )
+    def finish(
+        self, pick: int, outcome: str, some: bool, adds: list[str], version: int | None
+    ) -> None:
+        if not self.leases:
+            with pytest.raises(LeaseExpired):
+                self.store.finish(10_000, "ack", None, [], [], [], {}, self.now)
+            return
+        number = sorted(self.leases)[pick % len(self.leases)]
+        lease = self.leases[number]
+        positions = [i for i, left in enumerate(lease.left) if left]
+        index = None
+        if some:
+            positions = positions[::2]
+            index = np.array(positions, "<u4").tobytes()
+        adds = adds if outcome in ("ack", "keep") else []
+        made = {name: self.column(name, [True] * len(positions), True) for name in adds}
+        columns = [column for column, _ in made.values()]
+        tags = {} if version is None else {"v": [version] * len(positions)}
+        args = (outcome, index, columns, SPECS, OWNERS, tags, self.now)
+        if lease.deadline is not None and self.now >= lease.deadline:
+            with pytest.raises(LeaseExpired):
+                self.store.finish(number, *args)
+            return
+        done = self.store.finish(number, *args)
+        there = [i for i in positions if self.is_live(lease.rows[i])]
+        assert (done.rows, done.gone) == (len(there), len(positions) - len(there))
+        rows = [lease.rows[i] for i in there]
+        columns_there = {
+            name: [ranges[positions.index(i)] for i in there] for name, (_, ranges) in made.items()
+        }
+        assert done.kept == self.write(rows, columns_there, "keep")
+        for row in rows:
+            row.tags |= {} if version is None else {"v": version}
+        self.settle(next(self.clock))
+        self.end(lease, outcome, positions, rows)
+        if outcome != "keep" and not any(lease.left):
+            del self.leases[number]
+
+    def end(self, lease: Lease, outcome: str, positions: list[int], rows: list[Row]) -> None:
+        if outcome == "keep":
+            return
+        stamp = next(self.clock)
+        for i in positions:
+            lease.left[i] = False
+        if outcome == "drop":
+            self.remove([n for n, row in self.rows.items() if row in rows], dropped=True)
+        for row in rows:
+            if outcome == "release":
+                row.state[lease.stage], row.stamp[lease.stage] = "ready", -stamp
+            elif outcome == "ack":
+                row.state[lease.stage] = "acked"
+        self.settle(-stamp if outcome == "release" else stamp)
+        if outcome == "ack":
+            self.free_acked()
+            self.settle(stamp)
+
+    def come_back(self, numbers: list[int]) -> int:
+        """Leases end; the rows of the oldest come first of all."""
+        total = 0
+        for number in reversed(numbers):
+            lease = self.leases.pop(number)
+            rows = [
+                row for row, left in zip(lease.rows, lease.left, strict=True)
+                if left and self.is_live(row)
+            ]
+            self.end(lease, "release", [], rows)
+            total += len(rows)
+        return total
+
+    @rule(holder=st.integers(1, 2))
+    def a_holder_dies(self, holder: int) -> None:
+        held = sorted(number for number, lease in self.leases.items() if lease.holder == holder)
+        assert self.store.release_holder(holder) == self.come_back(held)
+
+    @rule(seconds=st.floats(0, 4))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        limits = [one.deadline for one in self.leases.values() if one.deadline is not None]
+        assert self.store.next_deadline() == (min(limits) if limits else None)
+        ended = [lease.number for lease in self.store.expire(self.now)]
+        due = {n for n, one in self.leases.items() if (one.deadline or 1e9) <= self.now}
+        assert set(ended) == due
+        self.come_back(ended)
+
+    @rule(keys=SOME_KEYS)
+    def drop_rows(self, keys: list[int]) -> None:
+        there = [key for key in keys if key in self.rows]
+        assert self.store.drop(rows=self.rows_message(keys))[0] == len(there)
+        self.dropped_rows |= set(keys)
+        self.remove(there, dropped=True)
+        self.settle(next(self.clock))
+
+    @rule(number=st.integers(0, 3))
+    def drop_group(self, number: int) -> None:
+        there = [key for key, row in self.rows.items() if row.group == number]
+        assert self.store.drop(groups=[group_key(number)])[0] == len(there)
+        self.dropped_groups.add(number)
+        self.remove(there, dropped=True)
+        if number in self.groups and not self.groups[number].closed:
+            del self.groups[number]
+        self.settle(next(self.clock))
+
+    @rule()
+    def drop_what_matches(self) -> None:
+        there = [key for key, row in self.rows.items() if row.tags.get("v", -1) >= 4]
+        assert self.store.drop(where=["ge", "v", 4])[0] == len(there)
+        self.remove(there, dropped=True)
+        self.settle(next(self.clock))
+
+    @rule(stage=st.sampled_from(sorted(STAGES)))
+    def reset(self, stage: str) -> None:
+        stamp = next(self.clock)
+        self.store.reset(stage)
+        for row in self.rows.values():
+            if row.state[stage] == "acked":
+                row.state[stage], row.stamp[stage] = "ready", stamp
+        for number, group in self.groups.items():
+            if group.state[stage] in ("split", "acked") and self.members(number):
+                group.state[stage] = "pending"
+        self.settle(stamp)
+
+    @rule()
+    def a_peer_dies(self) -> None:
+        if len(self.references) < 6:
+            return
+        hit = [
+            key
+            for key, row in self.rows.items()
+            if any(r % 2 == 1 for ranges in row.values.values() for r in ranges)
+        ]
+        groups = {self.rows[key].group for key in hit} - {None}
+        gone = [k for k, row in self.rows.items() if k in hit or row.group in groups]
+        lost = self.store.lost(OWNERS[1])
+        assert sorted(self.keys_of(lost.rows)) == sorted(gone)
+        for number in groups:
+            assert number is not None
+            group = self.groups.pop(number)
+            self.made -= group.counted
+        for key in gone:
+            for ranges in self.rows[key].values.values():
+                # nobody need tell a dead peer, so its references just go
+                self.references -= set(ranges)
+            del self.rows[key]
+        self.settle(next(self.clock))
+
+    @rule()
+    def seal(self) -> None:
+        if len(self.rows) < 5:
+            return
+        self.sealing = True
+        self.store.seal_begin()
+        self.store.seal_end()
+        for number in list(self.groups):
+            group = self.groups[number]
+            if not group.closed:
+                group.expected = group.seen
+                if not group.seen:
+                    del self.groups[number]
+        self.settle(next(self.clock))
+
+    # what must hold
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert len(self.store) == len(self.rows)
+        assert self.store.closed_groups == self.made
+        for stage in STAGES:
+            for where in (None, WHERE):
+                counts = self.store.counts(stage, where)
+                rows = Counter(row.state[stage] for row in self.rows.values())
+                groups = Counter(group.state[stage] for group in self.groups.values())
+                ready_rows = len(self.ready(stage, "rows", where is not None))
+                ready_groups = len(self.ready(stage, "groups", where is not None))
+                assert counts.ready_rows == ready_rows
+                assert counts.ready_groups == ready_groups
+                assert counts.remaining_rows == rows["pending"] + ready_rows
+                assert counts.remaining_groups == groups["pending"] + ready_groups
+                assert counts.outstanding_rows == len(self.rows) - rows["acked"]
+                assert counts.outstanding_groups == len(self.groups) - groups["acked"]
+
+    @invariant()
+    def rows_agree(self) -> None:
+        slots, more = self.store.read()
+        assert not more
+        table = self.store.table(slots)
+        keys = self.keys_of(table.rows)
+        assert sorted(keys) == sorted(self.rows)
+        found = self.values_in(table.columns, len(keys))
+        for i, key in enumerate(keys):
+            row = self.rows[key]
+            assert {name: column[i] for name, column in found.items() if column[i]} == row.values
+            tags = {name: column[i] for name, column in table.tags.items()}
+            assert {n: v for n, v in tags.items() if v is not None} == row.tags
+            assert self.group_at(table.rows, i) == row.group
+
+    def group_at(self, rows: Rows, i: int) -> int | None:
+        if not rows.group_index:
+            return None
+        index = int(np.frombuffer(rows.group_index, "<u4")[i])
+        if index == NO_GROUP:
+            return None
+        return int.from_bytes(rows.group_keys[16 * index + 8 : 16 * index + 16], "big")
+
+    def values_in(self, columns: list[Column], count: int) -> dict[str, list[list[int]]]:
+        result = {}
+        for column in columns:
+            values = np.frombuffer(column.values, VALUE)
+            leaves = np.frombuffer(column.leaves, VALUE)["range"].tolist()
+            counts = np.frombuffer(column.leaf_counts, "<u4").tolist() or [0] * count
+            rows, at = [], 0
+            for value, many in zip(values, counts, strict=True):
+                own = [] if value["owner"] == ABSENT else [int(value["range"])]
+                rows.append(own + leaves[at : at + many])
+                at += many
+            result[column.field] = rows
+        return result
+
+    @invariant()
+    def every_reference_is_in_a_row_or_was_freed(self) -> None:
+        for owner, ranges, counts in self.store.freed():
+            assert set(counts.tolist()) == {1}
+            freed = set(ranges["range"].tolist())
+            assert not freed & self.references
+            assert {r % 2 for r in freed} == {OWNERS.index(owner)}
+
+
+class KeepingMachine(StoreMachine):
+    free = "drop"
+    group_size = None
+
+
+COMMON = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestFreeingWhatIsAcked = StoreMachine.TestCase
+TestFreeingWhatIsAcked.settings = COMMON
+TestKeepingUntilDropped = KeepingMachine.TestCase
+TestKeepingUntilDropped.settings = COMMON

@@ -1,0 +1,190 @@
+"""Raw bytes to a worker's port: a typed error frame, and the end of that connection only."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane.transport.bulk_frames import (
+    MAX_PULL_BYTES,
+    MAX_PULL_FRAME_BYTES,
+    MAX_PULL_ITEMS,
+    PIECE,
+    Greeting,
+    Pull,
+    Refused,
+    decode_from_owner,
+    encode,
+)
+from dataplane.transport.tcp_owner import MAX_INBOUND
+from dataplane.transport.tickets import issue, nonce_of, plane_key
+from dataplane.wire.limits import PROTOCOL_VERSION
+
+StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
+KEY = plane_key("test", (1, 1))
+
+
+class Stranger:
+    """A client that speaks the protocol by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def frame(self) -> Any:
+        async with asyncio.timeout(20):
+            (length,) = struct.unpack("<I", await self.reader.readexactly(4))
+            return decode_from_owner(await self.reader.readexactly(length))
+
+    async def refusal(self) -> Refused:
+        """The error frame, after which the connection ends."""
+        refused = await self.frame()
+        assert isinstance(refused, Refused), refused
+        self.writer.write_eof()
+        assert await self.reader.read() == b""
+        return refused
+
+
+@asynccontextmanager
+async def connected(host: Any) -> AsyncIterator[tuple[Stranger, Greeting]]:
+    name, port = host.engine.address[0].rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(name, int(port))
+    stranger = Stranger(reader, writer)
+    try:
+        yield stranger, await stranger.frame()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def pull(host: Any, greeting: Greeting, pieces: np.ndarray, **changed: Any) -> bytearray:
+    column = pieces.tobytes()
+    nonce = changed.pop("nonce", nonce_of(greeting.challenge, 0))
+    ticket = issue(changed.pop("key", KEY), host.owner, 5_000, nonce, column)
+    nbytes = changed.pop("nbytes", int(pieces["nbytes"].sum()) % 2**63)
+    version = changed.pop("version", PROTOCOL_VERSION)
+    return encode(Pull(version, ticket, changed.pop("column", column), nbytes))
+
+
+async def still_serves(host: Any, start_host: StartHost) -> None:
+    host.fill()
+    reader = await start_host("reader")
+    outcome = await reader.engine.read(host.remote, host.place(np.array([64]), np.array([500])))
+    assert outcome.nbytes == 500 and np.array_equal(reader.bytes[64:564], host.bytes[64:564])
+
+
+async def test_the_owner_greets_first_and_tells_its_limits(start_host: StartHost) -> None:
+    a = await start_host("a")
+    async with connected(a) as (_, greeting):
+        assert greeting.versions[1] == PROTOCOL_VERSION
+        assert greeting.max_bytes == MAX_PULL_BYTES and greeting.max_items == MAX_PULL_ITEMS
+        async with connected(a) as (_, another):
+            assert greeting.challenge != another.challenge
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "FrameTooLarge"),
+        (struct.pack("<I", MAX_PULL_FRAME_BYTES + 1), "FrameTooLarge"),
+        (struct.pack("<I", 5) + b"\xc1\xff\x00\x01\x02", "ProtocolError"),
+        (struct.pack("<I", 0), "ProtocolError"),
+        (struct.pack("<I", 50_000) + b"\x91" * 50_000, "ProtocolError"),
+        (bytes(encode(Refused("x", "y"))), "ProtocolError"),
+    ],
+    ids=["http", "oversize", "not MessagePack", "empty", "deeply nested", "another frame"],
+)
+async def test_garbage_ends_that_connection_only(
+    start_host: StartHost, sent: bytes, code: str
+) -> None:
+    a = await start_host("a")
+    async with connected(a) as (stranger, _):
+        stranger.writer.write(sent)
+        assert (await stranger.refusal()).code == code
+    assert a.pins == 0
+    await still_serves(a, start_host)
+
+
+async def test_forged_replayed_and_altered_tickets_are_refused(start_host: StartHost) -> None:
+    a = await start_host("a")
+    a.place(np.array([0]), np.array([4096]))
+    pieces = np.array([(0, 1, 0, 4096)], PIECE)
+    others = np.array([(1, 1, 0, 4096)], PIECE).tobytes()
+    for changed in ({"key": b"guess"}, {"nonce": b"x" * 24}, {"column": others}):
+        async with connected(a) as (stranger, greeting):
+            stranger.writer.write(pull(a, greeting, pieces, **changed))
+            assert (await stranger.refusal()).code == "TicketRefused"
+    async with connected(a) as (stranger, greeting):
+        good = pull(a, greeting, pieces)
+        stranger.writer.write(good)
+        assert (await stranger.frame()).nbytes == 4096
+        await stranger.reader.readexactly(4096)
+        assert (await stranger.frame()).nbytes == 4096
+        stranger.writer.write(good)
+        assert (await stranger.refusal()).code == "TicketRefused"
+    assert a.pins == 1
+
+
+async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) -> None:
+    a = await start_host("a")
+    one = np.array([(0, 1, 0, 4096)], PIECE)
+    wraps = np.array([(0, 1, 0, 2**63), (0, 1, 0, 2**63 + 5)], PIECE)
+    cases = [
+        ({"version": PROTOCOL_VERSION + 1}, one, "VersionMismatch"),
+        ({"nbytes": 1}, one, "ProtocolError"),
+        ({"column": b"12345"}, one, "ProtocolError"),
+        ({}, np.array([(0, 1, 0, MAX_PULL_BYTES + 1)], PIECE), "LimitExceeded"),
+        ({"nbytes": 5}, wraps, "LimitExceeded"),
+        ({}, np.zeros(MAX_PULL_ITEMS + 1, PIECE), "LimitExceeded"),
+    ]
+    for changed, pieces, code in cases:
+        async with connected(a) as (stranger, greeting):
+            stranger.writer.write(pull(a, greeting, pieces, **changed))
+            assert (await stranger.refusal()).code == code
+    assert a.pins == 0
+    await still_serves(a, start_host)
+
+
+async def test_idle_connections_make_room_for_new_ones(start_host: StartHost) -> None:
+    a = await start_host("a")
+    name, port = a.engine.address[0].rsplit(":", 1)
+    idle = [await asyncio.open_connection(name, int(port)) for _ in range(MAX_INBOUND + 8)]
+    await still_serves(a, start_host)
+    closed = [await asyncio.wait_for(reader.readexactly(4), 20) for reader, _ in idle]
+    assert len(closed) == len(idle), "each was greeted, whatever became of it"
+    for _, writer in idle:
+        writer.close()
+
+
+async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
+    start_host: StartHost,
+) -> None:
+    a = await start_host("a", 16 << 20)
+    a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
+    pieces = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
+    async with connected(a) as (stranger, greeting):
+        stranger.writer.write(pull(a, greeting, pieces)[:20])
+    async with connected(a) as (stranger, greeting):
+        stranger.writer.write(pull(a, greeting, pieces))
+        await stranger.reader.readexactly(100)
+    async with asyncio.timeout(20):
+        while a.held or not a.pins:
+            await asyncio.sleep(0)
+    await still_serves(a, start_host)
+
+
+def test_a_ticket_on_the_wire_has_the_documented_form() -> None:
+    from dataplane.wire.tables import Owner
+
+    ticket = issue(b"key", Owner("a", 7), 1_000, b"n" * 24, b"")
+    peer, incarnation, expiry_ms, nonce, digest, mac = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(ticket)
+    )
+    assert (peer, incarnation, expiry_ms, nonce) == ("a", 7, 1_000, b"n" * 24)
+    assert (len(digest), len(mac)) == (32, 32)

@@ -1,0 +1,205 @@
+"""The codec of object values."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import OrderedDict, namedtuple
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.client.views import same
+from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
+from dataplane.wire.objects import decode, encode, encode_many
+
+
+def round_trip(value: object) -> object:
+    head, leaves = encode(value)
+    return decode(head, leaves)
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=-(1 << 200), max_value=1 << 200),
+    st.floats(),
+    st.text(),
+    st.binary(),
+)
+ARRAYS = st.sampled_from(
+    [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.zeros((0, 4), np.float32),
+        np.array(1.5, np.float64),
+        np.array([1, 2], ml_dtypes.bfloat16),
+        np.array(["2020-01-01"], "M8[D]"),
+        np.float32(0.1),
+        np.bool_(True),
+        np.int8(-1),
+        ml_dtypes.float8_e4m3fn(2),
+        np.datetime64("2020-01-01T00:00", "m"),
+    ]
+)
+KEYS = st.one_of(SCALARS, st.tuples(SCALARS, SCALARS)).filter(lambda k: k == k)
+VALUES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+@settings(max_examples=300, deadline=None)
+def test_any_nested_value_comes_back_with_its_exact_types(value: object) -> None:
+    assert same(round_trip(value), value)
+
+
+def test_types_that_equal_each_other_stay_apart() -> None:
+    value = [1, 1.0, True, "1", b"1", np.int64(1), np.float64(1.0), (1,), [1], {1: 1}, {"1": 1}]
+    assert [type(item) for item in round_trip(value)] == [type(item) for item in value]
+
+
+def test_a_missing_key_stays_missing_and_the_order_of_keys_is_kept() -> None:
+    rows = [{"b": 1, "a": 2}, {"a": 3}, {}]
+    assert [list(row) for row in round_trip(rows)] == [["b", "a"], ["a"], []]
+
+
+def test_nan_infinity_and_negative_zero_are_kept() -> None:
+    nan, infinite, zero = round_trip([math.nan, -math.inf, -0.0])
+    assert math.isnan(nan) and infinite == -math.inf and math.copysign(1, zero) == -1
+
+
+def test_keys_of_every_scalar_type_are_kept() -> None:
+    value = {1: "int", "1": "str", None: 0, b"1": 0, 2.5: 0, (1, "a"): 0, 1 << 90: 0, np.int8(7): 0}
+    result = round_trip(value)
+    assert result == value and list(map(type, result)) == list(map(type, value))
+
+
+def test_large_maps_with_odd_keys_are_spelled_out() -> None:
+    for count in (15, 16, 70_000):
+        value = {(index,): index for index in range(count)}
+        assert round_trip(value) == value
+
+
+def test_bytearray_and_memoryview_come_back_as_bytes() -> None:
+    assert round_trip([bytearray(b"ab"), memoryview(b"cd")]) == [b"ab", b"cd"]
+
+
+def test_arrays_become_leaves_and_are_not_copied() -> None:
+    image = np.arange(12.0).reshape(3, 4)
+    head, leaves = encode({"image": image})
+    assert leaves[0] is image and len(head) < 20
+    assert decode(head, leaves)["image"] is image
+
+
+def test_the_head_is_plain_msgpack_for_an_independent_decoder() -> None:
+    head, _ = encode({"role": "user", "n": [1, None, 0.5], 3: b"x"})
+    assert msgpack.unpackb(head, strict_map_key=False) == {"role": "user", "n": [1, None, 0.5], 3: b"x"}
+    head, _ = encode((np.zeros(3), 1 << 64))
+    outer = msgpack.unpackb(head)
+    leaf, number = msgpack.unpackb(outer.data)
+    assert (outer.code, leaf.code, leaf.data) == (2, 1, b"\0\0\0\0")
+    assert number.code == 3 and int.from_bytes(number.data, "little", signed=True) == 1 << 64
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({1, 2}, "set has no form"),
+        (object(), "object has no form"),
+        (1j, "complex has no form"),
+        (Color.RED, r"Color would come back as a plain int; pass int\("),
+        (Point(1, 2), "would come back as a plain tuple"),
+        (OrderedDict(a=1), "would come back as a plain dict"),
+        (np.str_("a"), "str_ cannot travel"),
+        (np.array(["a"]), "it holds text"),
+        (np.array([None]), "it holds Python objects"),
+        (np.zeros(2, "i4,f4"), "it has a structure"),
+        (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),
+        (np.zeros((1,) * 17), "17 dimensions"),
+        ("\ud800", "not unicode"),
+        (np.float32, "type has no form"),
+    ],
+)
+def test_what_cannot_travel_is_refused_with_its_place(bad: object, reason: str) -> None:
+    with pytest.raises(InvalidValue, match=reason) as caught:
+        encode([0, {"image": (bad,)}], "prompt[3]")
+    assert caught.value.message.startswith('prompt[3][1]["image"][0]: ')
+    assert caught.value.details["path"] == 'prompt[3][1]["image"][0]'
+
+
+def test_nesting_and_leaves_have_limits() -> None:
+    deep: list[object] = []
+    for _ in range(MAX_NESTING - 1):
+        deep = [deep]
+    assert round_trip(deep) == deep
+    with pytest.raises(LimitExceeded, match="nested deeper"):
+        encode([deep])
+    circle: list[object] = []
+    circle.append({"again": circle})
+    with pytest.raises(LimitExceeded, match="nested deeper"):
+        encode(circle)
+    leaf = np.zeros(1)
+    assert len(encode([leaf] * MAX_LEAVES_PER_ROW)[1]) == MAX_LEAVES_PER_ROW
+    with pytest.raises(LimitExceeded, match="arrays in one value"):
+        encode([leaf] * (MAX_LEAVES_PER_ROW + 1))
+
+
+def test_plain_columns_are_encoded_at_once_and_others_are_not() -> None:
+    values = [1, "a", None, 2.5, b"x", True]
+    heads = encode_many(values)
+    assert heads is not None and [decode(head) for head in heads] == values
+    assert encode_many([1, [2]]) is None
+    assert encode_many([1, 1 << 70]) is None
+    assert encode_many([np.float64(1)]) is None
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\xc1",
+        b"\x92\x01",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xd4\x09a",
+        b"\xd4\x01\x00",
+        b"\xd4\x02\x01",
+        b"\xd4\x04\x00",
+        b"\xc7\x09\x04\x07float99\0",
+        b"\xc7\x0a\x04\x07float32\0\0",
+        b"\x81\x81\x01\x01\x02",
+        b"\x91" * 100_000,
+        b"\x01\x01",
+        b"\xa1\xff",
+    ],
+)
+def test_a_head_that_is_not_ours_is_a_protocol_error(head: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(head)
+
+
+@given(st.binary(max_size=64))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_decode_or_are_a_protocol_error(head: bytes) -> None:
+    try:
+        decode(head, [np.zeros(1)])
+    except ProtocolError:
+        pass

@@ -1,0 +1,150 @@
+"""Columns of a put in travelling form, and what is wrong with those that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.client.values import prepare
+from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
+from dataplane.wire.limits import MAX_FIELDS
+from dataplane.wire.tables import Spec
+
+
+def test_arrays_are_not_copied() -> None:
+    dense, row = np.arange(10.0).reshape(2, 5), np.arange(3)
+    prepared = prepare({"dense": dense, "ragged": [row, row[:2]]})
+    dense_strip, ragged_strip = (column.values for column in prepared.columns)
+    assert np.shares_memory(dense_strip.source, dense)
+    assert ragged_strip.source[0] is row
+
+
+def test_large_contiguous_rows_of_a_strided_array_are_not_copied() -> None:
+    array = np.zeros((4, 2, 5000), np.uint8)[:, 0]
+    (column,) = prepare({"x": array}).columns
+    assert np.shares_memory(column.values.source[1], array)
+
+
+def test_specs_are_shared_between_columns_and_lengths() -> None:
+    rows = [np.zeros(n, np.int64) for n in (3, 0, 5)]
+    images = [np.zeros((n, 4, 2), np.uint8) for n in (1, 2, 0)]
+    prepared = prepare({"a": rows, "b": rows, "image": images, "text": ["a", "b", "c"]})
+    assert prepared.specs == [
+        Spec("array", "int64", (-1,)),
+        Spec("array", "uint8", (-1, 4, 2)),
+        Spec("object"),
+    ]
+
+
+def test_shapes_that_bytes_cannot_tell_are_spelled_out() -> None:
+    assert prepare({"x": [np.zeros((3, 0))]}).specs == [Spec("array", "float64", (3, 0))]
+    assert prepare({"x": np.zeros(3)}).specs == [Spec("array", "float64", ())]
+    assert prepare({"x": np.zeros((2, 0, 4))}).specs == [Spec("array", "float64", (-1, 4))]
+
+
+def test_columns_of_different_lengths_are_named() -> None:
+    with pytest.raises(InvalidRows, match="tokens: 3, reward: 2") as caught:
+        prepare({"tokens": np.zeros((3, 2)), "reward": [1, 2]})
+    assert caught.value.details["lengths"] == {"tokens": 3, "reward": 2}
+    with pytest.raises(InvalidRows, match="tokens: 3; the put has 4 rows"):
+        prepare({"tokens": [1, 2, 3]}, 4)
+
+
+@pytest.mark.parametrize("columns", [{}, {"x": []}, {"x": np.zeros((0, 3))}])
+def test_an_empty_put_is_refused(columns: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRows, match="empty put"):
+        prepare(columns)
+
+
+@pytest.mark.parametrize("column", ["text", b"bytes", {"a": 1}, {1, 2}, 3, None, np.float32(1)])
+def test_a_column_that_is_one_value_is_refused(column: object) -> None:
+    with pytest.raises(InvalidRows, match="x: a column"):
+        prepare({"x": column})
+    with pytest.raises(InvalidRows, match="x: a column"):
+        prepare({"x": np.zeros(())})
+
+
+def test_a_value_that_cannot_travel_is_named_by_field_and_row() -> None:
+    with pytest.raises(InvalidValue, match=r'^prompt\[3\]\["image"\]: ') as caught:
+        prepare({"prompt": ["a", "b", "c", {"image": object()}]})
+    assert caught.value.details["field"] == "prompt" and caught.value.details["row"] == 3
+    with pytest.raises(InvalidValue, match=r"^tokens\[1\]: .*it holds text") as caught:
+        prepare({"tokens": [np.zeros(2), np.array(["x"])]})
+    assert caught.value.details["row"] == 1
+    with pytest.raises(InvalidValue, match=r"^text: .*pass \.tolist\(\)"):
+        prepare({"text": np.array(["a", "b"])})
+    with pytest.raises(InvalidValue, match=r"^text\[1\]: a text that is not unicode"):
+        prepare({"text": ["a", "\ud800"]})
+
+
+def test_names_of_fields_are_checked() -> None:
+    for name in ("", 3, "x" * 1000):
+        with pytest.raises(InvalidRows, match="a field is named by"):
+            prepare({name: [1]})  # type: ignore[dict-item]
+    with pytest.raises(LimitExceeded, match="fields"):
+        prepare({f"f{index}": [1] for index in range(MAX_FIELDS + 1)})
+    with pytest.raises(FieldUnknown, match="dedup names 'y'"):
+        prepare({"x": [1]}, dedup=["y"])
+
+
+class Interface:
+    """An array of another library, by `__array_interface__`."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+class OnDevice:
+    """Like a cupy array: copied to the host by `get` alone."""
+
+    __cuda_array_interface__ = {"shape": (2,), "typestr": "<f4", "data": (0, False), "version": 3}
+
+    def get(self) -> np.ndarray:
+        return np.array([1, 2], np.float32)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("implicit conversion to a NumPy array is not allowed")
+
+
+class OverDlpack:
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+class Refusing:
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("is on another device")
+
+
+def test_arrays_of_other_libraries_are_taken(arena: Any) -> None:
+    array = np.arange(4, dtype=np.int16)
+    put = arena.put({"x": [Interface(array)], "y": [OnDevice()], "z": [OverDlpack(array)]})
+    assert put["x"][0].tolist() == put["z"][0].tolist() == [0, 1, 2, 3]
+    assert put["y"][0].tolist() == [1, 2] and put["y"][0].dtype == np.float32
+    dense = arena.put({"x": Interface(array), "y": OverDlpack(array)})
+    assert [int(value) for value in dense["x"]] == [0, 1, 2, 3]
+    with pytest.raises(InvalidValue, match=r"x\[0\]: .*Refusing does not become .* another device"):
+        arena.put({"x": [Refusing()]})
+
+
+def test_byte_order_and_strides_are_made_plain(arena: Any) -> None:
+    array = np.arange(12, dtype=">i4").reshape(3, 4)
+    put = arena.put({"dense": array.T, "rows": list(array.T), "leaf": [[array]] * 4})
+    for row, (dense, alone) in enumerate(zip(put["dense"], put["rows"], strict=True)):
+        assert dense.dtype == np.dtype("<i4") and dense.tolist() == array.T[row].tolist()
+        assert alone.tolist() == dense.tolist()
+    assert put["leaf"][0][0].dtype.isnative
+
+
+def test_columns_may_be_any_iterable_in_order(arena: Any) -> None:
+    put = arena.put({"a": range(3), "b": (x for x in "abc"), "c": (1.5, None, "x")})
+    assert put == {"a": [0, 1, 2], "b": ["a", "b", "c"], "c": [1.5, None, "x"]}

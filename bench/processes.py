@@ -151,16 +151,17 @@ class Crew:
     def end(self) -> None:
         """End all: services that never speak are asked first, then every session is killed."""
         running = [m for m in self.members.values() if m.process.returncode is None]
-        for member in running:
-            if not member.speaks:
-                member.process.terminate()
+        services = [m for m in running if not m.speaks]
+        for member in services:
+            # Not Popen.terminate: that reaps, and then the id might be somebody else's below.
+            os.kill(member.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _FAREWELL_S
-        for member in running:
-            while not member.speaks and not _is_zombie(member) and time.monotonic() < deadline:
-                time.sleep(_TICK_S / 10)
-            # Its whole session: a service's own children too. Not yet reaped, so the id is ours.
+        while not all(_is_zombie(m) for m in services) and time.monotonic() < deadline:
+            time.sleep(_TICK_S / 10)
+        for member in running:  # the whole session: a service's own children too
             with suppress(ProcessLookupError):
                 os.killpg(member.process.pid, signal.SIGKILL)
+        for member in running:
             member.process.wait()
         for member in self.members.values():
             for stream in (member.process.stdin, member.process.stdout):

@@ -132,6 +132,7 @@ class DataplaneEndpoint(Endpoint):
             free="acked",
         )
         self._dedup = [name for name in DEDUP if job.dedup]
+        self._samples = min(job.task.samples, _REWARD_ROWS)
         self._copied = 0
 
     def put(self, prompt: int, columns: Columns) -> None:
@@ -144,7 +145,9 @@ class DataplaneEndpoint(Endpoint):
         """Nothing to do: the partition seals itself at its last group."""
 
     def batches(self, stage: str) -> Iterator[Batch]:
-        many = {"groups": 1} if stage == "train" else {"rows": _REWARD_ROWS}
+        many = {"groups": 1}
+        if stage != "train":  # from one group's rows on: a full batch may never fit into the arena
+            many = {"rows": _REWARD_ROWS, "min": self._samples}
         for batch in self._partition.stream(stage, **many):
             taken = DataplaneBatch(batch)
             yield taken

@@ -21,7 +21,6 @@ from dataplane.client.connection import (
     Connection,
     answer,
     no_answer,
-    peer_lost,
     remind,
     unwrap,
 )
@@ -31,7 +30,6 @@ from dataplane.client.opening import framed, further, open_session, told
 from dataplane.client.plane import checked_name
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
-from dataplane.errors import DataplaneError
 from dataplane.wire.messages import Body
 
 OFFLOAD_BYTES = 1 << 20
@@ -234,10 +232,7 @@ async def _post(connection: Connection, frame: bytearray) -> None:
         async with asyncio.timeout(GRACE_S):
             await asyncio.get_running_loop().sock_sendall(connection.sock, frame)
     except BaseException as exc:
-        connection.close()
-        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-            raise peer_lost(connection.peer) from exc
-        raise
+        raise connection.failed(exc) from exc.__cause__
 
 
 async def exchange(
@@ -249,18 +244,11 @@ async def exchange(
         connection.sock.setblocking(False)
         async with asyncio.timeout(limit_s):
             body = answer(await _converse(connection, frame), rid)
-    except DataplaneError:
-        connection.close()
-        raise
     except TimeoutError as exc:
-        connection.close()
-        raise no_answer(connection.peer, limit_s or 0.0) from exc
-    except OSError as exc:
-        connection.close()
-        raise peer_lost(connection.peer) from exc
-    except BaseException:
-        connection.close()
-        raise
+        # Of the time-out above; DeadlineExceeded, which is one too, comes from nowhere in here.
+        raise connection.failed(no_answer(connection.peer, limit_s or 0.0)) from exc
+    except BaseException as exc:
+        raise connection.failed(exc) from exc.__cause__
     finally:
         reminder.cancel()
     return unwrap(body)

@@ -13,8 +13,6 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 
-from dataplane.client.convert import to_numpy
-from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import Array
 
@@ -25,18 +23,17 @@ def table(columns: dict[str, pa.Array]) -> pa.Table:
     return pa.Table.from_arrays(list(columns.values()), names=list(columns))
 
 
-def from_column(column: ColumnView) -> pa.Array:
-    """One field as an Arrow array; InvalidValue where Arrow has no type for it."""
+def from_field(name: str, values: Array | list[Any]) -> pa.Array:
+    """A field, as `to_numpy` gives it; InvalidValue where Arrow has no type for it."""
     try:
-        values = to_numpy(column)
         if isinstance(values, np.ndarray):
             return _dense(_typed(values))
-        if column.holds_arrays and len({(v.dtype, v.ndim) for v in values}) == 1:
+        if set(map(type, values)) == {np.ndarray} and len({(v.dtype, v.ndim) for v in values}) == 1:
             return _ragged(values)
         return pa.array([_plain(value) for value in values])
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
         raise InvalidValue(
-            f"{column.field}: Arrow has no type for these values: {exc}", field=column.field
+            f"{name}: Arrow has no type for these values: {exc}", field=name
         ) from exc
 
 

@@ -1,15 +1,12 @@
 """Connections to this host's peer: one call at a time on each, strictly request and reply.
 
-Runs in the client. Whatever interrupts a wait closes the connection, which cancels the call at the
-peer; nothing is retried. The event loop's side of the same sockets is in `client/aio.py`; framing
-and the handshake are here, once.
+Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
+peer; nothing is retried. The event loop's side of the same sockets is in `client/aio.py`.
 """
 
 from __future__ import annotations
 
-import array
 import logging
-import os
 import socket
 import threading
 import time
@@ -24,12 +21,10 @@ from dataplane.errors import (
     InvalidValue,
     PeerLost,
     ProtocolError,
-    VersionMismatch,
     from_wire,
 )
 from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
-from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
-from dataplane.wire.messages import Body, Failed, Hello, HelloDone, Reply, Request, Welcome
+from dataplane.wire.messages import Body, Failed, Reply, Request
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +35,6 @@ REMIND_S = 60.0
 
 _BUFFER_BYTES = 64 << 10
 _KEPT_BUFFER_BYTES = 1 << 20
-_HANDSHAKE_S = 20.0
 _IDLE_CONNECTIONS = 16
 
 Opener = Callable[[], socket.socket]
@@ -90,12 +84,13 @@ class Inbox:
 class Connection:
     """A joined socket with its inbox; borrowed by one call at a time."""
 
-    __slots__ = ("sock", "inbox", "peer", "_rid", "_complaint")
+    __slots__ = ("sock", "inbox", "peer", "left", "_rid", "_complaint")
 
     def __init__(self, sock: socket.socket, peer: str = "?") -> None:
         self.sock = sock
         self.inbox = Inbox()
         self.peer = peer
+        self.left = False
         self._rid = 0
         self._complaint: DataplaneError | None = None
 
@@ -105,6 +100,15 @@ class Connection:
 
     def close(self) -> None:
         self.sock.close()
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more. The peer sees the end and cancels the call; an
+        answer that is on its way already is read by the housekeeper, who undoes what it gives."""
+        self.left = True
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.sock.close()
 
     def receive(self, limit_s: float | None, waiting: str = "") -> Reply:
         """The next reply. DeadlineExceeded after `limit_s`; without one, logs every minute."""
@@ -146,18 +150,22 @@ class Connection:
         """Send one request and wait for its answer. Raises what the peer answered as an error."""
         try:
             self.send(frame, limit_s)
-            reply = self.receive(limit_s, waiting)
-            body = answer(reply, rid)
-        except DataplaneError:
-            self.close()
-            raise
-        except OSError as exc:
-            self.close()
-            raise peer_lost(self.peer) from exc
-        except BaseException:
-            self.close()
-            raise
+            body = answer(self.receive(limit_s, waiting), rid)
+        except BaseException as exc:
+            raise self.failed(exc) from exc.__cause__
         return unwrap(body)
+
+    def failed(self, exc: BaseException) -> BaseException:
+        """End the connection because of this error; the error to raise for it."""
+        if isinstance(exc, DeadlineExceeded) or not isinstance(exc, Exception):
+            self.leave()
+            return exc
+        self.close()
+        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+            lost = peer_lost(self.peer)
+            lost.__cause__ = exc
+            return lost
+        return exc
 
     def post(self, frame: bytearray) -> None:
         """Send one-way frames."""
@@ -226,77 +234,6 @@ def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
     )
 
 
-def negotiate(welcome: Welcome) -> int:
-    """The highest protocol version that both sides speak."""
-    lowest, highest = welcome.versions
-    version = min(highest, PROTOCOL_VERSION)
-    if version < max(lowest, PROTOCOL_VERSION_MIN):
-        raise VersionMismatch(
-            f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, this client "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same dataplane on both",
-            peer_versions=list(welcome.versions),
-        )
-    return version
-
-
-def open_connection(
-    opener: Opener, session: int = 0, peer: str = "?"
-) -> tuple[Connection, Welcome, HelloDone, list[int]]:
-    """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
-    the caller, when `session` is 0; a further connection of a session lets the kernel drop them."""
-    descriptors: list[int] = []
-    try:
-        connection = Connection(opener(), peer)
-    except OSError as exc:
-        raise peer_lost(peer) from exc
-    try:
-        connection.sock.settimeout(_HANDSHAKE_S)
-        welcome = _receive_welcome(connection, descriptors if session == 0 else None)
-        hello = Hello(negotiate(welcome), session)
-        rid = connection.next_rid()
-        request = Request(rid, session, 0, 0, welcome.epoch, int(_HANDSHAKE_S * 1e3), hello)
-        connection.send(encode(request), _HANDSHAKE_S)
-        done = unwrap(answer(connection.receive(_HANDSHAKE_S), rid))
-        if not isinstance(done, HelloDone):
-            raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
-    except BaseException as exc:
-        connection.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-            raise peer_lost(connection.peer) from exc
-        raise
-    return connection, welcome, done, descriptors
-
-
-def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:
-    while (reply := connection.inbox.reply()) is None:
-        room = connection.inbox.room()
-        if descriptors is None:
-            connection.count(connection.sock.recv_into(room))
-        else:
-            connection.count(_receive_with_descriptors(connection.sock, room, descriptors))
-    body = unwrap(reply.body)
-    if not isinstance(body, Welcome):
-        raise ProtocolError(f"the peer opened with {type(body).__name__}, not Welcome")
-    if descriptors is not None and len(descriptors) != 2:
-        raise ProtocolError(f"Welcome brought {len(descriptors)} descriptors instead of 2")
-    connection.peer = body.peer
-    return body
-
-
-def _receive_with_descriptors(sock: socket.socket, room: memoryview, descriptors: list[int]) -> int:
-    count, ancillary, _, _ = sock.recvmsg_into(
-        [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
-    )
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received = array.array("i")
-            received.frombytes(data[: len(data) - len(data) % received.itemsize])
-            descriptors.extend(received)
-    return count
-
-
 class Connections:
     """The idle connections of one session; more are opened as calls need them.
 
@@ -308,6 +245,8 @@ class Connections:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed: str | None = None
+        self.orphaned: Callable[[Connection], None] = Connection.close
+        """takes connections that were left with a call under way"""
 
     def idle(self) -> Connection | None:
         """The connection used last, which keeps a lone caller's one-way frames in order."""
@@ -318,6 +257,9 @@ class Connections:
 
     def give_back(self, connection: Connection) -> None:
         if connection.sock.fileno() < 0:
+            return
+        if connection.left:
+            self.orphaned(connection)
             return
         with self._lock:
             if self._closed is None and len(self._idle) < _IDLE_CONNECTIONS:

@@ -96,9 +96,8 @@ def to_arrow(
         mixed = len(set(map(type, keys))) > 1
         columns["key"] = arrow.from_values("key", [str(k) for k in keys] if mixed else list(keys))
     for name, column in fields.items():
-        columns["field.key" if name == "key" and keys is not None else name] = arrow.from_column(
-            column
-        )
+        shown = "field.key" if name == "key" and keys is not None else name
+        columns[shown] = arrow.from_field(name, to_numpy(column))
     for name, values in (tags or {}).items():
         columns[f"tag.{name}" if name in columns else name] = arrow.from_values(name, list(values))
     return arrow.table(columns)

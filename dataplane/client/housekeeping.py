@@ -19,7 +19,18 @@ from dataplane.client.extents import IDLE_S
 from dataplane.client.session import Session
 from dataplane.errors import DataplaneError
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import Body, Finish, GiveBack, Goodbye
+from dataplane.wire.messages import (
+    Body,
+    Claimed,
+    Fetched,
+    Finish,
+    GiveBack,
+    Goodbye,
+    PutDone,
+    ReadDone,
+    Reserved,
+    Unpin,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +73,27 @@ class Housekeeper:
                 self.close("nothing refers to this client any more")
             elif woken:
                 self._closing.wait(GATHER_S)
-            due = session.parting(housekeeping=True)
+            due = self._undone() + session.parting(housekeeping=True)
             idle = session.leftovers.take_idle()
             if len(idle):
                 due.append(GiveBack(idle.tobytes()))
             self.tell(due)
         if self._over():
             self._drop_anchor()
+
+    def _undone(self) -> list[Body]:
+        """What takes back the answers that came when nobody waited for them any more."""
+        due: list[Body] = []
+        for connection in self.session.orphans():
+            try:
+                connection.sock.settimeout(_SEND_S)
+                while True:
+                    while (reply := connection.inbox.reply()) is not None:
+                        due += undo(reply.body)
+                    connection.count(connection.sock.recv_into(connection.inbox.room()))
+            except (OSError, DataplaneError):
+                connection.close()
+        return due
 
     def _over(self) -> bool:
         """After close() the anchor stays only for views that are still alive."""
@@ -131,7 +156,8 @@ class Housekeeper:
     def _goodbye(self) -> None:
         session = self.session
         leases, session.leases = list(session.leases), set()
-        due: list[Body] = [Finish(lease, "release") for lease in leases]
+        due = self._undone()
+        due += [Finish(lease, "release") for lease in leases]
         due += session.parting()
         grants = session.leftovers.take_idle(0)
         if len(grants):
@@ -161,6 +187,18 @@ class Housekeeper:
         self._closing.set()
         self.session.poison()
         self._drop_anchor()
+
+
+def undo(body: Body) -> list[Body]:
+    """The messages that give back what an answer gave."""
+    due: list[Body] = []
+    if isinstance(body, Claimed):
+        due.append(Finish(body.lease, "release"))
+    if isinstance(body, Reserved | PutDone) and body.extents:
+        due.append(GiveBack(body.extents))
+    if isinstance(body, Claimed | Fetched | ReadDone | Reserved) and body.pin:
+        due.append(Unpin([body.pin]))
+    return due
 
 
 def close_all() -> None:

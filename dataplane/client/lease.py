@@ -27,8 +27,8 @@ from dataplane.client.core import (
     wait_for,
 )
 from dataplane.client.rows import Names, TagValues, group_positions, tag_columns, take_tags
-from dataplane.client.written import Written, beside
 from dataplane.client.writing import write_columns
+from dataplane.client.written import Written, beside
 from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES

@@ -8,15 +8,9 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from dataplane.client.connection import (
-    GRACE_S,
-    Connection,
-    Connections,
-    frame_of,
-    open_connection,
-    peer_lost,
-)
+from dataplane.client.connection import GRACE_S, Connection, Connections, frame_of, peer_lost
 from dataplane.client.core import Call, Tell
+from dataplane.client.handshake import open_connection
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.session import Session
 from dataplane.errors import ClientClosed, PeerLost

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.connection import Connections
+from dataplane.client.connection import Connection, Connections
 from dataplane.client.extents import Leftovers
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
@@ -49,6 +49,7 @@ class Session:
         self.max_frame_bytes = welcome.max_frame_bytes
         self.share_bytes = done.share_bytes
         self.connections = connections
+        connections.orphaned = self._orphaned
         self.reads = reads
         self.writes = writes
         self.leftovers = Leftovers()
@@ -66,6 +67,7 @@ class Session:
         self._released: SimpleQueue[int] = SimpleQueue()
         self._abandoned: SimpleQueue[int] = SimpleQueue()
         self._excess: SimpleQueue[bytes] = SimpleQueue()
+        self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
     # identity of requests and rows
@@ -138,6 +140,18 @@ class Session:
         for part in extents:
             self._excess.put(part.tobytes())
         self.wake()
+
+    def _orphaned(self, connection: Connection) -> None:
+        if self.closed is not None:
+            connection.close()
+            return
+        self._orphans.put(connection)
+        self.tend()
+        self.wake()
+
+    def orphans(self) -> list[Connection]:
+        """Connections whose call was given up: their answers are to be undone."""
+        return _drain(self._orphans)
 
     def wake(self) -> None:
         """Make the housekeeper look again."""

@@ -220,7 +220,7 @@ def _ragged(arrays: list[Array], specs: _Specs) -> Strip:
 
 def _heads(heads: list[bytes], specs: _Specs) -> Strip:
     sizes = np.fromiter(map(len, heads), np.int64, len(heads))
-    return Strip(len(heads), list(heads), sizes, specs.number(_OBJECT))
+    return Strip(len(heads), heads, sizes, specs.number(_OBJECT))
 
 
 def _objects(name: str, column: Sequence[Any], specs: _Specs) -> PreparedColumn:

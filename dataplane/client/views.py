@@ -105,11 +105,16 @@ class ColumnView(Sequence[Any]):
         return objects.decode(self._bytes[offset : offset + nbytes], self._leaves_of(row))
 
     def __iter__(self) -> Iterator[Any]:
-        dense = self.dense()
-        # rows of a dense array are its items, but for numbers, which would come as numpy scalars
-        if dense is not None and dense.ndim > 1:
-            return iter(dense)
-        return self._values()
+        uniform = self.uniform
+        if uniform is not None:
+            dtype, shape = uniform
+            dense = self._strided(dtype, shape)
+            # its items would be numpy scalars where a row is one number
+            if dense is not None and shape:
+                return iter(dense)
+            offsets = self._places["offset"].tolist()
+            return (np.ndarray(shape, dtype, self._base, offset) for offset in offsets)
+        return self._ragged() or self._values()
 
     def present(self, row: int) -> bool:
         """Whether this row has the field."""
@@ -161,9 +166,9 @@ class ColumnView(Sequence[Any]):
     def dense(self) -> Array | None:
         """All rows as one read-only array [n, ...] where they lie at a regular distance."""
         uniform = self.uniform
-        if uniform is None:
-            return None
-        dtype, shape = uniform
+        return None if uniform is None else self._strided(*uniform)
+
+    def _strided(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         offsets = self._places["offset"].astype(np.int64)
         steps = np.diff(offsets)
         step = int(steps[0]) if len(steps) else dtype.itemsize * math.prod(shape)
@@ -192,6 +197,20 @@ class ColumnView(Sequence[Any]):
     def equals(self, other: Sequence[Any]) -> bool:
         """Whether the other has the same values: types, dtypes, shapes and bytes; NaN is itself."""
         return len(self) == len(other) and all(map(same, self, other))
+
+    def _ragged(self) -> Iterator[Any] | None:
+        """The rows where all are arrays of one spec whose first length is open, else None."""
+        places = self._places
+        if not len(places) or places["flags"].any() or (places["spec"] != places["spec"][0]).any():
+            return None
+        form = self._form(int(places["spec"][0]))
+        if not form.row or (places["nbytes"] % form.row).any():
+            return None
+        base, dtype, tail = self._base, form.dtype, form.tail
+        columns = (places["offset"].tolist(), (places["nbytes"] // form.row).tolist())
+        return (
+            np.ndarray((n, *tail), dtype, base, offset) for offset, n in zip(*columns, strict=True)
+        )
 
     def _values(self) -> Iterator[Any]:
         decoder = objects.Decoder()

@@ -135,7 +135,7 @@ class _Put:
             self.replace,
             written.digests.tobytes(),
             written.digest_index.tobytes(),
-            self._want(run, parcels, done + filled.count, bool(len(written.digests))),
+            0 if len(written.digests) else self._want(filled, parcels, done),
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)
@@ -147,12 +147,11 @@ class _Put:
         self.committed_rows = [*(self.committed_rows or []), filled.parcel.rows]
         return filled.count
 
-    def _want(self, run: list[Parcel], parcels: list[Parcel], done: int, dedup: bool) -> int:
+    def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
-        if dedup:
-            return 0
-        following = parcels[done : done + len(run)]
-        nbytes = min(sum(p.nbytes for p in following or run), RUN_BYTES)
+        following = parcels[done + filled.count : done + 2 * filled.count]
+        nbytes = sum(p.nbytes for p in following) if following else filled.nbytes
+        nbytes = min(nbytes, RUN_BYTES)
         return 0 if self.handle.session.leftovers.holds(nbytes) else nbytes
 
     def incomplete(self, exc: Exception) -> PutIncomplete:
@@ -203,6 +202,7 @@ class Filled:
     offsets: Records
     shared: Records
     pin: int
+    nbytes: int
 
     def ranges(self) -> Records:
         """EXTENT records of what was written."""
@@ -225,7 +225,7 @@ def next_run(
     for stop in range(start, len(parcels)):
         parcel = parcels[stop]
         rows += len(parcel)
-        nbytes += parcel.nbytes
+        nbytes += parcel.nbytes if start + 1 < len(parcels) else 0
         size += cost * len(parcel) if isinstance(cost, int) else int(cost[parcel.rows].sum())
         full = rows > session.max_rows or nbytes > RUN_BYTES or size > MESSAGE_BYTES
         if stop > start and (full or parcel.repeats):
@@ -249,9 +249,10 @@ def write_run(
         body = Reserve(handle.name, generation, units, continuing(), digests.tobytes())
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
         run, extents, pin = run[: reserved.units], column(reserved.extents, EXTENT), reserved.pin
-        shared = share(session, run, reserved, len(digests))
-    joined = parcels_of.join(run)
     try:
+        if len(digests):
+            shared = yield Offload(lambda: share(session, run, reserved, len(digests)), nbytes)
+        joined = parcels_of.join(run)
         offsets = place(joined.sizes, extents)
         fresh = extents if found is None else extents[:0]
         yield Offload(lambda: _copy(session, joined, offsets, fresh), joined.nbytes)
@@ -260,7 +261,7 @@ def write_run(
         session.pinned(pin)
         raise
     session.keep(remainder(joined.sizes, offsets, extents))
-    return Filled(len(run), joined, offsets, shared, pin)
+    return Filled(len(run), joined, offsets, shared, pin, nbytes)
 
 
 def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> None:
@@ -272,8 +273,6 @@ def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) ->
 
 def share(session: Session, run: list[Parcel], reserved: Reserved, asked: int) -> Records:
     """Make the parcels share what the peer has already, after comparing the bytes."""
-    if not asked:
-        return np.zeros(0, RANGE)
     known = column(reserved.known, RANGE, asked)
     places = column(reserved.places, EXTENT, asked)
     arena = session.reads.base_array(session.reads.pin(0))

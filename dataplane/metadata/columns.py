@@ -48,7 +48,8 @@ def spans(starts: Array, counts: Array) -> Array:
         return np.arange(starts[0], starts[0] + counts[0])
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    positions: Array = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    return positions
 
 
 def unique(ids: Array) -> Array:
@@ -96,7 +97,9 @@ class Ragged:
     Freed blocks are used again for lists of the same class; a list that outgrows its block moves.
     """
 
-    def __init__(self, dtype: np.dtype[Any], capacity: int = 0) -> None:
+    def __init__(self, dtype: np.dtype[Any], capacity: int = 0, usual: int = 1) -> None:
+        """usual: how long most lists become; none gets a smaller block."""
+        self._least_class = max(usual - 1, 0).bit_length()
         self.pool: Array = np.zeros(0, dtype)
         self._top = 0
         self._start: Array = np.zeros(capacity, np.int64)
@@ -130,10 +133,17 @@ class Ragged:
 
     def append(self, ids: Array, counts: Array, records: Array) -> None:
         """Add counts[i] records to the list of ids[i] (all different)."""
+        if len(records) == 1 and len(ids) == 1:
+            id_ = ids.item()
+            length, size_class = self.counts.item(id_), self._class.item(id_)
+            if size_class >= 0 and length < 1 << size_class:
+                self.pool[self._start.item(id_) + length] = records[0]
+                self.counts[id_] = length + 1
+                return
         old = self.counts[ids]
         new = old + counts
         # _class -1 shifts to a room of 0
-        tight = np.flatnonzero(new > (1 << (self._class[ids].astype(np.int64) + 1)) >> 1)
+        tight = (new > (1 << (self._class[ids].astype(np.int64) + 1)) >> 1).nonzero()[0]
         if len(tight):
             self._move(ids[tight], new[tight])
         self.pool[spans(self._start[ids] + old, counts)] = records
@@ -149,6 +159,12 @@ class Ragged:
         """Keep of the lists of `ids` (all different) the records where `mask` holds, in order."""
         counts = self.counts[ids]
         positions = spans(self._start[ids], counts)
+        if len(ids) == 1:
+            kept = positions[mask]
+            start = self._start.item(ids.item())
+            self.pool[start : start + len(kept)] = self.pool[kept]
+            self.counts[ids] = len(kept)
+            return
         owner = np.repeat(np.arange(len(ids)), counts)
         left = np.bincount(owner[mask], minlength=len(ids))
         self.pool[spans(self._start[ids], left)] = self.pool[positions[mask]]
@@ -156,12 +172,13 @@ class Ragged:
 
     def _move(self, ids: Array, needs: Array) -> None:
         classes = np.ceil(np.log2(needs)).astype(np.int8)
+        np.maximum(classes, self._least_class, out=classes)
         old_start, old_class, counts = self._start[ids], self._class[ids], self.counts[ids]
         starts = np.empty(len(ids), np.int64)
         for size_class in np.unique(classes).tolist():
-            which = np.flatnonzero(classes == size_class)
+            which = (classes == size_class).nonzero()[0]
             starts[which] = self._blocks(size_class, len(which))
-        held = np.flatnonzero(counts)
+        held = counts.nonzero()[0]
         if len(held):
             source = spans(old_start[held], counts[held])
             self.pool[spans(starts[held], counts[held])] = self.pool[source]

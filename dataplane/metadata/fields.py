@@ -83,6 +83,13 @@ class Fields:
         old or new, are collected.
         """
         bit = self.bit(one.field)
+        if len(slots) == 1 and one.here is None and one.counts is None:
+            slot = slots.item()
+            present = self.present.item(slot)
+            if not present >> bit & 1:
+                self._column(bit)[slot] = numbers.applied_to_one(one.values.item())
+                self.present[slot] = present | 1 << bit
+                return 0
         values, leaves = numbers.applied(one.values), one.leaves
         counts, here = one.counts, one.here
         if len(leaves):
@@ -114,12 +121,16 @@ class Fields:
     def remove(self, slots: Array) -> int:
         """The rows are no more. Returns the bytes that their values had."""
         present = self.present[slots]
-        total = 0
+        before = len(self._released)
         for bit in self._values:
-            there = (present >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
-            total += self._forget(slots if there.all() else slots[there], bit)
+            if len(slots) == 1:
+                there = present.item() >> bit & 1
+                self._forget(slots if there else slots[:0], bit)
+            else:
+                among = (present >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
+                self._forget(slots if among.all() else slots[among], bit)
         self.present[slots] = 0
-        return total
+        return sum(int(records["nbytes"].sum()) for records in self._released[before:])
 
     def gather(
         self, slots: Array, names: Sequence[str] | None
@@ -148,7 +159,8 @@ class Fields:
                 lengths, leaves = self._leaves[bit].gather(slots)
                 counts = lengths.astype(U4).tobytes() if len(leaves) else b""
             picked.append((name, values, counts, leaves))
-        specs, owners = self._known.outgoing([records for one in picked for records in (one[1], one[3])])
+        records = [part for one in picked for part in (one[1], one[3])]
+        specs, owners = self._known.outgoing(records)
         columns = [
             Column(name, values.tobytes(), counts, leaves.tobytes())
             for name, values, counts, leaves in picked
@@ -222,29 +234,30 @@ class Fields:
     def _written(self) -> list[str]:
         return [name for name, bit in self.names.items() if bit in self._values]
 
-    def _store(
-        self, bit: int, slots: Array, values: Array, counts: Array | None, leaves: Array
-    ) -> None:
+    def _column(self, bit: int) -> Array:
         column = self._values.get(bit)
         if column is None:
             column = self._values[bit] = np.zeros(len(self.present), VALUE)
-        column[slots] = values
+        return column
+
+    def _store(
+        self, bit: int, slots: Array, values: Array, counts: Array | None, leaves: Array
+    ) -> None:
+        self._column(bit)[slots] = values
         self.present[slots] |= np.uint64(1 << bit)
         if counts is not None and len(leaves):
             if bit not in self._leaves:
                 self._leaves[bit] = Ragged(VALUE, len(self.present))
             self._leaves[bit].set(slots, counts, leaves)
 
-    def _forget(self, slots: Array, bit: int) -> int:
-        """Values that go: collect their references. Returns their bytes."""
+    def _forget(self, slots: Array, bit: int) -> None:
+        """Values that go: collect their references."""
         if not len(slots):
-            return 0
-        gone = [self._values[bit][slots]]
+            return
+        self._released.append(self._values[bit][slots])
         if bit in self._leaves:
-            gone.append(self._leaves[bit].gather(slots)[1])
+            self._released.append(self._leaves[bit].gather(slots)[1])
             self._leaves[bit].clear(slots)
-        self._released += gone
-        return sum(int(records["nbytes"].sum()) for records in gone)
 
     def _release(self, values: Array, counts: Array | None, leaves: Array, refused: Array) -> None:
         self._released.append(values)

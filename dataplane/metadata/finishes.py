@@ -88,7 +88,7 @@ def finish(
 
 def give_back(state: State, lease: Lease) -> int:
     """The lease ends without an outcome; returns the rows that came back."""
-    count = state.come_back(lease, np.flatnonzero(lease.left))
+    count = state.come_back(lease, lease.left.nonzero()[0])
     state.leases.end(lease)
     return count
 
@@ -101,7 +101,7 @@ def give_back_all(state: State, leases: Sequence[Lease]) -> int:
 def _positions(lease: Lease, index: bytes | None) -> Array:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
     if index is None:
-        return np.flatnonzero(lease.left)
+        return lease.left.nonzero()[0]
     positions = column(index, U4).astype(np.int64)
     if len(positions) and int(positions.max()) >= len(lease.slots):
         raise InvalidRows(

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.metadata.columns import Array, Ids, Ragged, bump, capacity_for, grow
+from dataplane.metadata.columns import Array, Ids, Ragged, bump, capacity_for, grow, unique
 from dataplane.metadata.index import KeyIndex
 from dataplane.metadata.names import format_minted, given_names
 from dataplane.wire.tables import Name
 
 FREE, OPEN, CLOSED = range(3)
 UNKNOWN_SIZE = -1
+UNLIMITED = 1 << 40
 
 
 class Groups:
     """Columns by group id. `members.counts` is the number of living rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual_size: int) -> None:
         self.index = KeyIndex()
         self.names: dict[int, Name] = {}
         self.phase: Array = np.zeros(0, np.uint8)
         self.expected: Array = np.zeros(0, np.int32)
         self.seen: Array = np.zeros(0, np.int32)
         self.dropped: Array = np.zeros(0, np.int32)
-        self.members = Ragged(np.dtype(np.int32))
+        self.members = Ragged(np.dtype(np.int32), usual=usual_size)
         self.capacity = 0
         self._ids = Ids()
 
@@ -72,19 +73,30 @@ class Groups:
         """Rows go, each `slots[i]` from `groups[i]`."""
         if dropped:
             bump(self.dropped, groups, 1)
-        different = np.unique(groups)
+        different = unique(groups)
+        if self.members.counts[different].sum() == len(slots):
+            self.members.clear(different)  # all their rows go, as most often
+            return
         _, members = self.members.gather(different)
-        self.members.keep(different, ~np.isin(members, slots))
+        if len(slots) == 1:
+            self.members.keep(different, members != slots.item())
+        else:
+            self.members.keep(different, ~np.isin(members, slots))
 
     def full(self, groups: Array) -> Array:
         """Those of these groups that are open and have seen all the rows they expect."""
+        if len(groups) == 1:
+            group = groups.item()
+            is_open = self.phase.item(group) == OPEN
+            full = is_open and self.seen.item(group) == self.expected.item(group)
+            return groups if full else groups[:0]
         mask = (self.phase[groups] == OPEN) & (self.seen[groups] == self.expected[groups])
         result: Array = groups[mask]
         return result
 
     def open(self) -> Array:
         """All open groups."""
-        return np.flatnonzero(self.phase == OPEN)
+        return (self.phase == OPEN).nonzero()[0]
 
     def closed(self, groups: Array) -> Array:
         """Per group: is it closed."""
@@ -94,6 +106,25 @@ class Groups:
     def close(self, groups: Array) -> None:
         self.phase[groups] = CLOSED
         self.expected[groups] = self.seen[groups]
+
+    def room(self, groups: Array, unknown: int) -> Array:
+        """How many more rows each group takes; -1 in `groups` is a new one that takes `unknown`."""
+        if len(groups) == 1:
+            group = groups.item()
+            return np.array([unknown if group < 0 else self._room_of(group)])
+        room = np.full(len(groups), unknown, np.int64)
+        known = (groups >= 0).nonzero()[0]
+        ids = groups[known]
+        left = self.expected[ids].astype(np.int64) - self.seen[ids]
+        left = np.where(self.expected[ids] == UNKNOWN_SIZE, UNLIMITED, left)
+        room[known] = np.where(self.closed(ids), 0, left)
+        return room
+
+    def _room_of(self, group: int) -> int:
+        if self.phase.item(group) == CLOSED:
+            return 0
+        expected = self.expected.item(group)
+        return UNLIMITED if expected == UNKNOWN_SIZE else expected - self.seen.item(group)
 
     def spent(self, groups: Array) -> Array:
         """Those of these groups whose record can go: closed, and without rows."""

@@ -49,7 +49,7 @@ def repeated(keys: Array) -> Array:
     _, first = np.unique(np.ascontiguousarray(keys).view("V16").ravel(), return_index=True)
     seen = np.ones(len(keys), bool)
     seen[first] = False
-    return np.flatnonzero(seen)
+    return seen.nonzero()[0]
 
 
 class KeyIndex:
@@ -129,7 +129,7 @@ class KeyIndex:
             hit = (found >= 0) & (known[:, 1] == second) & (known[:, 0] == first)
             ids[active[hit]] = found[hit]
             places[active[hit]] = at[hit]
-            go_on = np.flatnonzero(~hit & (found != _EMPTY))
+            go_on = (~hit & (found != _EMPTY)).nonzero()[0]
             active, first, second = active[go_on], first[go_on], second[go_on]
             at = (at[go_on] + 1) & self._last
         return ids, places
@@ -145,9 +145,9 @@ class KeyIndex:
             return
         at = (mixed(keys) >> np.uint64(self._shift)).astype(np.int64)
         while len(ids):
-            free = np.flatnonzero(self._table[at] < 0)
+            free = (self._table[at] < 0).nonzero()[0]
             self._table[at[free]] = ids[free]  # of several that meet in one place, the last stays
-            left = np.flatnonzero(self._table[at] != ids)
+            left = (self._table[at] != ids).nonzero()[0]
             ids = ids[left]
             at = (at[left] + 1) & self._last
 

@@ -23,8 +23,13 @@ _COMPACT_ABOVE = 4_096
 class Numbers:
     """The store's numbers of one message's specs and owners."""
 
-    specs: Array
-    owners: Array
+    specs: list[int]
+    owners: list[int]
+
+    def applied_to_one(self, record: tuple[int, ...]) -> tuple[int, ...]:
+        """One record that is not ABSENT, as a tuple."""
+        range_, generation, nbytes, spec, delta, owner = record
+        return range_, generation, nbytes, self.specs[spec], delta, self.owners[owner]
 
     def applied(self, records: Array) -> Array:
         """A copy of VALUE records under the store's numbers; ABSENT stays."""
@@ -33,9 +38,9 @@ class Numbers:
         if len(self.specs) == 1:
             result["spec"] = self.specs[0]
         elif len(self.specs):
-            result["spec"] = self.specs.take(records["spec"], mode="clip")
+            result["spec"] = np.array(self.specs).take(records["spec"], mode="clip")
         if len(self.owners):
-            owner = self.owners.take(records["owner"], mode="clip")
+            owner = np.array(self.owners).take(records["owner"], mode="clip")
             result["owner"] = np.where(records["owner"] == ABSENT, ABSENT, owner)
         return result
 
@@ -68,8 +73,8 @@ class SpecsAndOwners:
                 self._owner_numbers[owner] = len(self.owners)
                 self.owners.append(owner)
         return Numbers(
-            np.array([self._spec_numbers[spec] for spec in specs], np.uint32),
-            np.array([self._owner_numbers[owner] for owner in owners], np.uint16),
+            [self._spec_numbers[spec] for spec in specs],
+            [self._owner_numbers[owner] for owner in owners],
         )
 
     def outgoing(self, arrays: Sequence[Array]) -> tuple[list[Spec], list[Owner]]:
@@ -102,4 +107,4 @@ class SpecsAndOwners:
         used = np.zeros(count + 1, np.bool_)
         for numbers in columns:
             used[np.minimum(numbers, count)] = True
-        return np.flatnonzero(used[:count])
+        return used[:count].nonzero()[0]

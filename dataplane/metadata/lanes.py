@@ -100,7 +100,7 @@ class Lane:
         have, at = 0, self._head
         while have < count and at < self._tail:
             end = min(self._tail, at + max(count - have, _SMALLEST))
-            good = np.flatnonzero(self._valid(self._buffer[at:end])) + at
+            good = self._valid(self._buffer[at:end]).nonzero()[0] + at
             if not have:
                 self._pass_over(int(good[0]) if len(good) else end)
             found.append(good)

@@ -43,7 +43,7 @@ def _in_the_way(
     waited_for[pending] = True
     held: dict[int, tuple[int, float]] = {}
     for lease in state.leases:
-        slots = state.held(lease, np.flatnonzero(lease.left))
+        slots = state.held(lease, lease.left.nonzero()[0])
         mine = stage.rows.state[slots] == LEASED if lease.stage is stage else waited_for[slots]
         rows = int(np.count_nonzero(mine))
         if rows:

@@ -20,7 +20,7 @@ from dataplane.errors import (
     RowsDropped,
 )
 from dataplane.metadata.columns import Array
-from dataplane.metadata.groups import UNKNOWN_SIZE
+from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
 from dataplane.metadata.names import format_minted
 from dataplane.metadata.state import State
@@ -73,7 +73,7 @@ def plan_put(
     state.fields.check_room([one.field for one in fields])
     state.tags.check(tags, incoming.count)
     slots = state.index.find(incoming.keys)
-    new = np.flatnonzero(slots < 0)
+    new = (slots < 0).nonzero()[0]
     if len(new):
         _check_new_rows(state, incoming, new)
     if len(new) < incoming.count and not (replace or keep):
@@ -150,7 +150,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
 
 
 def _check_fields(state: State, rows: RowsIn, slots: Array, fields: Sequence[ColumnIn]) -> None:
-    known = np.flatnonzero(slots >= 0)
+    known = (slots >= 0).nonzero()[0]
     for one in fields:
         there = state.fields.have(one.field, slots[known])
         if one.here is not None:
@@ -177,18 +177,24 @@ def _plan_groups(state: State, rows: RowsIn, slots: Array, new: Array) -> tuple[
     if not len(joining):
         return groups, _NONE
     counts = np.bincount(joining, minlength=len(groups))
-    unknown = groups < 0
-    dropped = np.flatnonzero(unknown & (counts > 0) & state.tombstones.among(rows.group_keys))
+    unknown = (groups < 0) & (counts > 0)
+    made = unknown.nonzero()[0]
+    if len(made) and len(state.tombstones):
+        _check_new_groups(state, rows, made)
+    _check_sizes(state, rows, groups, counts)
+    return groups, made
+
+
+def _check_new_groups(state: State, rows: RowsIn, made: Array) -> None:
+    dropped = made[state.tombstones.among(rows.group_keys[made])]
     if len(dropped):
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(f"the groups {names} were dropped; they are cancelled", groups=names)
-    _check_sizes(state, rows, groups, counts)
-    return groups, np.flatnonzero(unknown & (counts > 0))
 
 
 def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array) -> None:
     assert rows.group is not None
-    known = np.flatnonzero((slots >= 0) & (rows.group >= 0))
+    known = ((slots >= 0) & (rows.group >= 0)).nonzero()[0]
     if not len(known):
         return
     named = groups[rows.group[known]]
@@ -202,26 +208,14 @@ def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array)
 
 
 def _check_sizes(state: State, rows: RowsIn, groups: Array, counts: Array) -> None:
-    size = state.definition.group_size or UNKNOWN_SIZE
-    # ids of -1 read the last entry, which np.where leaves out
-    known = (groups >= 0) & (counts > 0)
-    if known.any():
-        there = groups[known]
-        closed = np.zeros(len(groups), np.bool_)
-        seen, expected = np.zeros_like(groups), np.full_like(groups, size)
-        closed[known] = state.groups.closed(there)
-        seen[known], expected[known] = state.groups.seen[there], state.groups.expected[there]
-    else:
-        closed, seen, expected = np.False_, 0, size  # type: ignore[assignment]
-    over = ((expected >= 0) & (seen + counts > expected)) | closed
-    bad = np.flatnonzero(over & (counts > 0))
-    if len(bad):
+    size = state.definition.group_size
+    over = counts > state.groups.room(groups, UNLIMITED if size is None else size)
+    if over.any():
+        bad = over.nonzero()[0]
         names = shown(rows.group_names, rows.group_keys, bad)
         raise GroupClosed(
-            f"the group {names[0]!r} takes no more rows: it closes with "
-            f"{int(np.broadcast_to(expected, counts.shape)[bad[0]])}, and this put brings "
-            f"{int(counts[bad[0]])} to the {int(np.broadcast_to(seen, counts.shape)[bad[0]])} "
-            "it has had",
+            f"the group {names[0]!r} takes no more rows: it is closed, or closes with fewer than "
+            f"the {int(counts[bad[0]])} that this put adds",
             groups=names,
         )
 

@@ -34,7 +34,7 @@ class Stage:
     ) -> None:
         self.name = name
         self.fields = fields
-        self.mask = np.uint64(mask)
+        self._mask = mask
         self._all_groups = groups
         self._group_of = group_of
         self._test = test
@@ -78,7 +78,15 @@ class Stage:
 
     def complete(self, slots: Array, present: Array) -> None:
         """Fields of these rows were written; `present` are their fields now."""
-        done = (present & self.mask) == self.mask
+        if len(slots) == 1:
+            if (
+                present.item() & self._mask == self._mask
+                and self.rows.state.item(slots.item()) == PENDING
+            ):
+                self.make_ready(slots, front=False)
+            return
+        mask = np.uint64(self._mask)
+        done = (present & mask) == mask
         newly = slots[done & (self.rows.state[slots] == PENDING)]
         if len(newly):
             self.make_ready(newly, front=False)
@@ -113,14 +121,18 @@ class Stage:
 
     def acked(self, slots: Array) -> Array:
         """Per row: has the stage acked it."""
+        if len(slots) == 1:
+            return np.array([self.rows.state.item(slots.item()) == ACKED])
         result: Array = self.rows.state[slots] == ACKED
         return result
 
     def forget(self, slots: Array) -> None:
         """Rows are no more. `settle` or `forget_groups` of their groups follows."""
         states = self.rows.state[slots]
-        self._bump(self._ready, slots[states == READY], -1)
-        self._bump(self._acked, slots[states == ACKED], -1)
+        for state, column in ((READY, self._ready), (ACKED, self._acked)):
+            among = states == state
+            if among.any():
+                self._bump(column, slots[among], -1)
         self.rows.forget(slots)
 
     def forget_groups(self, groups: Array) -> None:
@@ -130,6 +142,9 @@ class Stage:
 
     def settle(self, groups: Array, front: bool = False) -> None:
         """Give groups (all different) the state that follows from their rows."""
+        if len(groups) == 1:
+            self._settle_one(groups, front)
+            return
         live = self._all_groups.members.counts[groups]
         closed = (self._all_groups.phase[groups] == CLOSED) & (live > 0)
         acked = self._acked[groups]
@@ -142,6 +157,24 @@ class Stage:
         for state in (READY, PENDING, ACKED, SPLIT):
             moved = groups[(then == state) & (now != state)]
             self.groups.move(moved, state, front)
+
+    def _settle_one(self, groups: Array, front: bool) -> None:
+        """What `settle` does, without numpy's cost per operation: most puts and acks are small."""
+        group = groups.item()
+        live = self._all_groups.members.counts.item(group)
+        closed = live > 0 and self._all_groups.phase.item(group) == CLOSED
+        acked = self._acked.item(group)
+        now = self.groups.state.item(group)
+        if closed and acked == live:
+            then = ACKED
+        elif now == SPLIT or acked:
+            then = SPLIT
+        elif closed and self._ready.item(group) == live:
+            then = READY
+        else:
+            then = LEASED if now == LEASED else PENDING
+        if then != now:
+            self.groups.move(groups, then, front)
 
     def retest(self, slots: Array) -> None:
         """Tags of these rows changed."""
@@ -164,9 +197,11 @@ class Stage:
         return again
 
     def _groups(self, slots: Array) -> Array:
-        groups = self._group_of[slots].astype(np.int64)
-        result: Array = groups if len(groups) == 0 or groups.min() >= 0 else groups[groups >= 0]
-        return result
+        groups: Array = self._group_of[slots]
+        if len(groups) == 1:
+            return groups if groups.item() >= 0 else groups[:0]
+        grouped: Array = groups[groups >= 0]
+        return grouped
 
     def _bump(self, column: Array, slots: Array, by: int) -> None:
         groups = self._groups(slots)
@@ -180,5 +215,6 @@ class Stage:
             return np.zeros(len(groups), np.bool_)
         holds = self._test(where, slots)
         starts = np.cumsum(counts) - counts
-        result: Array = np.logical_and.reduceat(holds, np.minimum(starts, len(slots) - 1))
-        return result & (counts > 0)
+        every: Array = np.logical_and.reduceat(holds, np.minimum(starts, len(slots) - 1))
+        every &= counts > 0
+        return every

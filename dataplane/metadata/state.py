@@ -25,6 +25,7 @@ from dataplane.wire.limits import MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Definition, Name
 
 UNGROUPED, NO_ROW = -1, -2
+_USUAL_GROUP = 4
 
 
 class State:
@@ -42,7 +43,7 @@ class State:
         self.incarnation: Array = np.zeros(0, np.uint32)
         self.fields = Fields()
         self.tags = Tags()
-        self.groups = Groups()
+        self.groups = Groups(definition.group_size or _USUAL_GROUP)
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
         self.tombstones = Tombstones()
@@ -100,7 +101,7 @@ class State:
 
     def live(self) -> Array:
         """The slots of all rows."""
-        return np.flatnonzero(self.group[: self._ids.top] != NO_ROW)
+        return (self.group[: self._ids.top] != NO_ROW).nonzero()[0]
 
     def matching(self, where: Filter) -> Array:
         """The slots of all rows for which a filter holds."""
@@ -239,7 +240,7 @@ class State:
             stage.reserve_rows(self._capacity)
 
     def _join(self, slots: Array, groups: Array) -> None:
-        grouped = np.flatnonzero(groups >= 0)
+        grouped = (groups >= 0).nonzero()[0]
         if not len(grouped):
             return
         slots, groups = slots[grouped], groups[grouped]

@@ -118,7 +118,7 @@ class Store:
         slots = tables.find_rows(self._state, rows)
         self._state.tags.check(tags, len(slots))
         if expect:
-            other = np.flatnonzero(~self._state.tags.expected(slots, expect))
+            other = (~self._state.tags.expected(slots, expect)).nonzero()[0]
             if len(other):
                 keys = [
                     self._state.name(slot) for slot in slots[other][: puts.SHOWN_NAMES].tolist()

@@ -22,7 +22,7 @@ from dataplane.wire.tables import Name, Rows, Table
 def leased_rows(state: State, number: int) -> Array:
     """The rows of a lease that are not finished. RowsGone when some were dropped meanwhile."""
     lease = lease_of(state, number)
-    positions = np.flatnonzero(lease.left)
+    positions = lease.left.nonzero()[0]
     slots = state.held(lease, positions)
     if len(slots) < len(positions):
         gone = len(positions) - len(slots)
@@ -56,7 +56,7 @@ def find_rows(state: State, rows: Rows) -> Array:
     column(rows.keys, KEY)
     keys = pairs(rows.keys)
     slots = state.index.find(keys)
-    gone = np.flatnonzero(slots < 0)
+    gone = (slots < 0).nonzero()[0]
     if len(gone):
         names = shown(rows.names, keys, gone)
         raise RowsGone(
@@ -76,7 +76,7 @@ def read(
     slots = state.live() if rows is None else find_rows(state, rows)
     if after:
         last = find_rows(state, Rows(after))[0]
-        passed = np.flatnonzero(slots == last)
+        passed = (slots == last).nonzero()[0]
         slots = slots[int(passed[0]) + 1 if len(passed) else 0 :]
     if where is not None:
         slots = slots[test(where, state.tags, slots)]

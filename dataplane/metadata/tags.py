@@ -36,7 +36,7 @@ class _Column:
         self.present: Array = np.zeros(capacity, np.bool_)
 
     def to_objects(self) -> None:
-        kept = np.flatnonzero(self.present)
+        kept = self.present.nonzero()[0]
         objects: Array = np.zeros(len(self.values), _OBJECT)
         objects[kept] = self.values[kept].tolist()
         self.values = objects

@@ -1,4 +1,4 @@
-"""What one stage knows of its rows, or of its groups: each one's state, and the lanes of ready ones.
+"""What one stage knows of its rows, or its groups: each one's state, and the lanes of ready ones.
 
 Both kinds of unit go through the same states, so one class serves both. The lanes are made when
 they are first claimed from; the sequence numbers say in which order units became ready, and units
@@ -148,7 +148,7 @@ class Units:
             lane.enter(ids, entries, front)
 
     def _filled(self, lane: Lane) -> Lane:
-        ids = np.flatnonzero(self.state == READY)
+        ids = (self.state == READY).nonzero()[0]
         if len(ids):
             # modulo 2**32 as the numbers are; the order blurs after as many events, no more
             age = self._number[ids] - np.uint32(self._first % _NUMBERS)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -176,8 +177,7 @@ class WorkerLink(asyncio.Protocol):
         await asyncio.wait({self.ended})
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
 
     def data_received(self, data: bytes) -> None:
         try:

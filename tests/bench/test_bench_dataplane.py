@@ -47,12 +47,13 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays() -> None:
     killed: list[int] = []
 
     def progress(rows: int, expected: int) -> None:
-        children = psutil.Process().children()
-        workers = [p for p in children if "bench.worker" in " ".join(p.cmdline())]
-        peers = [p for p in children if "peer" in p.cmdline()]
-        if workers and not killed:
-            killed.append(peers[0].pid)
-            peers[0].kill()
+        if killed:
+            return
+        running = [(p, p.cmdline()) for p in psutil.Process().children()]
+        if any("bench.worker" in command for _, command in running):
+            peer = next(process for process, command in running if "peer" in command)
+            killed.append(peer.pid)
+            peer.kill()
 
     settings = Settings(trace="math", planes=("dataplane",), prompts=40, timeout_s=60)
     run = execute(settings, "dataplane", True, progress)

@@ -1,4 +1,4 @@
-"""The store against a tiny naive model: every operation in any order, everything compared after each.
+"""The store against a naive model: every operation in any order, everything compared after each.
 
 The model keeps rows in a dict and works out group states from scratch. It also keeps account of
 every reference to a range: each is either in a row, or was reported as freed, exactly once.
@@ -41,7 +41,7 @@ SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
 WHERE = ["ge", "v", 2]
 KEYS = st.integers(0, 9)
 SOME_KEYS = st.lists(KEYS, min_size=1, max_size=5, unique=True)
-FIELDS = st.lists(st.sampled_from("abc"), max_size=3, unique=True)
+FIELDS = st.sampled_from([list(names) for names in ("", "a", "b", "ab", "ab", "ca", "abc")])
 
 
 def row_key(number: int) -> bytes:
@@ -294,6 +294,23 @@ class StoreMachine(RuleBasedStateMachine):
                 row.values[name] = ranges
                 self.references |= set(ranges)
         return dict(kept)
+
+    @rule(
+        size=st.integers(1, 3),
+        whole=st.booleans(),
+        fields=FIELDS,
+        leaves=st.booleans(),
+        version=st.none() | st.integers(0, 4),
+    )
+    def put_new_rows(
+        self, size: int, whole: bool, fields: list[str], leaves: bool, version: int | None
+    ) -> None:
+        """Rows and groups that nobody has heard of, as most puts bring."""
+        fresh = 100 * next(self.clock)
+        keys = [fresh + i for i in range(size)]
+        self.put(keys, fresh if whole else None, False, fields, False, leaves, "plain", version)
+        if whole and self.group_size is None and not self.sealing:
+            self.close(fresh, size)
 
     @rule(number=st.integers(0, 3), size=st.integers(1, 4))
     def close(self, number: int, size: int) -> None:
@@ -564,7 +581,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def seal(self) -> None:
-        if len(self.rows) < 5:
+        if next(self.clock) < 60:
             return
         self.sealing = True
         self.store.seal_begin()

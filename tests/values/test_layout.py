@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client import layout
+from dataplane.client import copies, layout
 from dataplane.client.layout import Parcel, join, plan
 from dataplane.client.values import Prepared, prepare
 from dataplane.client.views import same
@@ -76,6 +76,36 @@ def test_everything_comes_back_however_it_is_cut(
         assert all(map(same, values, columns[name]))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_scattered_groups_are_brought_together_with_their_leaves(
+    arena: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(layout, "PARCEL_BYTES", 16_384)
+    n = 90
+    columns = mixed_columns(n, seed)
+    group = np.random.default_rng(seed).choice([0, 1, 2, 3, 4, NO_GROUP], n).astype(U4)
+    parcels = plan(prepare(columns), group)
+    assert len(parcels) > 5
+    assert sorted(row for p in parcels for row in p.rows.tolist()) == list(range(n))
+    seen: set[int] = set()
+    for parcel in parcels:
+        check_records(parcel)
+        here = set(group[parcel.rows].tolist()) - {NO_GROUP}
+        assert not here & seen
+        seen |= here
+        views = arena.views(parcel, arena.write(parcel))
+        for name, view in views.items():
+            assert view.equals([columns[name][row] for row in parcel.rows.tolist()])
+
+
+def test_dense_rows_at_irregular_places_are_copied_in_pieces(arena: Any) -> None:
+    dense = np.arange(6 << 19, dtype=np.int64).astype(np.uint8).reshape(6, -1)
+    texts = ["x" * (5000 + 64 * row * row) for row in range(6)]
+    whole = join(plan(prepare({"x": dense, "t": texts})))
+    views = arena.views(whole, arena.write(whole))
+    assert views["x"].equals(list(dense)) and views["t"].equals(texts)
+
+
 def test_small_parcels_take_whole_groups_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "PARCEL_BYTES", 20_000)
     group = np.array([5, 5, NO_GROUP, 7, 5, NO_GROUP, 7, 2], U4)
@@ -134,7 +164,10 @@ def test_ranges_may_lie_in_many_extents_in_any_order(arena: Any) -> None:
 
 
 def test_joined_parcels_are_one(arena: Any) -> None:
-    columns = {"x": np.arange(6 << 19, dtype=np.int64).astype(np.uint8).reshape(6, -1), "t": [*"abcdef"]}
+    columns = {
+        "x": np.arange(6 << 19, dtype=np.int64).astype(np.uint8).reshape(6, -1),
+        "t": [*"abcdef"],
+    }
     parcels = plan(prepare(columns))
     assert len(parcels) > 2
     part = join(parcels[1:3])
@@ -225,3 +258,11 @@ def test_rows_of_a_dense_column_are_found_equal_too() -> None:
     assert len(parcel.sizes) == 2
     (parcel,) = plan(prepare({"x": np.broadcast_to(image(1), (8, 5000))}, dedup=["x"]))
     assert len(parcel.sizes) == 1
+
+
+def test_hash_collisions_share_nothing(arena: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies.xxhash, "xxh3_128_digest", lambda _: bytes(16))
+    columns = {"x": [image(1), image(2), image(1)]}
+    (parcel,) = plan(prepare(columns, dedup=["x"]))
+    assert len(parcel.sizes) == 2 and len(parcel.digests) == 1
+    assert arena.views(parcel, arena.write(parcel))["x"].equals(columns["x"])

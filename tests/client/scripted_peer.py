@@ -1,0 +1,191 @@
+"""A peer that follows a script: literal frames over socketpairs, and a small arena of its own.
+
+It answers what the test says, in its own thread per connection, and remembers every request.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dataplane.client.housekeeping import Housekeeper
+from dataplane.client.opening import join
+from dataplane.wire import limits
+from dataplane.wire.frames import FrameReader, decode_request, encode
+from dataplane.wire.messages import (
+    Body,
+    Claim,
+    Claimed,
+    Define,
+    Defined,
+    Done,
+    Finish,
+    Goodbye,
+    Hello,
+    HelloDone,
+    Put,
+    PutDone,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    Welcome,
+)
+from dataplane.wire.records import EXTENT, PLACE, U8, VALUE, column
+from dataplane.wire.tables import Column, Definition, Table
+
+ARENA_BYTES = 4 << 20
+SILENCE = b""
+"""A script's answer that leaves the request without one."""
+Answer = Body | bytes
+Script = Callable[[Request, Any], Answer]
+
+
+class ScriptedPeer:
+    def __init__(self, definition: Definition | None = None) -> None:
+        self.definition = definition or Definition({"s": ["a"]})
+        self.requests: list[Request] = []
+        self.connections: list[socket.socket] = []
+        self.closed = 0
+        self.pins = 0
+        self.free = 0
+        self.welcome = self._welcome()
+        self.scripts: dict[type[Body], Script] = {
+            Hello: lambda r, b: HelloDone(b.session or 77, [5, 9], (1 << 20, 1 << 20, 1 << 20)),
+            Define: lambda r, b: Defined(4, b.definition or self.definition, "open"),
+            Reserve: lambda r, b: self.reserved(b),
+            Put: lambda r, b: PutDone(),
+            Finish: lambda r, b: PutDone(),
+            Goodbye: lambda r, b: Done(),
+        }
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self.fd = os.memfd_create("scripted")
+        os.ftruncate(self.fd, ARENA_BYTES)
+
+    @staticmethod
+    def _welcome() -> Welcome:
+        versions = (limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION)
+        return Welcome(versions, "p", "scripted", 3, ARENA_BYTES, 4096, (1, 1), 1 << 26, 65_536)
+
+    # the client's side
+
+    def keeper(self) -> Housekeeper:
+        return join(self.open)
+
+    def open(self) -> socket.socket:
+        """A connected socket, as a client's opener makes it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connections.append(ours)
+        thread = threading.Thread(target=self._serve, args=(ours,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return theirs
+
+    def bodies(self, *kinds: type[Body]) -> list[Any]:
+        return [r.body for r in self.requests if isinstance(r.body, kinds)]
+
+    def await_body(self, kind: type[Body], count: int = 1) -> Any:
+        """The count-th request of this kind; waits for it, for at most 10 s."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: len(self.bodies(kind)) >= count, 10)
+        assert arrived, f"no {kind.__name__} came, but {[type(r.body) for r in self.requests]}"
+        return self.bodies(kind)[count - 1]
+
+    def await_closed(self, count: int = 1) -> None:
+        """Until the client has closed so many connections."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.closed >= count, 10)
+
+    # serving
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                frame = encode(Reply(0, self.welcome))
+                socket.send_fds(sock, [frame], [self.fd, self.fd])
+                reader = FrameReader()
+                while data := sock.recv(1 << 16):
+                    for body in reader.feed(data):
+                        self._answer(sock, decode_request(body))
+            except OSError:
+                pass
+        with self._changed:
+            self.closed += 1
+            self._changed.notify_all()
+
+    def _answer(self, sock: socket.socket, request: Request) -> None:
+        script = self.scripts.get(type(request.body), lambda r, b: Done())
+        reply = script(request, request.body)
+        with self._changed:
+            self.requests.append(request)
+            self._changed.notify_all()
+        if isinstance(reply, Body):
+            if request.rid:
+                sock.sendall(encode(Reply(request.rid, reply)))  # type: ignore[arg-type]
+        elif reply:
+            sock.sendall(reply)
+
+    def close(self) -> None:
+        for sock in self.connections:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join(10)
+        os.close(self.fd)
+
+    # the arena
+
+    def grant(self, nbytes: int) -> bytes:
+        """One extent of whole pages, as an EXTENT column."""
+        length = -(-nbytes // 4096) * 4096
+        extent = np.array([(self.free, length)], EXTENT)
+        self.free += length
+        return extent.tobytes()
+
+    def reserved(self, body: Reserve) -> Reserved:
+        nbytes = sum(int(((column(u, U8) + 63) // 64 * 64).sum()) for u in body.units)
+        return Reserved(len(body.units), self.grant(nbytes))
+
+    def new_pin(self) -> int:
+        self.pins += 1
+        return self.pins
+
+    def places(self, body: Put | Finish) -> list[Column]:
+        """The columns of a put as a client would read them."""
+        ranges = column(body.ranges, EXTENT)
+        return [
+            Column(c.field, _places(c.values, ranges), c.leaf_counts, _places(c.leaves, ranges))
+            for c in body.columns
+        ]
+
+    def serve_put(self, put: Put, lease: int = 11) -> None:
+        """Claims from now on get the rows of this put."""
+        fields = {c.field: c for c in self.places(put)}
+
+        def claimed(request: Request, body: Claim) -> Claimed:
+            wanted = body.fields or self.definition.stages[body.stage]
+            columns = [fields[name] for name in wanted]
+            table = Table(put.rows, columns, put.specs, tags=put.tags)
+            return Claimed(lease, self.new_pin(), table)
+
+        self.scripts[Claim] = claimed
+
+    def table(self, put: Put, fields: list[str]) -> Table:
+        columns = [c for c in self.places(put) if c.field in fields]
+        return Table(put.rows, columns, put.specs, tags=put.tags)
+
+
+def _places(raw: bytes, ranges: np.ndarray) -> bytes:
+    values = column(raw, VALUE)
+    places = np.zeros(len(values), PLACE)
+    places["offset"] = ranges["offset"][values["range"]] + values["delta"]
+    places["nbytes"], places["spec"] = values["nbytes"], values["spec"]
+    return places.tobytes()

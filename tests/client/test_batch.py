@@ -1,0 +1,326 @@
+"""Claims, batches and streams: what is in hand, and which messages end it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import Batch, Partition, Plane
+from dataplane.wire.messages import (
+    Claim,
+    Failed,
+    Fetch,
+    Fetched,
+    Finish,
+    GiveBack,
+    Put,
+    Read,
+    ReadDone,
+)
+from dataplane.wire.records import EXTENT, U4, VALUE, column
+from dataplane.wire.tables import Definition
+from tests.client.scripted_peer import ScriptedPeer
+
+
+@pytest.fixture
+def put(peer: ScriptedPeer, part: Partition) -> Put:
+    part.put(
+        {"a": [np.arange(4) + i for i in range(4)], "b": ["p", "q", "r", "s"]},
+        key=["k0", "k1", "k2", "k3"],
+        group=["g", "h", "g", "h"],
+        tags={"v": [1, 2, 3, 4]},
+    )
+    body: Put = peer.bodies(Put)[0]
+    peer.serve_put(body)
+    return body
+
+
+@pytest.fixture
+def batch(put: Put, part: Partition) -> Iterator[Batch]:
+    yield part.claim("s", rows=4)
+
+
+def finishes(peer: ScriptedPeer) -> list[tuple[str, Any]]:
+    found = peer.bodies(Finish)
+    return [(f.outcome, None if f.index is None else column(f.index, U4).tolist()) for f in found]
+
+
+def test_a_claim_hands_out_read_only_views(batch: Batch) -> None:
+    by_key = dict(zip(batch.keys, batch["a"], strict=True))
+    assert all((by_key[f"k{i}"] == np.arange(4) + i).all() for i in range(4))
+    assert dict(zip(batch.keys, batch.tags["v"], strict=True)) == {f"k{i}": i + 1 for i in range(4)}
+    view = batch["a"][0]
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 9
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        view.setflags(write=True)
+    assert len(batch) == 4 and batch.numpy("a").shape == (4, 4)
+
+
+def test_groups_come_whole_with_their_own_columns(batch: Batch) -> None:
+    found = {g.id: (g.keys, [int(x[0]) for x in g["a"]], g.tags["v"]) for g in batch.groups()}
+    assert found == {
+        "g": (["k0", "k2"], [0, 2], [1, 3]),
+        "h": (["k1", "k3"], [1, 3], [2, 4]),
+    }
+
+
+def test_adds_travel_with_the_ack_in_one_message(peer: ScriptedPeer, batch: Batch) -> None:
+    batch.add(reward=[0.5, 1.5, 2.5, 3.5])
+    batch.add(logp=np.ones((4, 8), np.float32))
+    assert not peer.bodies(Finish)
+    assert repr(batch) == "<Batch 4 rows of 'x' for 's', leased: a, added reward, logp>"
+    batch.ack()
+    (finish,) = peer.bodies(Finish)
+    assert (finish.lease, finish.outcome, finish.index) == (11, "ack", None)
+    assert [c.field for c in finish.columns] == ["reward", "logp"]
+    specs = [finish.specs[column(c.values, VALUE)["spec"][0]].kind for c in finish.columns]
+    assert specs == ["object", "array"]
+    ranges = column(finish.ranges, EXTENT)
+    assert {int(column(c.values, VALUE)["range"].max()) for c in finish.columns} == {0, 1}
+    assert len(ranges) == 2
+    assert repr(batch) == "<Batch 4 rows of 'x' for 's', acked: a>"
+
+
+def test_a_field_is_added_once(batch: Batch) -> None:
+    batch.add(reward=[1, 2, 3, 4])
+    with pytest.raises(dataplane.FieldExists, match="reward"):
+        batch.add(reward=[1, 2, 3, 4])
+
+
+def test_what_was_fetched_stays_readable_after_the_ack(batch: Batch) -> None:
+    views = batch["a"]
+    batch.ack()
+    assert int(views[0].sum() + batch["a"][0].sum()) == 2 * int(views[0].sum())
+    with pytest.raises(dataplane.LeaseExpired, match="acked"):
+        batch.add(reward=[1, 2, 3, 4])
+    with pytest.raises(dataplane.LeaseExpired, match="acked"):
+        batch.ack()
+
+
+def test_other_fields_are_fetched_on_first_access(
+    peer: ScriptedPeer, put: Put, batch: Batch
+) -> None:
+    peer.scripts[Fetch] = lambda r, b: Fetched(peer.new_pin(), peer.table(put, b.fields))
+    assert sorted(batch["b"]) == ["p", "q", "r", "s"]
+    assert sorted(batch["b"]) == ["p", "q", "r", "s"]
+    assert [(b.lease, b.fields) for b in peer.bodies(Fetch)] == [(11, ["b"])]
+
+
+def test_after_the_ack_other_fields_are_read_by_key(
+    peer: ScriptedPeer, put: Put, batch: Batch
+) -> None:
+    peer.scripts[Read] = lambda r, b: ReadDone(peer.table(put, b.fields), peer.new_pin())
+    batch.ack()
+    assert sorted(batch["b"]) == ["p", "q", "r", "s"]
+    (read,) = peer.bodies(Read)
+    assert read.rows.names == batch.keys
+
+
+def test_a_field_that_was_added_here_cannot_be_read_yet(batch: Batch) -> None:
+    batch.add(reward=[1, 2, 3, 4])
+    with pytest.raises(dataplane.NotFetched, match="once it is acked"):
+        batch["reward"]
+
+
+def test_a_dropped_group_leaves_the_lease_with_what_was_added_for_it(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    h = sorted(batch.keys.index(k) for k in ("k1", "k3"))
+    g = sorted({0, 1, 2, 3} - set(h))
+    batch.add(big=np.arange(4 * 1024).reshape(4, -1))
+    batch.drop(groups=["h"])
+    assert "leased, 2 left" in repr(batch)
+    batch.ack()
+    assert finishes(peer) == [("drop", h), ("ack", g)]
+    ack = peer.bodies(Finish)[1]
+    assert len(column(ack.ranges, EXTENT)) == 2
+    assert column(ack.columns[0].values, VALUE)["range"].tolist() == [0, 1]
+
+
+def test_dropping_every_row_ends_the_lease(peer: ScriptedPeer, batch: Batch) -> None:
+    batch.drop(rows=[0, 1])
+    batch.drop()
+    assert finishes(peer) == [("drop", [0, 1]), ("drop", [2, 3])]
+    assert batch.state == "dropped"
+    with pytest.raises(dataplane.InvalidRows, match="'zz'"):
+        other = batch.lease.positions(None, ["zz"], batch._table)
+        assert other is None
+
+
+def test_a_context_acks_at_its_end_and_releases_on_an_exception(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    with part.claim("s", rows=4):
+        pass
+    with pytest.raises(RuntimeError, match="mine"), part.claim("s", rows=4) as batch:
+        batch.add(reward=[1, 2, 3, 4])
+        raise RuntimeError("mine")
+    peer.await_body(Finish, 2)
+    assert finishes(peer) == [("ack", None), ("release", None)]
+    assert not peer.bodies(Finish)[1].columns
+    assert [r.rid == 0 for r in peer.requests if isinstance(r.body, Finish)] == [False, True]
+
+
+def test_a_release_with_tags_is_answered(peer: ScriptedPeer, batch: Batch) -> None:
+    batch.release(tags={"attempt": 2})
+    (request,) = [r for r in peer.requests if isinstance(r.body, Finish)]
+    assert request.rid and request.body.tags == {"attempt": [2]}
+
+
+def test_a_batch_that_dies_is_released(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    batch = part.claim("s", rows=4)
+    batch.add(reward=[1, 2, 3, 4])
+    del batch
+    gc.collect()
+    assert peer.await_body(Finish).outcome == "release"
+    peer.await_body(GiveBack)
+
+
+def test_an_expired_lease_is_told_and_nothing_is_kept(peer: ScriptedPeer, batch: Batch) -> None:
+    peer.scripts[Finish] = lambda r, b: Failed("LeaseExpired", "the lease ended")
+    with pytest.raises(dataplane.LeaseExpired, match="the lease ended"):
+        batch.ack()
+    assert batch.state == "expired"
+
+
+def test_a_claim_carries_its_demand(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    where = dataplane.tag("version") >= 6
+    part.claim("s", rows=8, min=2, where=where, timeout=1.5, lease=60, fields=["b"]).ack()
+    (claim,) = peer.bodies(Claim)
+    assert (claim.want.unit, claim.want.count, claim.want.minimum) == ("rows", 8, 2)
+    assert claim.want.where == ["ge", "version", 6]
+    assert (claim.timeout_ms, claim.lease_ms, claim.fields, claim.declare) == (
+        1500,
+        60_000,
+        ["b"],
+        None,
+    )
+
+
+def test_a_stage_that_was_not_declared_is_declared_by_its_fields(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    part.claim("other", rows=4, fields=["a"]).ack()
+    assert peer.bodies(Claim)[0].declare == ["a"]
+
+
+def test_a_budget_counts_groups_where_groups_have_a_size(
+    peer: ScriptedPeer, put: Put, plane: Plane
+) -> None:
+    peer.definition = Definition({"s": ["a"]}, 2)
+    plane.partition("z").claim("s", budget={"v": 100}).ack()
+    plane.partition("z").claim("s", budget={"v": 100}, unit="rows").ack()
+    wants = [body.want for body in peer.bodies(Claim)]
+    assert [(w.unit, w.budget_tag, w.budget) for w in wants] == [
+        ("groups", "v", 100.0),
+        ("rows", "v", 100.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"rows": 1, "groups": 1},
+        {"rows": 0},
+        {"rows": 2, "min": 3},
+        {"budget": {}},
+        {"budget": {"v": 0}},
+        {"budget": {"v": 1}, "min": 1},
+        {"rows": 1, "unit": "groups"},
+    ],
+)
+def test_a_claim_that_contradicts_itself_is_an_invalid_call(
+    part: Partition, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(dataplane.InvalidCall):
+        part.claim("s", **arguments)
+    with pytest.raises(dataplane.InvalidCall):
+        part.stream("s", **arguments)
+
+
+def ends_after(peer: ScriptedPeer, batches: int) -> None:
+    claimed = peer.scripts[Claim]
+
+    def script(request: Any, body: Claim) -> Any:
+        if len(peer.bodies(Claim)) < batches:
+            return claimed(request, body)
+        return Failed("StreamEnd", "sealed and drained")
+
+    peer.scripts[Claim] = script
+
+
+def test_a_stream_acks_each_body_and_ends(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    ends_after(peer, 3)
+    count = 0
+    for batch in part.stream("s", rows=4):
+        batch.add(reward=[1, 2, 3, 4])
+        count += len(batch)
+    assert count == 12
+    assert finishes(peer) == [("ack", None)] * 3
+    kinds = [type(r.body).__name__ for r in peer.requests if isinstance(r.body, Claim | Finish)]
+    assert kinds == ["Claim", "Finish"] * 3 + ["Claim"]
+
+
+def test_a_stream_left_by_an_exception_releases(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    def consume() -> None:
+        for _batch in part.stream("s", rows=4):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        consume()
+    assert peer.await_body(Finish).outcome == "release"
+
+
+def test_a_stream_left_by_break_releases_what_was_not_acked(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    with part.stream("s", rows=4) as stream:
+        next(stream).ack()
+        next(stream)
+        stream.close()
+    peer.await_body(Finish, 2)
+    assert finishes(peer) == [("ack", None), ("release", None)]
+    assert repr(stream) == "<Stream of 'x' for 's': ended>"
+
+
+def test_reads_come_page_by_page_as_one(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    def page(request: Any, body: Read) -> ReadDone:
+        return ReadDone(peer.table(put, ["a", "b"]), peer.new_pin(), b"" if body.after else b"on")
+
+    peer.scripts[Read] = page
+    found = part.get()
+    assert [b.after for b in peer.bodies(Read)] == [b"", b"on"]
+    assert len(found) == 8 and found.keys[:4] == found.keys[4:]
+    assert [int(x.sum()) for x in found["a"]][:4] == [int(x.sum()) for x in found["a"]][4:]
+    assert list(found["b"])[:4] == list(found["b"])[4:]
+    assert found.tags["v"][:4] == found.tags["v"][4:]
+    assert {g.id: len(g) for g in found.groups()} == {"g": 4, "h": 4}
+
+
+def test_rows_lists_without_bytes(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    peer.scripts[Read] = lambda r, b: ReadDone(peer.table(put, b.fields), 0)
+    listed = part.rows(where=dataplane.tag("v") == 1)
+    (read,) = peer.bodies(Read)
+    assert (read.fields, read.where, listed.fields) == ([], ["eq", "v", 1], [])
+    assert sorted(listed.keys) == ["k0", "k1", "k2", "k3"]
+    assert repr(listed) == "<Rows 4 rows of 'x': no fields>"
+
+
+def test_a_ref_is_read_under_its_own_generation(
+    peer: ScriptedPeer, plane: Plane, part: Partition
+) -> None:
+    ref = part.put({"a": [1, 2]}, key=["k", "m"])
+    table = peer.table(peer.bodies(Put)[0], ["a"])
+    peer.scripts[Read] = lambda r, b: ReadDone(table, peer.new_pin())
+    assert list(plane.get(ref, fields=["a"])["a"]) == [1, 2]
+    (read,) = peer.bodies(Read)
+    assert (read.generation, read.rows.names, read.fields) == (4, ["k", "m"], ["a"])

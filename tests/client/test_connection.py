@@ -1,0 +1,225 @@
+"""What the client does with frames, answers, and a peer that misbehaves or goes away."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+import dataplane
+from dataplane import Plane
+from dataplane.client import connection
+from dataplane.client.connection import Inbox
+from dataplane.client.opening import join
+from dataplane.wire.frames import encode
+from dataplane.wire.messages import Done, Failed, Hello, Reply, Seal, Stats, StatsDone, Wait
+from tests.client.scripted_peer import SILENCE, ScriptedPeer
+
+
+def test_a_frame_that_arrives_byte_by_byte_is_one_reply() -> None:
+    inbox = Inbox()
+    replies = []
+    for byte in encode(Reply(3, Done())):
+        inbox.room()[:1] = bytes([byte])
+        inbox.arrived(1)
+        replies.append(inbox.reply())
+    assert replies[:-1] == [None] * (len(replies) - 1)
+    assert replies[-1] == Reply(3, Done())
+
+
+def test_a_frame_larger_than_the_buffer_makes_it_grow_and_then_shrink() -> None:
+    inbox = Inbox()
+    frame = bytes(encode(Reply(1, StatsDone({"text": "x" * (3 << 20)}))))
+    at = 0
+    while (reply := inbox.reply()) is None:
+        room = inbox.room()
+        count = min(len(room), len(frame) - at)
+        room[:count] = frame[at : at + count]
+        inbox.arrived(count)
+        at += count
+    assert isinstance(reply.body, StatsDone) and len(reply.body.stats["text"]) == 3 << 20
+    assert len(inbox.room()) <= 1 << 20
+
+
+def test_two_frames_in_one_read_are_two_replies() -> None:
+    inbox = Inbox()
+    both = bytes(encode(Reply(0, Failed("RowsGone", "gone"))) + encode(Reply(1, Done())))
+    inbox.room()[: len(both)] = both
+    inbox.arrived(len(both))
+    assert inbox.reply() == Reply(0, Failed("RowsGone", "gone"))
+    assert inbox.reply() == Reply(1, Done())
+    assert inbox.reply() is None
+
+
+def test_a_typed_error_is_raised_and_the_connection_goes_on(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    peer.scripts[Stats] = lambda r, b: Failed("BackPressure", "full", {"free_bytes": 7})
+    for _ in range(2):
+        with pytest.raises(dataplane.BackPressure, match="full") as caught:
+            plane.stats()
+        assert caught.value.details == {"free_bytes": 7}
+    assert len(peer.connections) == 2  # the anchor, and one for both calls
+
+
+def test_an_error_of_a_newer_protocol_is_a_dataplane_error(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    peer.scripts[Stats] = lambda r, b: Failed("NotInventedYet", "hm")
+    with pytest.raises(dataplane.DataplaneError, match="NotInventedYet: hm"):
+        plane.stats()
+
+
+def test_a_peer_that_goes_away_is_peer_lost_and_named(peer: ScriptedPeer, plane: Plane) -> None:
+    def gone(request: object, body: object) -> bytes:
+        peer.connections[-1].close()
+        return SILENCE
+
+    peer.scripts[Stats] = gone
+    with pytest.raises(dataplane.PeerLost, match=r"'scripted'.*dataplane\.connect") as caught:
+        plane.stats()
+    assert isinstance(caught.value, ConnectionError)
+
+
+def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection(
+    peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.client.opening.GRACE_S", 0.05)
+    peer.scripts[Stats] = lambda r, b: SILENCE
+    with pytest.raises(dataplane.DeadlineExceeded, match="'scripted'.*timeout="):
+        plane.stats(timeout=0.05)
+    peer.await_closed()
+    assert peer.requests[-1].deadline_ms in range(1, 51)
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    assert plane.stats() == {}
+
+
+def test_an_interrupt_while_waiting_closes_the_connection(
+    peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(inbox: Inbox) -> None:
+        raise KeyboardInterrupt
+
+    plane.partition("x", stages={})
+    monkeypatch.setattr(Inbox, "reply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plane.stats()
+    monkeypatch.undo()
+    peer.await_closed()
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_read(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    peer.scripts[Stats] = lambda r, b: (1 << 31).to_bytes(4, "little")
+    with pytest.raises(dataplane.FrameTooLarge, match="2147483648"):
+        plane.stats()
+    peer.await_closed()
+
+
+@pytest.mark.parametrize("reply", [b"\x01\x00\x00\x00\xc1", bytes(encode(Reply(99, Done())))])
+def test_what_is_no_answer_to_this_call_is_a_protocol_error(
+    peer: ScriptedPeer, plane: Plane, reply: bytes
+) -> None:
+    peer.scripts[Stats] = lambda r, b: reply
+    with pytest.raises(dataplane.ProtocolError):
+        plane.stats()
+    peer.await_closed()
+
+
+def test_a_complaint_about_a_one_way_message_is_logged_not_raised(
+    peer: ScriptedPeer, plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    complaint = bytes(encode(Reply(0, Failed("RowsGone", "that pin is gone"))))
+
+    def complain(request: object, body: object) -> bytes:
+        rid = peer.requests[-1].rid + 1 if peer.requests[-1].rid else 1
+        return complaint + bytes(encode(Reply(rid, StatsDone({"a": 1}))))
+
+    peer.scripts[Stats] = complain
+    with caplog.at_level(logging.WARNING):
+        assert plane.stats() == {"a": 1}
+    assert "that pin is gone" in caplog.text
+
+
+def test_a_version_that_nobody_shares_is_refused_with_both_ranges(peer: ScriptedPeer) -> None:
+    peer.welcome.versions = (7, 9)
+    with pytest.raises(dataplane.VersionMismatch, match="7 to 9.*1 to 1"):
+        join(peer.open)
+    peer.await_closed()
+
+
+def test_a_refused_hello_is_raised_as_its_own_error(peer: ScriptedPeer) -> None:
+    peer.scripts[Hello] = lambda r, b: Failed("ClientClosed", "no session 5")
+    with pytest.raises(dataplane.ClientClosed, match="no session 5"):
+        join(peer.open)
+
+
+def test_a_further_connection_joins_the_session(peer: ScriptedPeer, plane: Plane) -> None:
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    plane.stats()
+    assert [hello.session for hello in peer.bodies(Hello)] == [0, 77]
+
+
+def test_a_peer_that_was_restarted_is_peer_lost(peer: ScriptedPeer, plane: Plane) -> None:
+    peer.welcome.incarnation += 1
+    with pytest.raises(dataplane.PeerLost):
+        plane.stats()
+
+
+def test_a_closed_plane_raises_client_closed_and_says_goodbye(peer: ScriptedPeer) -> None:
+    plane = Plane(peer.keeper())
+    plane.close()
+    plane.close()
+    peer.await_closed()
+    assert type(peer.requests[-1].body).__name__ == "Goodbye"
+    assert repr(plane) == "<Plane 'p' at peer 'scripted' closed>"
+    with pytest.raises(dataplane.ClientClosed, match="connect"):
+        plane.stats()
+
+
+def test_a_plane_that_nobody_refers_to_closes_its_sockets(peer: ScriptedPeer) -> None:
+    plane = Plane(peer.keeper())
+    del plane
+    peer.await_closed()
+
+
+def test_operation_ids_rise_and_the_floor_follows_the_answers(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    for _ in range(3):
+        plane.stats()
+    ids = [(r.op, r.floor) for r in peer.requests if isinstance(r.body, Stats)]
+    assert ids == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_call_that_waits_for_ever_says_so_every_minute(
+    peer: ScriptedPeer,
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "REMIND_S", 0.01)
+
+    class Reminded(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "still waiting" in record.getMessage():
+                peer.connections[-1].sendall(encode(Reply(3, Done())))
+
+    peer.scripts[Wait] = lambda r, b: SILENCE
+    part = plane.partition("x", stages={})
+    handler = Reminded()
+    logger = logging.getLogger("dataplane.client.connection")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        part.wait("s", rows=3)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_seal_carries_name_and_generation(peer: ScriptedPeer, plane: Plane) -> None:
+    plane.partition("x").seal()
+    assert msgspec.structs.astuple(peer.bodies(Seal)[0]) == ("x", 4)

@@ -1,0 +1,223 @@
+"""Pins, leftover grants, forks: what a client gives back without being asked."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import Partition, Plane
+from dataplane.client import extents, housekeeping
+from dataplane.client.extents import Leftovers
+from dataplane.wire.frames import encode
+from dataplane.wire.messages import (
+    Claim,
+    Finish,
+    GiveBack,
+    Goodbye,
+    Put,
+    PutDone,
+    Reply,
+    Request,
+    Stats,
+    StatsDone,
+    Unpin,
+)
+from dataplane.wire.records import EXTENT, column
+from tests.client.scripted_peer import ScriptedPeer
+
+
+@pytest.fixture
+def put(peer: ScriptedPeer, part: Partition) -> Iterator[Put]:
+    part.put({"a": [np.arange(4)] * 2})
+    body: Put = peer.bodies(Put)[0]
+    peer.serve_put(body)
+    yield body
+
+
+def test_a_pin_goes_when_the_last_view_dies(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    batch = part.claim("s", rows=2)
+    batch.ack()
+    view = batch["a"][1][1:]
+    del batch
+    gc.collect()
+    assert not peer.bodies(Unpin)
+    assert view.tolist() == [1, 2, 3]
+    del view
+    assert peer.await_body(Unpin).pins == [1]
+
+
+def test_pins_of_a_lazy_fetch_are_their_own(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    first, second = part.claim("s", rows=2), part.claim("s", rows=2)
+    kept = second["a"][0]
+    first.ack()
+    second.ack()
+    del first, second
+    gc.collect()
+    assert peer.await_body(Unpin).pins == [1]
+    assert kept.tolist() == [0, 1, 2, 3]
+
+
+def test_released_pins_go_ahead_of_the_next_call(peer: ScriptedPeer, plane: Plane) -> None:
+    # Without a housekeeper only a call can carry them.
+    plane._session.tend = lambda: None
+    part = plane.partition("x", stages={"s": ["a"]})
+    part.put({"a": [np.arange(4)]})
+    peer.serve_put(peer.bodies(Put)[0])
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    batch = part.claim("s", rows=1)
+    batch.ack()
+    del batch
+    gc.collect()
+    plane.stats()
+    assert [type(r.body) for r in peer.requests[-2:]] == [Unpin, Stats]
+    assert peer.requests[-2].rid == 0
+
+
+def test_grants_that_nobody_uses_go_back(
+    peer: ScriptedPeer, part: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "IDLE_S", 0.05)
+    monkeypatch.setattr(extents, "IDLE_S", 0.05)
+    peer.scripts[Put] = lambda r, b: PutDone(peer.grant(b.want_bytes))
+    part.put({"a": [np.zeros(2000)]})
+    given_back = column(peer.await_body(GiveBack).extents, EXTENT)
+    assert given_back["length"].sum() >= 16_000
+
+
+def test_closing_releases_leases_gives_grants_back_and_says_goodbye(peer: ScriptedPeer) -> None:
+    plane = Plane(peer.keeper())
+    part = plane.partition("x", stages={"s": ["a"]})
+    peer.scripts[Put] = lambda r, b: PutDone(peer.grant(b.want_bytes or 1))
+    part.put({"a": [np.arange(4)]})
+    peer.serve_put(peer.bodies(Put)[0])
+    batch = part.claim("s", rows=1)
+    plane.close()
+    told = [type(r.body) for r in peer.requests]
+    assert told.index(Finish) < told.index(Goodbye)
+    assert told.index(GiveBack) < told.index(Goodbye)
+    with pytest.raises(dataplane.ClientClosed):
+        batch.ack()
+
+
+def test_views_stay_readable_after_close_and_their_pin_goes_with_them(peer: ScriptedPeer) -> None:
+    plane = Plane(peer.keeper())
+    part = plane.partition("x", stages={"s": ["a"]})
+    part.put({"a": [np.arange(4)]})
+    peer.serve_put(peer.bodies(Put)[0])
+    batch = part.claim("s", rows=1)
+    batch.ack()
+    view = batch["a"][0]
+    plane.close()
+    del batch, part, plane
+    gc.collect()
+    assert view.tolist() == [0, 1, 2, 3]
+    assert not peer.bodies(Unpin)
+    del view
+    assert peer.await_body(Unpin).pins == [1]
+    peer.await_closed(2)
+
+
+def test_a_client_that_nobody_refers_to_releases_what_it_held(peer: ScriptedPeer) -> None:
+    plane = Plane(peer.keeper())
+    part = plane.partition("x", stages={"s": ["a"]})
+    part.put({"a": [np.arange(4)]})
+    peer.serve_put(peer.bodies(Put)[0])
+    batch = part.claim("s", rows=1)
+    del batch, part, plane
+    gc.collect()
+    assert peer.await_body(Finish).outcome == "release"
+    peer.await_body(Goodbye)
+    peer.await_closed(2)
+
+
+def test_no_thread_runs_until_there_is_something_to_do(peer: ScriptedPeer, plane: Plane) -> None:
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    plane.stats()
+    assert plane._keeper._thread is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_childs_client_is_poisoned_and_the_parents_goes_on(
+    peer: ScriptedPeer, put: Put, part: Partition, plane: Plane
+) -> None:
+    batch = part.claim("s", rows=2)
+    told = multiprocessing.get_context("fork").SimpleQueue()
+
+    def child() -> None:
+        try:
+            plane.stats()
+        except dataplane.ClientClosed as exc:
+            told.put(str(exc))
+
+    pid = os.fork()
+    if pid == 0:
+        child()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert "call dataplane.connect() in the child" in told.get()
+    batch.ack()
+    peer.scripts[Stats] = lambda r, b: StatsDone({"alive": True})
+    assert plane.stats() == {"alive": True}
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_undone(
+    peer: ScriptedPeer, put: Put, part: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = peer.scripts[Claim]
+
+    def too_late(request: Request, body: Claim) -> bytes:
+        # The client has given up by the time the answer goes out.
+        peer.connections[-1].recv(1)
+        return bytes(encode(Reply(request.rid, claimed(request, body))))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dataplane.client.opening.GRACE_S", 0.01)
+    peer.scripts[Claim] = too_late
+    with pytest.raises(dataplane.DeadlineExceeded):
+        part.claim("s", rows=2, timeout=0.01)
+    assert peer.await_body(Finish).outcome == "release"
+    assert peer.await_body(Unpin).pins == [1]
+
+
+def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:
+    claim_script = peer.scripts[Claim]
+    together = threading.Barrier(4, timeout=10)
+
+    def claimed(request: object, body: Claim) -> object:
+        together.wait()
+        return claim_script(request, body)  # type: ignore[arg-type]
+
+    peer.scripts[Claim] = claimed  # type: ignore[assignment]
+    rows: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: rows.append(len(part.claim("s", rows=2)))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert rows == [2, 2, 2, 2]
+
+
+def test_leftovers_give_the_smallest_that_fits_and_merge_neighbours() -> None:
+    leftovers = Leftovers()
+    leftovers.keep(np.array([(0, 4096), (8192, 4096), (65_536, 65_536)], EXTENT))
+    taken = leftovers.take(4000)
+    assert taken is not None and taken["length"].tolist() == [4096]
+    leftovers.keep(np.array([(4096, 4096)], EXTENT))
+    assert leftovers.take(1 << 20) is None
+    assert leftovers.holds(8192)
+
+
+def test_leftovers_are_bounded() -> None:
+    leftovers = Leftovers()
+    many = np.zeros(40, EXTENT)
+    many["offset"], many["length"] = np.arange(40) * 8192, 4096
+    excess = leftovers.keep(many)
+    assert len(leftovers) == extents.MAX_LEFTOVERS and len(excess) == 40 - len(leftovers)

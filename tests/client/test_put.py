@@ -1,0 +1,227 @@
+"""put: which messages go out, what they carry, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import Partition, Plane
+from dataplane.wire.messages import Define, Failed, Put, PutDone, Request, Reserve, Reserved, Unpin
+from dataplane.wire.records import DIGEST, EXTENT, KEY, RANGE, U4, VALUE, column
+from tests.client.scripted_peer import ScriptedPeer
+
+
+def stored(peer: ScriptedPeer, put: Put, field: str, row: int) -> bytes:
+    """The bytes of one value, from where the message says they lie."""
+    values = next(column(c.values, VALUE) for c in put.columns if c.field == field)
+    start = int(column(put.ranges, EXTENT)["offset"][values["range"][row]] + values["delta"][row])
+    return os.pread(peer.fd, int(values["nbytes"][row]), start)
+
+
+def ahead(peer: ScriptedPeer) -> Any:
+    return lambda r, b: PutDone(peer.grant(b.want_bytes) if b.want_bytes else b"")
+
+
+def test_a_put_reserves_copies_and_commits(peer: ScriptedPeer, part: Partition) -> None:
+    rows = [np.arange(3, dtype=np.int16), np.arange(2, dtype=np.int16)]
+    ref = part.put({"a": rows})
+    (reserve,), (put,) = peer.bodies(Reserve), peer.bodies(Put)
+    assert (reserve.partition, reserve.generation, reserve.continuing) == ("x", 4, False)
+    assert len(reserve.units) == 1
+    assert [stored(peer, put, "a", row) for row in (0, 1)] == [r.tobytes() for r in rows]
+    assert (put.partition, put.generation, len(ref)) == ("x", 4, 2)
+
+
+def test_room_granted_ahead_makes_the_next_put_one_message(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    peer.scripts[Put] = ahead(peer)
+    for _ in range(4):
+        part.put({"a": [np.arange(9)]})
+    assert len(peer.bodies(Reserve)) == 1
+    puts = peer.bodies(Put)
+    assert [stored(peer, put, "a", 0) for put in puts] == [np.arange(9).tobytes()] * 4
+    assert len({column(p.ranges, EXTENT)["offset"].item() for p in puts}) == 4
+
+
+def test_minted_keys_take_the_hosts_shards_in_turn_and_carry_the_session(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    first, second = part.put({"a": [1, 2]}), part.put({"a": [3]})
+    assert first.keys == [f"~0005{77:012x}{0:016x}", f"~0005{77:012x}{1:016x}"]
+    assert second.keys == [f"~0009{77:012x}{2:016x}"]
+    assert peer.bodies(Put)[0].rows.names is None
+
+
+def test_given_keys_and_groups_travel_as_names_and_records(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    part.put({"a": [1, 2, 3, 4]}, key=["k", 7, "m", "n"], group=["g", None, 7, "g"])
+    rows = peer.bodies(Put)[0].rows
+    order = [rows.names.index(name) for name in ("k", 7, "m", "n")]
+    groups = [*rows.group_names, None]
+    found = column(rows.group_index, U4)[order].tolist()
+    assert [groups[min(g, len(groups) - 1)] for g in found] == ["g", None, 7, "g"]
+    assert len(column(rows.keys, KEY)) == 4 and len(column(rows.group_keys, KEY)) == 2
+
+
+def test_one_group_and_one_tag_may_stand_for_all_rows(peer: ScriptedPeer, part: Partition) -> None:
+    part.put({"a": [1, 2]}, group="g", tags={"version": 7, "length": np.array([3, 4])})
+    put = peer.bodies(Put)[0]
+    assert put.rows.group_names == ["g"]
+    assert put.tags == {"version": [7, 7], "length": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"key": ["a"]}, "a: 2"),
+        ({"group": ["a"]}, "1 group ids for 2 rows"),
+        ({"tags": {"t": [1, 2, 3]}}, "tag 't' has 3 values for 2 rows"),
+        ({"tags": {"t": [{}, {}]}}, "tag 't' of row 0 is a dict"),
+        ({"key": [1.5, "b"]}, "key 0 is 1.5"),
+        ({"key": [True, "b"]}, "key 0 is True"),
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused_before_anything_is_sent(
+    peer: ScriptedPeer, part: Partition, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(dataplane.InvalidRows, match=says):
+        part.put({"a": [1, 2]}, **arguments)
+    assert not peer.bodies(Reserve, Put)
+
+
+def test_a_put_over_the_peers_grant_goes_on_unit_by_unit(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    def one_unit(request: Request, body: Reserve) -> Reserved:
+        only = Reserve(body.partition, body.generation, body.units[:1])
+        return peer.reserved(only)
+
+    peer.scripts[Reserve] = one_unit
+    big = np.arange(3 * 100_000).reshape(3, -1)
+    ref = part.put({"a": big}, key=[1, 2, 3])
+    puts = peer.bodies(Put)
+    assert [put.rows.names for put in puts] == [[1], [2], [3]]
+    assert b"".join(stored(peer, put, "a", 0) for put in puts) == big.tobytes()
+    assert ref.keys == [1, 2, 3]
+
+
+def test_a_put_that_fails_half_way_says_which_rows_are_in(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    def one_unit(request: Request, body: Reserve) -> Reserved | Failed:
+        if peer.bodies(Put):
+            return Failed("BackPressure", "the arena is full")
+        return peer.reserved(Reserve(body.partition, body.generation, body.units[:1]))
+
+    peer.scripts[Reserve] = one_unit
+    with pytest.raises(dataplane.PutIncomplete, match="1 of 2 rows.*arena is full") as caught:
+        part.put({"a": np.zeros((2, 150_000))}, key=["one", "two"], group=["g", "h"])
+    assert caught.value.details["committed"] == ["one"]
+    assert caught.value.details["committed_groups"] == ["g"]
+    assert isinstance(caught.value.__cause__, dataplane.BackPressure)
+
+
+def test_a_put_of_which_nothing_is_in_raises_the_error_itself(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    peer.scripts[Put] = lambda r, b: Failed("FieldExists", "there already")
+    with pytest.raises(dataplane.FieldExists):
+        part.put({"a": [1]}, key=["k"])
+
+
+def test_a_group_that_was_put_before_continues(peer: ScriptedPeer, part: Partition) -> None:
+    for group in ("g", "h", "g"):
+        part.put({"a": np.zeros((1, 4096), np.uint8)}, group=group)  # a page: nothing is left over
+    assert [body.continuing for body in peer.bodies(Reserve)] == [False, False, True]
+
+
+def test_values_that_the_peer_has_are_shared_after_comparing_bytes(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    known, collision = np.full(5000, 1, np.uint8), np.full(5000, 2, np.uint8)
+    place = np.frombuffer(peer.grant(5000), EXTENT).copy()
+    place["length"] = 5000
+    os.pwrite(peer.fd, known.tobytes(), int(place["offset"][0]))
+
+    def knows_all(request: Request, body: Reserve) -> Reserved:
+        reserved = peer.reserved(body)
+        asked = len(column(body.digests, DIGEST))
+        reserved.known = np.array([(40 + i, 1) for i in range(asked)], RANGE).tobytes()
+        reserved.places = place.tobytes() * asked
+        reserved.pin = 6
+        return reserved
+
+    peer.scripts[Reserve] = knows_all
+    part.put({"a": [known, collision]}, dedup=["a"])
+    put = peer.bodies(Put)[0]
+    values = column(put.columns[0].values, VALUE)
+    # One range is written (the collision), one is shared: indexes go over both.
+    assert len(column(put.ranges, EXTENT)) == 1
+    assert column(put.shared, RANGE).tolist() == [(40, 1)]
+    assert values["range"].tolist() == [1, 0]
+    assert (put.pin, len(column(put.digests, DIGEST))) == (6, 1)
+
+
+def test_a_failed_put_releases_what_was_pinned_for_comparison(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    def pins(request: Request, body: Reserve) -> Reserved:
+        reserved = peer.reserved(body)
+        asked = len(column(body.digests, DIGEST))
+        reserved.known, reserved.places = bytes(8 * asked), bytes(16 * asked)
+        reserved.pin = 6
+        return reserved
+
+    peer.scripts[Reserve] = pins
+    peer.scripts[Put] = lambda r, b: Failed("GroupClosed", "full")
+    with pytest.raises(dataplane.GroupClosed):
+        part.put({"a": [np.zeros(5000)]}, dedup=["a"])
+    assert peer.await_body(Unpin).pins == [6]
+
+
+def test_a_scalar_that_no_message_can_hold_is_an_invalid_value(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    with pytest.raises(dataplane.InvalidValue, match="64 bits"):
+        part.put({"a": [1]}, tags={"t": 1 << 70})
+    part.put({"a": [1]})
+
+
+def test_a_ref_survives_pickling_and_shows_what_it_is(part: Partition) -> None:
+    ref = part.put({"a": [1, 2]}, key=["k", 3])
+    again = pickle.loads(pickle.dumps(ref))
+    assert again == ref and again.keys == ["k", 3]
+    assert repr(ref) == "<Ref 2 rows of 'x', fields a>"
+
+
+def test_a_partition_is_attached_to_on_first_use(peer: ScriptedPeer, plane: Plane) -> None:
+    lazy = plane.partition("y")
+    assert repr(lazy) == "<Partition 'y' of plane 'p', not attached yet>"
+    lazy.put({"a": [1]})
+    lazy.put({"a": [1]})
+    assert [body.definition for body in peer.bodies(Define)] == [None]
+    assert repr(lazy) == "<Partition 'y' of plane 'p', generation 4>"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"group_size": 0},
+        {"groups": -1},
+        {"free": "sometimes"},
+        {"stages": {"s": "tokens"}},
+        {"place": "moon"},
+    ],
+)
+def test_a_definition_that_makes_no_sense_is_an_invalid_call(
+    plane: Plane, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(dataplane.InvalidCall):
+        plane.partition("y", **arguments)

@@ -1,0 +1,178 @@
+"""torch tensors in and out. torch is an extra of the tests only."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane.client.convert import to_numpy, to_torch
+from dataplane.errors import InvalidValue
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+]
+
+
+def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bytes, so that nothing may be rounded on the way."""
+    count = int(np.prod(shape, dtype=int))
+    raw = torch.arange(count * dtype.itemsize, dtype=torch.int64) * 37 % 251
+    raw = raw % 2 if dtype == torch.bool else raw
+    return raw.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    one, other = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    return bool((one.view(torch.uint8) == other.view(torch.uint8)).all())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_goes_through_exactly(arena: Any, dtype: torch.dtype) -> None:
+    dense, numbers = tensor(dtype, 4, 3, 2), tensor(dtype, 4)
+    rows = [tensor(dtype, n, 2) for n in (3, 0, 5, 1)]
+    for view in (False, True):
+        assert same_bits(to_torch(arena.view(dense), view=view), dense)
+        assert same_bits(to_torch(arena.view(numbers), view=view), numbers)
+        listed = to_torch(arena.view(rows), view=view)
+        assert all(map(same_bits, listed, rows))
+        (leaf, *_), *_ = to_torch(arena.view([[row] for row in rows]), view=view)
+        assert same_bits(leaf, rows[0])
+
+
+def test_tensors_of_all_kinds_are_taken(arena: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    strided = torch.arange(12).reshape(3, 4).T[::2]
+    conjugated = torch.tensor([[1 + 2j]]).conj()
+    assert to_torch(arena.view(weight)).tolist() == [[1.0] * 3] * 2
+    assert to_torch(arena.view(strided)).tolist() == strided.tolist()
+    assert to_torch(arena.view(conjugated)).tolist() == [[1 - 2j]]
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    assert [row.tolist() for row in arena.view(nested)] == [[1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "meta", "nested"],
+)
+def test_tensors_without_plain_bytes_are_refused(arena: Any, value: torch.Tensor) -> None:
+    with pytest.raises(InvalidValue, match=r"^x\[0\]"):
+        arena.view([value])
+    with pytest.raises(InvalidValue, match=r'^x\[0\]\["image"\]'):
+        arena.view([{"image": value}])
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded", "jagged", "list"])
+def test_an_operation_in_place_changes_no_stored_row(arena: Any, layout: Any) -> None:
+    for values in (np.ones((3, 4), np.float32), [np.ones(2, np.float32), np.ones(3, np.float32)]):
+        view = arena.view(values)
+        before = arena.memory.copy()
+        got = to_torch(view, layout)
+        for part in got if isinstance(got, list) else [got]:
+            (part.values() if part.is_nested else part).add_(1)
+        assert (arena.memory == before).all()
+
+
+def test_rows_are_padded_behind(arena: Any) -> None:
+    rows = [np.arange(1, n + 1, dtype=np.int32) for n in (2, 0, 3)]
+    padded = to_torch(arena.view(rows), "padded", padding=-1)
+    assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [1, 2, 3]] and padded.dtype == torch.int32
+    images = [np.ones((1, 3), np.uint8), np.ones((2, 1), np.uint8)]
+    assert to_torch(arena.view(images), "padded").tolist() == [
+        [[1, 1, 1], [0, 0, 0]],
+        [[1, 0, 0], [1, 0, 0]],
+    ]
+    halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 2)]
+    padded = to_torch(arena.view(halves), "padded", padding=0.5)
+    assert padded.dtype == torch.bfloat16 and padded.tolist() == [[1, 0.5], [1, 1]]
+    with pytest.raises(InvalidValue, match="-1 is no uint8"):
+        to_torch(arena.view(images), "padded", padding=-1)
+    with pytest.raises(InvalidValue, match="different dtypes or ranks"):
+        to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
+
+
+def test_rows_are_jagged_in_their_first_length(arena: Any) -> None:
+    rows = [torch.full((n, 2), n, dtype=torch.bfloat16) for n in (2, 0, 3)]
+    jagged = to_torch(arena.view(rows), "jagged")
+    assert jagged.is_nested and jagged.dtype == torch.bfloat16
+    assert all(map(same_bits, jagged.unbind(), rows))
+    with pytest.raises(InvalidValue, match="first length only"):
+        to_torch(arena.view([np.ones((2, 1)), np.ones((2, 2))]), "jagged")
+
+
+def test_packed_rows_lie_in_one_piece(arena: Any) -> None:
+    first, second = to_torch(arena.view([np.ones(3), np.ones(5)]))
+    assert second.data_ptr() == first.data_ptr() + 3 * 8
+    one, other = to_torch(arena.view([np.ones(3), np.ones(5, np.float32)]))
+    assert (one.dtype, other.dtype) == (torch.float64, torch.float32)
+
+
+def test_views_lie_in_the_arena_and_keep_it_pinned(arena: Any) -> None:
+    for values in (np.ones((3, 4)), [np.ones(2), np.ones(3)], [{"a": np.ones(2)}, {}]):
+        view = arena.view(values)
+        gone = weakref.ref(view._base.base)
+        tensors = to_torch(view, view=True)
+        first = tensors[0]["a"] if isinstance(tensors[0], dict) else tensors[0]
+        address = arena.memory.__array_interface__["data"][0]
+        assert address <= first.data_ptr() < address + arena.memory.nbytes
+        del view, tensors
+        gc.collect()
+        assert gone() is not None
+        del first
+        gc.collect()
+        assert gone() is None
+    with pytest.raises(InvalidValue, match="is a copy"):
+        to_torch(arena.view([np.ones(2), np.ones(3)]), "padded", view=True)
+
+
+def test_numbers_and_objects(arena: Any) -> None:
+    rewards = to_torch(arena.view([1, 0.5, 0]))
+    assert rewards.dtype == torch.float64 and rewards.tolist() == [1, 0.5, 0]
+    assert [int(t) for t in to_torch(arena.view([1, 2]), "list")] == [1, 2]
+    chat = to_torch(arena.view([{"image": (np.ones(2),), "text": "a"}, {"text": "b"}]))
+    assert chat[0]["image"][0].tolist() == [1, 1] and chat[1] == {"text": "b"}
+    with pytest.raises(InvalidValue, match="its rows are objects"):
+        to_torch(arena.view(["a", "b"]))
+    with pytest.raises(InvalidValue, match="its rows are objects"):
+        to_torch(arena.view([[np.ones(2)]]), "padded")
+
+
+def test_dtypes_that_torch_lacks_are_named(arena: Any) -> None:
+    for dtype in ("M8[s]", np.longdouble, "float8_e3m4"):
+        values = np.zeros(2, np.uint8 if dtype == "float8_e3m4" else dtype)
+        if dtype == "float8_e3m4":
+            import ml_dtypes
+
+            values = values.view(ml_dtypes.float8_e3m4)
+        with pytest.raises(InvalidValue, match="torch has no dtype"):
+            to_torch(arena.view(values))
+    with pytest.raises(InvalidValue, match="no layout: 'dense'"):
+        to_torch(arena.view([1]), "dense")  # type: ignore[arg-type]
+
+
+def test_a_device_is_where_torch_puts_it(arena: Any) -> None:
+    assert to_torch(arena.view(np.ones((2, 3))), device="meta").device.type == "meta"
+    rows = to_torch(arena.view([np.ones(2), np.ones(1)]), device="meta")
+    assert {row.device.type for row in rows} == {"meta"}
+
+
+def test_bfloat16_is_read_by_numpy_too(arena: Any) -> None:
+    values = to_numpy(arena.view(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16)))
+    assert values.dtype.name == "bfloat16" and values.astype(float).tolist() == [[1.5], [2.5]]

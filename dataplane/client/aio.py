@@ -232,7 +232,8 @@ async def _post(connection: Connection, frame: bytearray) -> None:
         async with asyncio.timeout(GRACE_S):
             await asyncio.get_running_loop().sock_sendall(connection.sock, frame)
     except BaseException as exc:
-        raise connection.failed(exc) from exc.__cause__
+        connection.fail(exc)
+        raise
 
 
 async def exchange(
@@ -246,9 +247,11 @@ async def exchange(
             body = answer(await _converse(connection, frame), rid)
     except TimeoutError as exc:
         # Of the time-out above; DeadlineExceeded, which is one too, comes from nowhere in here.
-        raise connection.failed(no_answer(connection.peer, limit_s or 0.0)) from exc
+        connection.leave()
+        raise no_answer(connection.peer, limit_s or 0.0) from exc
     except BaseException as exc:
-        raise connection.failed(exc) from exc.__cause__
+        connection.fail(exc)
+        raise
     finally:
         reminder.cancel()
     return unwrap(body)

@@ -152,29 +152,25 @@ class Connection:
             self.send(frame, limit_s)
             body = answer(self.receive(limit_s, waiting), rid)
         except BaseException as exc:
-            raise self.failed(exc) from exc.__cause__
+            self.fail(exc)
+            raise
         return unwrap(body)
 
-    def failed(self, exc: BaseException) -> BaseException:
-        """End the connection because of this error; the error to raise for it."""
+    def fail(self, exc: BaseException) -> None:
+        """End the connection because of this error; PeerLost where the socket failed."""
         if isinstance(exc, DeadlineExceeded) or not isinstance(exc, Exception):
             self.leave()
-            return exc
+            return
         self.close()
         if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-            lost = peer_lost(self.peer)
-            lost.__cause__ = exc
-            return lost
-        return exc
+            raise peer_lost(self.peer) from exc
 
     def post(self, frame: bytearray) -> None:
         """Send one-way frames."""
         try:
             self.send(frame, GRACE_S)
         except BaseException as exc:
-            self.close()
-            if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-                raise peer_lost(self.peer) from exc
+            self.fail(exc)
             raise
 
     def send(self, frame: bytearray, limit_s: float | None) -> None:

@@ -96,7 +96,8 @@ class Groups:
 
     def open(self) -> Array:
         """All open groups."""
-        return (self.phase == OPEN).nonzero()[0]
+        groups: Array = (self.phase == OPEN).nonzero()[0]
+        return groups
 
     def closed(self, groups: Array) -> Array:
         """Per group: is it closed."""

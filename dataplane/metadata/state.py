@@ -101,7 +101,8 @@ class State:
 
     def live(self) -> Array:
         """The slots of all rows."""
-        return (self.group[: self._ids.top] != NO_ROW).nonzero()[0]
+        slots: Array = (self.group[: self._ids.top] != NO_ROW).nonzero()[0]
+        return slots
 
     def matching(self, where: Filter) -> Array:
         """The slots of all rows for which a filter holds."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from dataplane.errors import InvalidRows, StageUndefined, TagConflict
 from dataplane.metadata import drops, finishes, looks, puts, tables, takes
 from dataplane.metadata.columns import Array
@@ -289,14 +287,14 @@ class Store:
         return len(self) > 0
 
     @property
-    def could_free(self) -> bool:
-        """Can what its consumers do still free rows? Rows kept until dropped always may be."""
-        if self.definition.free == "drop":
-            return len(self) > 0
-        stages = self._state.stages
-        return len(self._state.leases) > 0 or any(
-            stage.counts(None).ready_rows for stage in stages.values()
-        )
+    def leased(self) -> bool:
+        """Rows are in somebody's hands."""
+        return len(self._state.leases) > 0
+
+    @property
+    def claimable(self) -> bool:
+        """Rows are ready for some stage."""
+        return any(stage.counts(None).ready_rows for stage in self._state.stages.values())
 
     def has_row(self, key: bytes) -> bool:
         return bool(self._state.index.find(pairs(key))[0] >= 0)

@@ -151,6 +151,7 @@ class Claims:
         waiting = self._waiting[number] = Waiting(entry)
         key = (entry.name, entry.generation, body.stage)
         self._queued[key] = self._queued.get(key, 0) + 1
+        session.waiting += 1
         try:
             await self._demand(number, session, entry, body)
             await self._await_settled(waiting, entry, body)
@@ -158,6 +159,7 @@ class Claims:
             await asyncio.shield(self._give_up(number, waiting, entry, body))
             raise
         finally:
+            session.waiting -= 1
             self._waiting.pop(number, None)
             self._queued[key] -= 1
             if not self._queued[key]:

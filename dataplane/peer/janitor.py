@@ -41,6 +41,7 @@ class Janitor:
         self, stop: asyncio.Event, linger_s: float | None, linger_unread_s: float | None
     ) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
+        faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
             for entry in list(self.host.entries.values()):
@@ -53,7 +54,8 @@ class Janitor:
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
                 return
-            await self._prefault()
+            if faulting is None or faulting.done():
+                faulting = asyncio.create_task(self._prefault())
             try:
                 async with asyncio.timeout(TICK_S):
                     await stop.wait()
@@ -69,13 +71,9 @@ class Janitor:
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use warm: the first touch of a page is the slow one."""
-        space = self.host.space
-        if not space.high_water:
-            return
-        goal = min(space.high_water + PREFAULT_AHEAD_BYTES, space.size_bytes)
-        if self._faulted < goal:
-            step = min(PREFAULT_STEP_BYTES, goal - self._faulted)
-            start = self._faulted
+        space, loop = self.host.space, asyncio.get_running_loop()
+        ahead = min(PREFAULT_AHEAD_BYTES, space.size_bytes // 4)
+        while self._faulted < (goal := min(space.high_water + ahead, space.size_bytes)):
+            start, step = self._faulted, min(PREFAULT_STEP_BYTES, goal - self._faulted)
             self._faulted += step
-            loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self.host.arena.prefault, start, step)

@@ -168,16 +168,21 @@ class Peer:
         self.room.pump()
 
     def _is_stuck(self) -> bool:
-        """Is there nobody who could still free space? Every client of the partitions whose rows
-        fill the arena waits in a put, and nothing of them is leased or claimable."""
-        if not self.host.solo or self.claims.waiting or not self.host.entries:
+        """Is there nobody who could still free space?
+
+        Nothing is leased, no claim can be met (those that wait could not, and rows that are ready
+        have nobody else to claim them), and every client of these partitions waits in a call.
+        """
+        entries = [entry for entry in self.host.entries.values() if len(entry.store)]
+        if not self.host.solo or not entries:
             return False
-        if any(entry.store.could_free for entry in self.host.entries.values()):
+        if any(entry.store.leased or entry.definition.free == "drop" for entry in entries):
             return False
-        filled = {name for name, entry in self.host.entries.items() if len(entry.store)}
-        return bool(filled) and all(
-            session.waiting_puts for session in self.sessions if session.partitions & filled
-        )
+        filled = {entry.name for entry in entries}
+        concerned = [session for session in self.sessions if session.partitions & filled]
+        if not all(session.waiting for session in concerned):
+            return False
+        return self.claims.waiting > 0 or not any(entry.store.claimable for entry in entries)
 
     # which message goes where
 

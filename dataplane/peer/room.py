@@ -20,6 +20,13 @@ from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
 from dataplane.peer.host import Host
 
+_DOING = {
+    Admission.OPEN: "opening new groups",
+    Admission.CONTINUE: "continuing groups",
+    Admission.PULL: "pulling from other hosts",
+}
+STUCK_TICKS = 3
+
 Units = list[npt.NDArray[np.uint64]]
 
 
@@ -37,6 +44,7 @@ class Room:
     def __init__(self, host: Host, stuck: Callable[[], bool]) -> None:
         self._host = host
         self._stuck = stuck
+        self._stuck_ticks = 0
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
 
     def __len__(self) -> int:
@@ -60,7 +68,6 @@ class Room:
         waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
         line.append(waiter)
         try:
-            self.check_stuck()
             async with asyncio.timeout(timeout_s):
                 return await waiter.granted
         except BaseException as exc:
@@ -91,44 +98,52 @@ class Room:
                     self._host.space.give_back(waiter.holder, extents)
 
     def check_stuck(self) -> None:
-        """Raise BackPressure in the waiters of a deadlock, now."""
+        """Called by the clock: raise BackPressure in the waiters of a deadlock.
+
+        It must be seen a few times in a row: a claim that is just being met looks the same.
+        """
         writers = [w for a in (Admission.OPEN, Admission.CONTINUE) for w in self._lines[a]]
-        if not writers or not self._stuck():
+        self._stuck_ticks = self._stuck_ticks + 1 if writers and self._stuck() else 0
+        if self._stuck_ticks < STUCK_TICKS:
             return
         for waiter in writers:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
                     self._back_pressure(
                         waiter,
-                        "nothing here is leased or claimable, and every client waits in a put",
+                        "nothing here is leased or can be claimed, and every client waits",
                     )
                 )
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
+        host, stats = self._host, self._host.space.stats()
         needed = int(waiter.units[0].sum())
-        stats = self._host.space.stats()
-        holders = [
+        kind = waiter.admission.name.lower()
+        room = stats["classes"][kind]["room_bytes"]
+        held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
+        rows = ", ".join(f"{n} of {name!r}" for name, n in held.items()) or "none"
+        holders: list[dict[str, Any]] = [
             {
-                "holder": self._host.labels.get(holder, f"client {holder:x}"),
+                "holder": host.labels.get(holder, f"client {holder:x}"),
                 "granted_bytes": granted,
                 "pinned_bytes": pinned,
             }
-            for holder, granted, pinned in self._host.space.holders()
+            for holder, granted, pinned in host.space.holders()
         ]
-        partitions = {
-            name: entry.store.stats().get("bytes", 0) for name, entry in self._host.entries.items()
-        }
-        most = max(partitions, key=lambda p: partitions[p], default=None)
-        rows = (
-            f"rows of partition {most!r} hold {partitions[most]} B" if most else "no rows are here"
+        views = "; ".join(
+            f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"
+            for h in holders[:3]
         )
         return BackPressure(
-            f"the arena of peer {self._host.name!r} is full ({why}): {needed} B are needed, "
-            f"{stats['free_bytes']} of {stats['size_bytes']} B are free; {rows}. Consume or drop "
-            "rows, or give the peer a larger --arena",
+            f"peer {host.name!r} has no room: {needed} B are needed and {room} B are left for "
+            f"{_DOING[waiter.admission]} ({stats['used_bytes']} B used, {stats['free_bytes']} B "
+            f"free of {stats['size_bytes']}); {why}. Rows here: {rows}{'; ' if views else ''}"
+            f"{views}. Consume or drop rows, claim with min= where a claim waits for more rows "
+            "than fit, or give the peer a larger --arena",
             needed_bytes=needed,
+            room_bytes=room,
             free_bytes=stats["free_bytes"],
             arena_bytes=stats["size_bytes"],
-            partitions=partitions,
+            rows=held,
             holders=holders,
         )

@@ -33,7 +33,8 @@ class Session:
     said_goodbye: bool = False
     ended: bool = False
     gone: bool = False
-    waiting_puts: int = 0
+    waiting: int = 0
+    """its calls that wait for room or for rows"""
 
 
 class Sessions:

@@ -107,7 +107,7 @@ class Writing:
             places = np.zeros(len(known), EXTENT)
             places[found] = space.ranges.extents(known[found])
         admission = Admission.CONTINUE if body.continuing else Admission.OPEN
-        session.waiting_puts += 1
+        session.waiting += 1
         try:
             count, extents = await self.room.reserve(
                 session.id, admission, units, request.deadline_ms / 1000
@@ -116,7 +116,7 @@ class Writing:
             space.unpin(session.id, [pin])
             raise
         finally:
-            session.waiting_puts -= 1
+            session.waiting -= 1
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:

@@ -5,6 +5,7 @@ It answers what the test says, in its own thread per connection, and remembers e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -105,16 +106,13 @@ class ScriptedPeer:
     # serving
 
     def _serve(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                frame = encode(Reply(0, self.welcome))
-                socket.send_fds(sock, [frame], [self.fd, self.fd])
-                reader = FrameReader()
-                while data := sock.recv(1 << 16):
-                    for body in reader.feed(data):
-                        self._answer(sock, decode_request(body))
-            except OSError:
-                pass
+        with sock, contextlib.suppress(OSError):
+            frame = encode(Reply(0, self.welcome))
+            socket.send_fds(sock, [frame], [self.fd, self.fd])
+            reader = FrameReader()
+            while data := sock.recv(1 << 16):
+                for body in reader.feed(data):
+                    self._answer(sock, decode_request(body))
         with self._changed:
             self.closed += 1
             self._changed.notify_all()
@@ -133,10 +131,8 @@ class ScriptedPeer:
 
     def close(self) -> None:
         for sock in self.connections:
-            try:
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         for thread in self._threads:
             thread.join(10)
         os.close(self.fd)

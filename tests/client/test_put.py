@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # noqa: S403
 from typing import Any
 
 import numpy as np
@@ -196,7 +196,7 @@ def test_a_scalar_that_no_message_can_hold_is_an_invalid_value(
 
 def test_a_ref_survives_pickling_and_shows_what_it_is(part: Partition) -> None:
     ref = part.put({"a": [1, 2]}, key=["k", 3])
-    again = pickle.loads(pickle.dumps(ref))
+    again = pickle.loads(pickle.dumps(ref))  # noqa: S301
     assert again == ref and again.keys == ["k", 3]
     assert repr(ref) == "<Ref 2 rows of 'x', fields a>"
 

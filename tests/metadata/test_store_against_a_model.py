@@ -190,9 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
             return Rows(column)
         table = list(dict.fromkeys(g for g in groups if g is not None))
         index = [NO_GROUP if g is None else table.index(g) for g in groups]
-        return Rows(
-            column, None, np.array(index, "<u4").tobytes(), b"".join(map(group_key, table))
-        )
+        return Rows(column, None, np.array(index, "<u4").tobytes(), b"".join(map(group_key, table)))
 
     def put_error(
         self, keys: list[int], groups: list[int | None], fields: dict[str, list[bool]], plain: bool
@@ -244,9 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
         mode: str,
         version: int | None,
     ) -> None:
-        groups: list[int | None] = [
-            None if mixed and i % 2 else group for i, _ in enumerate(keys)
-        ]
+        groups: list[int | None] = [None if mixed and i % 2 else group for i, _ in enumerate(keys)]
         here = {name: [not (holes and i == 1) for i in range(len(keys))] for name in fields}
         made = {name: self.column(name, here[name], leaves) for name in fields}
         expected = self.put_error(keys, groups, here, mode == "plain")
@@ -496,7 +492,8 @@ class StoreMachine(RuleBasedStateMachine):
         for number in reversed(numbers):
             lease = self.leases.pop(number)
             rows = [
-                row for row, left in zip(lease.rows, lease.left, strict=True)
+                row
+                for row, left in zip(lease.rows, lease.left, strict=True)
                 if left and self.is_live(row)
             ]
             self.end(lease, "release", [], rows)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from dataplane.errors import ProtocolError
+from dataplane.metadata.operations import Operations
+
+
+def test_a_retry_is_answered_as_the_first_time() -> None:
+    operations: Operations[str] = Operations()
+    assert operations.recall(1, 5) is None
+    operations.remember(1, 5, 0, "five")
+    assert operations.recall(1, 5) == "five"
+    assert operations.recall(2, 5) is None
+
+
+def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
+    operations: Operations[str] = Operations()
+    operations.remember(1, 5, 0, "five")
+    operations.remember(1, 7, 6, "seven")
+    with pytest.raises(ProtocolError, match="forgotten"):
+        operations.recall(1, 5)
+    assert operations.recall(1, 6) is None
+    assert operations.recall(1, 7) == "seven"
+    operations.remember(1, 3, 6, "late")
+    assert len(operations) == 1
+
+
+def test_a_session_that_never_raises_its_floor_is_bounded() -> None:
+    operations: Operations[int] = Operations(limit=10)
+    for op in range(1, 31):
+        operations.remember(1, op, 0, op)
+    assert len(operations) == 10
+    assert operations.recall(1, 21) == 21
+    with pytest.raises(ProtocolError):
+        operations.recall(1, 20)
+
+
+def test_nothing_is_left_of_a_session_that_ended() -> None:
+    operations: Operations[str] = Operations()
+    operations.remember(1, 5, 3, "five")
+    operations.end(1)
+    operations.end(1)
+    assert len(operations) == 0
+    assert operations.recall(1, 5) is None

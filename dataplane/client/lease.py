@@ -138,6 +138,7 @@ class Lease:
         self.state = "leased"
         self._open = np.ones(self.n, np.bool_)
         self._added: list[Written] = []
+        self._lost: set[str] = set()
 
     @property
     def open_rows(self) -> int:
@@ -176,6 +177,7 @@ class Lease:
                 size=size,
             )
         self._added.append(written)
+        self._lost.difference_update(columns)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
         """More fields of the rows."""
@@ -217,23 +219,27 @@ class Lease:
         self, body: Finish, at: npt.NDArray[np.intp] | None, timeout: float | None
     ) -> Operation[None]:
         session = self.handle.session
+        if self._lost:
+            raise InvalidCall(
+                f"what was added as {', '.join(sorted(self._lost))} went with an ack that failed: "
+                "add it again, or release the batch",
+                fields=sorted(self._lost),
+            )
         if self._added:
             written = beside(self._added)
             unused = np.zeros(0, EXTENT)
             if at is not None:
                 written, unused = written.take(at)
-            # From here on the values belong to this one message, whatever becomes of it.
+            # From here on the values belong to this one message, whatever becomes of it; should
+            # it fail, an ack without them must not pass for one with them.
+            self._lost.update(self.added)
             self._added = []
             session.keep(unused)
             body.columns, body.specs = written.columns(), written.specs
             body.ranges, body.shared = written.ranges.tobytes(), written.shared.tobytes()
             body.want_bytes = written.nbytes
-        try:
-            done = yield from self._send(body, timeout)
-        except LeaseExpired:
-            # Refused before anything was committed, so the room is still granted.
-            session.keep(np.frombuffer(body.ranges, EXTENT))
-            raise
+        done = yield from self._send(body, timeout)
+        self._lost.clear()
         if isinstance(done, PutDone):
             session.keep(np.frombuffer(done.extents, EXTENT))
             if done.kept:

@@ -185,7 +185,7 @@ class Stage:
 
     def reset(self, live: Array) -> Array:
         """Every acked one of these rows becomes ready again. Returns the rows."""
-        again = live[self.rows.state[live] == ACKED]
+        again: Array = live[self.rows.state[live] == ACKED]
         groups = unique(self._groups(live))
         self._acked[groups] = 0
         done = groups[np.isin(self.groups.state[groups], (SPLIT, ACKED))]

@@ -258,11 +258,8 @@ class Claims:
         return Claimed(lease_id, pin, table)
 
     def _take_back(self, session: Session, lease_id: int, entry: Entry) -> None:
-        if lease_id not in session.leases:
-            return  # the session ended, and its leases with it
-        lease = self.leases.of(session, lease_id)
-        self.leases.close(session, lease)
-        for part in lease.parts:
+        lease = self.leases.close(session, lease_id)
+        for part in lease.parts if lease else ():
             self.mesh.spawn(self._release(part, entry))
 
     # from homes and suppliers

@@ -46,10 +46,18 @@ WAITING = (Claim, Reserve, Wait, Define)
 class Door:
     """Listens on the socket, and calls one handler per type of body."""
 
-    def __init__(self, host: Host, sessions: Sessions, handlers: dict[type[Body], Handler]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        sessions: Sessions,
+        handlers: dict[type[Body], Handler],
+        unsent: Callable[[Session, Body], None],
+    ) -> None:
         self.host = host
         self.sessions = sessions
         self.handlers = handlers
+        self.unsent = unsent
+        """takes back what an answer hands out that nobody is there to receive"""
         self.connections: set[Connection] = set()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,13 +181,16 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._running.pop)
 
     async def _finish(self, rid: int, outcome: Awaitable[Body]) -> None:
+        assert self._session is not None
         try:
-            self._answer(rid, await outcome)
+            body = await outcome
         except Exception as exc:
-            self._answer(rid, failed(exc))
-        finally:
-            if self._session is not None:
-                self._door.sessions.sweep(self._session)
+            body = failed(exc)
+        if self._transport is None or self._transport.is_closing():
+            self._door.unsent(self._session, body)
+        else:
+            self._answer(rid, body)
+        self._door.sessions.sweep(self._session)
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):

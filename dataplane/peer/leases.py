@@ -63,12 +63,9 @@ class Leases:
             )
         return self._leases[lease_id]
 
-    def close(self, session: Session, lease: Lease) -> None:
-        session.leases.discard(lease.id)
-        self._leases.pop(lease.id, None)
-
-    def take_all(self, session: Session) -> list[Lease]:
-        """Every lease of a session that ended; they are no longer its own."""
-        ended = [self._leases.pop(lease_id) for lease_id in session.leases]
-        session.leases.clear()
-        return ended
+    def close(self, session: Session, lease_id: int) -> Lease | None:
+        """The lease is no longer the session's; None where it was not."""
+        if lease_id not in session.leases:
+            return None
+        session.leases.discard(lease_id)
+        return self._leases.pop(lease_id)

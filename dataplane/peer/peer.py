@@ -41,6 +41,7 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire import messages as m
 from dataplane.wire.peering import Release, Tally
+from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Peer:
             self.settle,
         )
         self.sessions = Sessions(self.host, self._session_ended)
-        self.door = Door(self.host, self.sessions, self._handlers())
+        self.door = Door(self.host, self.sessions, self._handlers(), self._unsent)
         self.reporting = Reporting(
             self.host, self.mesh, self.door, self.room, self.claims, self.pulls
         )
@@ -165,6 +166,24 @@ class Peer:
 
     def _session_ended(self, session: Session) -> None:
         self.writing.release_all(session)
+        self.room.pump()
+
+    def _unsent(self, session: Session, body: m.Body) -> None:
+        """The client gave up the call: what its answer hands out comes back."""
+        space = self.host.space
+        match body:
+            case m.Claimed(lease, pin, _):
+                self.writing.release(session, lease)
+                space.unpin(session.id, [pin])
+            case m.Reserved():
+                space.give_back(session.id, column(body.extents, EXTENT))
+                space.unpin(session.id, [body.pin])
+            case m.PutDone():
+                space.give_back(session.id, column(body.extents, EXTENT))
+            case m.ReadDone() | m.Fetched():
+                space.unpin(session.id, [body.pin])
+            case _:
+                return
         self.room.pump()
 
     def _is_stuck(self) -> bool:

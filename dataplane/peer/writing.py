@@ -309,7 +309,7 @@ class Writing:
         except BaseException as exc:
             self.host.space.release(committed.ranges, committed.counts)
             if isinstance(exc, LeaseExpired):
-                self.leases.close(session, lease)
+                self.leases.close(session, lease.id)
             raise
         self._left(session, lease, body)
         done.extents = self._ahead(session, body.want_bytes)
@@ -353,7 +353,7 @@ class Writing:
         if body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
         if body.index is None or len(lease.finished) >= lease.rows:
-            self.leases.close(session, lease)
+            self.leases.close(session, lease.id)
 
     @staticmethod
     def _sub_finish(
@@ -398,15 +398,19 @@ class Writing:
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""
-        for lease in self.leases.take_all(session):
-            for part in lease.parts:
-                body = Finish(
-                    part.lease,
-                    "release",
-                    partition=lease.partition,
-                    generation=lease.generation,
-                )
-                self.mesh.spawn(self._release_part(part.address, body))
+        for lease in list(session.leases):
+            self.release(session, lease)
+
+    def release(self, session: Session, lease_id: int) -> None:
+        """A lease that nobody holds any more; unknown ones have ended already."""
+        lease = self.leases.close(session, lease_id)
+        if lease is None:
+            return
+        for part in lease.parts:
+            body = Finish(
+                part.lease, "release", partition=lease.partition, generation=lease.generation
+            )
+            self.mesh.spawn(self._release_part(part.address, body))
 
     async def _release_part(self, address: str, body: Finish) -> None:
         with contextlib.suppress(LeaseExpired):  # it had ended already

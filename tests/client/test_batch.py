@@ -189,6 +189,33 @@ def test_an_expired_lease_is_told_and_nothing_is_kept(peer: ScriptedPeer, batch:
     assert batch.state == "expired"
 
 
+def test_extents_of_a_refused_ack_are_not_used_again(
+    peer: ScriptedPeer, part: Partition, batch: Batch
+) -> None:
+    peer.scripts[Finish] = lambda r, b: Failed("LeaseExpired", "the lease ended")
+    batch.add(reward=[np.zeros(5000)] * 4)
+    with pytest.raises(dataplane.LeaseExpired):
+        batch.ack()
+    named = column(peer.bodies(Finish)[0].ranges, EXTENT)["offset"].tolist()
+    part.put({"a": [np.zeros(5000)] * 4})
+    assert not set(named) & set(column(peer.bodies(Put)[-1].ranges, EXTENT)["offset"].tolist())
+
+
+def test_an_ack_that_failed_does_not_pass_without_what_was_added(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    peer.scripts[Finish] = lambda r, b: Failed("PartitionGone", "hm")
+    batch.add(reward=[1, 2, 3, 4])
+    with pytest.raises(dataplane.PartitionGone):
+        batch.ack()
+    with pytest.raises(dataplane.InvalidCall, match="reward.*add it again"):
+        batch.ack()
+    del peer.scripts[Finish]
+    batch.add(reward=[1, 2, 3, 4])
+    batch.ack()
+    assert [c.field for c in peer.bodies(Finish)[-1].columns] == ["reward"]
+
+
 def test_a_claim_carries_its_demand(peer: ScriptedPeer, put: Put, part: Partition) -> None:
     where = dataplane.tag("version") >= 6
     part.claim("s", rows=8, min=2, where=where, timeout=1.5, lease=60, fields=["b"]).ack()

@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from dataplane.errors import ProtocolError
 from dataplane.transport import bulk_frames
 from dataplane.wire import messages, peering
 from tests.protocol.documents import DOCUMENTS, structures
@@ -83,7 +84,7 @@ def test_a_body_cut_anywhere_is_refused(channel: str, vector: Vector) -> None:
     body = body_of(channel, vector)
     decode = decoder_of(channel, vector["structure"])
     for end in {0, 1, 2, len(body) // 2, len(body) - 1}:
-        with pytest.raises(bulk_frames.ProtocolError):
+        with pytest.raises(ProtocolError):
             decode(body[:end])
 
 

@@ -14,7 +14,8 @@ from dataplane.wire import frames, messages, objects, peering, tables
 from tests.protocol.make_vectors import python_of
 
 SHARED = {
-    name: getattr(tables, name) for name in ("Definition", "Spec", "Owner", "Column", "Rows", "Table")
+    name: getattr(tables, name)
+    for name in ("Definition", "Spec", "Owner", "Column", "Rows", "Table")
 }
 
 

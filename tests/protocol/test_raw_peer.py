@@ -1,0 +1,255 @@
+"""A real peer, spoken to in raw bytes: nothing of `dataplane` runs on this side of the sockets."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from tests.protocol.make_vectors import Layout, pack
+
+SECONDS = 20.0
+HELLO = {"@": "Hello", "version": 1, "label": "raw"}
+WELCOME, HELLO_DONE, DONE, FAILED, PEER_HELLO = 1, 3, 60, 61, 100
+LOCAL, PEERS = Layout("local"), Layout("peers")
+
+
+@pytest.fixture(scope="module")
+def addresses() -> list[str]:
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        return [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in (a, b)]
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory, addresses: list[str]) -> Iterator[Path]:
+    """The socket of a peer with two seeds; the other one is this test."""
+    run_dir = Path(tmp_path_factory.mktemp("run"))
+    run_dir.chmod(0o700)
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--plane", "raw"]
+    command += ["--arena", "16MiB", "--listen", addresses[0], "--seeds", ",".join(addresses)]
+    environment = os.environ | {"DATAPLANE_RUN_DIR": str(run_dir)}
+    process = subprocess.Popen(command, env=environment)
+    path = run_dir / "raw" / "a.sock"
+    try:
+        end = time.monotonic() + SECONDS
+        while True:
+            try:
+                Door(path).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < end, "the peer did not start"
+                select.select([], [], [], 0.02)
+        yield path
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(SECONDS)
+
+
+class Door:
+    """A connection to the local door."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(SECONDS)
+        try:
+            self.sock.connect(os.fspath(path))
+        except OSError:
+            self.sock.close()
+            raise
+        header, self.descriptors, _, _ = socket.recv_fds(self.sock, 4, 2)
+        self.welcome = self._body(header)
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    def send(self, body: dict[str, Any], rid: int, session: int = 0) -> None:
+        self.sock.sendall(self.frame(body, rid, session))
+
+    def frame(self, body: dict[str, Any], rid: int, session: int = 0) -> bytes:
+        fields = {"rid": rid, "session": session, "op": 0, "floor": 0, "deadline_ms": 5000}
+        epoch = self.welcome[1][7]
+        packed = pack(LOCAL.array("Request", fields | {"epoch": epoch, "body": body}))
+        return len(packed).to_bytes(4, "little") + packed
+
+    def reply(self) -> Any:
+        return self._body(self._exactly(4))
+
+    def ended(self) -> bool:
+        try:
+            return self.sock.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def _body(self, header: bytes) -> Any:
+        return msgpack.unpackb(self._exactly(int.from_bytes(header, "little")))
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self.sock.recv(count - len(data))
+            assert part, "the peer closed the connection"
+            data += part
+        return bytes(data)
+
+
+@pytest.fixture
+def door(peer: Path) -> Iterator[Door]:
+    door = Door(peer)
+    yield door
+    door.close()
+
+
+def test_the_peer_speaks_first_and_hands_over_its_arena(door: Door) -> None:
+    rid, (tag, versions, plane, name, _, arena_bytes, shards, *_) = door.welcome
+    assert (rid, tag, versions, plane, name, shards) == (0, WELCOME, [1, 1], "raw", "a", 4096)
+    read_only, read_write = door.descriptors
+    assert os.fstat(read_only).st_size == os.fstat(read_write).st_size == arena_bytes
+    with pytest.raises(OSError):
+        os.pwrite(read_only, b"x", 0)
+
+
+def test_a_session_opens_and_answers_byte_by_byte(door: Door) -> None:
+    for byte in door.frame(HELLO, 1):
+        door.sock.sendall(bytes([byte]))
+    rid, (tag, session, mint, shares) = door.reply()
+    assert (rid, tag, len(shares)) == (1, HELLO_DONE, 3)
+    assert session and mint
+    door.send({"@": "Goodbye"}, 2, session)
+    assert door.reply() == [2, [DONE]]
+
+
+def test_a_version_that_is_not_spoken_is_refused_and_another_may_be_tried(door: Door) -> None:
+    door.send(HELLO | {"version": 99}, 1)
+    rid, (tag, code, *_) = door.reply()
+    assert (rid, tag, code) == (1, FAILED, "VersionMismatch")
+    door.send(HELLO, 2)
+    assert door.reply()[1][0] == HELLO_DONE
+
+
+def test_a_session_that_is_not_there_cannot_be_joined(door: Door) -> None:
+    door.send(HELLO | {"session": 5}, 1)
+    assert door.reply()[1][:2] == [FAILED, "ClientClosed"]
+
+
+def test_one_way_messages_are_not_answered(door: Door) -> None:
+    door.send(HELLO, 1)
+    session = door.reply()[1][1]
+    door.send({"@": "Unpin", "pins": [7]}, 0, session)
+    door.send({"@": "Goodbye"}, 3, session)
+    assert door.reply() == [3, [DONE]]
+
+
+BAD = {
+    "a length over the limit": (b"\x01\x00\x00\x04" + b"x", "FrameTooLarge"),
+    "no MessagePack": (b"\x01\x00\x00\x00\xc1", "ProtocolError"),
+    "an unknown tag": (bytes.fromhex("0b000000970102030492050607 9163"), "ProtocolError"),
+    "text that is not UTF-8": (
+        bytes.fromhex("0e000000970102030492050607 9332a1ff00"),
+        "ProtocolError",
+    ),
+    "no Hello": (bytes.fromhex("0b000000970102030492050607 9104"), "ProtocolError"),
+}
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_a_bad_frame_ends_its_connection_and_no_other(what: str, door: Door, peer: Path) -> None:
+    frame, code = BAD[what]
+    other = Door(peer)
+    door.sock.sendall(frame)
+    rid, (tag, found, *_) = door.reply()
+    assert (rid, tag, found) == (0, FAILED, code)
+    assert door.ended()
+    other.send(HELLO, 1)
+    assert other.reply()[1][0] == HELLO_DONE
+    other.close()
+
+
+# between peers: a DEALER of pyzmq, whose own framing is not ours
+
+
+class Link:
+    """A DEALER to the peer, which takes this test for the other seed."""
+
+    def __init__(self, addresses: list[str], epoch: list[int]) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+        self.socket.connect(addresses[0])
+        self.address, self.epoch = addresses[1], epoch
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+    def ask(self, rid: int, body: dict[str, Any], **envelope: Any) -> Any:
+        fields = {"rid": rid, "sender": self.address, "incarnation": 9, "session": 0, "op": 0}
+        fields |= {"floor": 0, "epoch": self.epoch, "deadline_ms": 5000, "body": body} | envelope
+        self.socket.send(pack(PEERS.array("PeerRequest", fields)))
+        return self.reply()
+
+    def reply(self) -> Any:
+        return msgpack.unpackb(self.socket.recv())
+
+    def hello(self, **other: Any) -> dict[str, Any]:
+        hello = {"@": "PeerHello", "versions": [1, 3], "plane": "raw", "name": "b"}
+        hello |= {"incarnation": 9, "address": self.address, "epoch": self.epoch}
+        return hello | {"shards": 4096, "bulk": []} | other
+
+
+@pytest.fixture
+def link(addresses: list[str], door: Door) -> Iterator[Link]:
+    link = Link(addresses, door.welcome[1][7])
+    yield link
+    link.close()
+
+
+def test_peers_tell_who_they_are(link: Link, addresses: list[str]) -> None:
+    rid, hello = link.ask(1, link.hello())
+    assert (rid, hello[0]) == (1, PEER_HELLO)
+    assert hello[1:4] == [[1, 1], "raw", "a"]
+    assert hello[5:8] == [addresses[0], link.epoch, 4096]
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        ({"versions": [2, 9]}, "VersionMismatch"),
+        ({"plane": "another"}, "RosterMismatch"),
+        ({"shards": 1024}, "RosterMismatch"),
+        ({"epoch": [1, 1]}, "RosterMismatch"),
+        ({"address": "tcp://127.0.0.1:1"}, "RosterMismatch"),
+        ({"name": "a"}, "PeerNameTaken"),
+    ],
+)
+def test_a_stranger_is_refused(other: dict[str, Any], code: str, link: Link) -> None:
+    assert link.ask(1, link.hello(**other))[1][:2] == [FAILED, code]
+
+
+def test_an_old_epoch_and_an_unknown_sender_are_refused(link: Link) -> None:
+    stats = {"@": "Stats", "partition": None}
+    assert link.ask(1, stats, epoch=[1, 1])[1][:2] == [FAILED, "StaleEpoch"]
+    assert link.ask(2, stats, sender="tcp://127.0.0.1:1")[1][:2] == [FAILED, "RosterMismatch"]
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", bytes.fromhex("9901a1ff0203040592060708 9232c0")]
+)
+def test_a_message_that_cannot_be_read_leaves_the_link(message: bytes, link: Link) -> None:
+    link.socket.send(message)
+    rid, (tag, code, *_) = link.reply()
+    assert (rid, tag, code) == (0, FAILED, "ProtocolError")
+    assert link.ask(2, link.hello())[1][0] == PEER_HELLO

@@ -1,0 +1,120 @@
+"""Objects, keys and tickets against the committed bytes and an independent reading of them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from dataplane.errors import TicketRefused
+from dataplane.metadata import names
+from dataplane.transport import tickets
+from dataplane.transport.bulk_frames import Ticket
+from dataplane.wire import objects
+from dataplane.wire.arrays import dtype_of
+from dataplane.wire.tables import Owner
+from tests.protocol.make_vectors import Vector, load, python_of
+
+OBJECTS, NAMES, TICKETS = load("objects"), load("names"), load("tickets")
+LEAVES = [np.arange(6, dtype=np.int32), np.ones((2, 3), np.float16)]
+CONTEXT = b"dataplane bulk ticket 1"
+
+
+def value_of(value: Any) -> Any:
+    """The Python value that an object vector stands for."""
+    if isinstance(value, list):
+        return [value_of(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"bin": digits}:
+            return bytes.fromhex(digits)
+        case {"tuple": items}:
+            return tuple(map(value_of, items))
+        case {"int": digits}:
+            return int(digits)
+        case {"scalar": [dtype, digits]}:
+            return np.frombuffer(bytes.fromhex(digits), dtype_of(dtype))[0]
+        case {"leaf": index}:
+            return LEAVES[index]
+        case {"map": pairs}:
+            return {value_of(key): value_of(item) for key, item in pairs}
+    raise AssertionError(value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, with equal types all the way down, and the same arrays."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+    return a is b if isinstance(a, np.ndarray) else repr(a) == repr(b)
+
+
+each_object = pytest.mark.parametrize("vector", OBJECTS, ids=[v["name"] for v in OBJECTS])
+
+
+@each_object
+def test_an_independent_decoder_reads_an_objects_literal(vector: Vector) -> None:
+    literal = python_of(vector["literal"])
+    decoded = msgpack.unpackb(bytes.fromhex(vector["hex"]), strict_map_key=False)
+    assert repr(decoded) == repr(literal)
+
+
+@each_object
+def test_an_object_is_read_with_its_exact_types(vector: Vector) -> None:
+    decoded = objects.decode(bytes.fromhex(vector["hex"]), LEAVES)
+    assert same(decoded, value_of(vector["value"]))
+
+
+@each_object
+def test_an_object_is_written_as_exactly_these_bytes(vector: Vector) -> None:
+    head, leaves = objects.encode(value_of(vector["value"]))
+    assert head.hex() == vector["hex"]
+    assert all(any(leaf is known for known in LEAVES) for leaf in leaves)
+
+
+@pytest.mark.parametrize("vector", NAMES, ids=[repr(v["name"]) for v in NAMES])
+def test_a_name_has_its_key(vector: Vector) -> None:
+    key = names.hash_name(vector["name"])
+    assert key.hex() == vector["key"]
+    if "minted" in vector:
+        assert names.mint(**vector["minted"]) == key
+        assert names.format_minted(key) == vector["name"]
+
+
+def _pack(*parts: Any) -> bytes:
+    packed: bytes = msgpack.packb(list(parts), use_bin_type=True)
+    return packed
+
+
+@pytest.mark.parametrize("vector", TICKETS, ids=[v["name"] for v in TICKETS])
+def test_a_ticket_follows_from_the_page(vector: Vector) -> None:
+    told, pieces = vector["ticket"], bytes.fromhex(vector["pieces"])
+    key = hashlib.sha256(_pack(CONTEXT, vector["plane"], vector["epoch"])).digest()
+    nonce = bytes.fromhex(vector["challenge"]) + vector["sequence"].to_bytes(8, "little")
+    digest = hashlib.blake2b(pieces, digest_size=32).digest()
+    owner = (told["peer"], told["incarnation"], told["expiry_ms"])
+    mac = hmac.digest(key, _pack(CONTEXT, *owner, nonce, digest), "sha256")
+    assert key.hex() == vector["plane_key"]
+    assert (nonce.hex(), digest.hex(), mac.hex()) == (told["nonce"], told["digest"], told["mac"])
+
+
+@pytest.mark.parametrize("vector", TICKETS, ids=[v["name"] for v in TICKETS])
+def test_a_ticket_is_issued_and_verified_as_in_its_vector(vector: Vector) -> None:
+    told, pieces = vector["ticket"], bytes.fromhex(vector["pieces"])
+    key = tickets.plane_key(vector["plane"], tuple(vector["epoch"]))
+    owner = Owner(told["peer"], told["incarnation"])
+    nonce = tickets.nonce_of(bytes.fromhex(vector["challenge"]), vector["sequence"])
+    columns = (bytes.fromhex(told[name]) for name in ("nonce", "digest", "mac"))
+    ticket = Ticket(owner.peer, owner.incarnation, told["expiry_ms"], *columns)
+    assert tickets.issue(key, owner, told["expiry_ms"], nonce, pieces) == ticket
+    tickets.verify(key, ticket, owner, nonce, pieces)
+    with pytest.raises(TicketRefused):
+        tickets.verify(key, ticket, owner, nonce, pieces + b"\0")

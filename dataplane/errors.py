@@ -13,7 +13,7 @@ from typing import Any
 class DataplaneError(Exception):
     """Base of every error here. `details` holds the figures that the message mentions."""
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
@@ -160,7 +160,7 @@ class TagConflict(DataplaneError):
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed half-way. `details["committed"]` says which rows are in; repeating it is safe."""
+    """A put failed half-way: `details["committed"]` are the rows that are in. Repeating is safe."""
 
 
 # claims

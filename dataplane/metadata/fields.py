@@ -55,6 +55,17 @@ class Fields:
         ):
             raise LimitExceeded(f"a partition has at most {MAX_FIELDS} fields", limit=MAX_FIELDS)
 
+    def check_known(self, names: Sequence[str]) -> None:
+        """FieldUnknown for a name that no row of the store ever had."""
+        for name in names:
+            if self.names.get(name, -1) not in self._values:
+                there = sorted(known for known, bit in self.names.items() if bit in self._values)
+                raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+
+    def known(self, names: Sequence[str]) -> list[str]:
+        """Those that some row of the store has had."""
+        return [name for name in names if self.names.get(name, -1) in self._values]
+
     def bit(self, name: str) -> int:
         """The number of a field, which gets one now if it is new."""
         return self.names.setdefault(name, len(self.names))
@@ -139,15 +150,12 @@ class Fields:
 
         FieldUnknown for a name that no row of the store ever had.
         """
+        self.check_known(names or ())
         picked: list[tuple[str, Array, bytes, Array]] = []
         for name in self.names if names is None else dict.fromkeys(names):
             bit = self.names.get(name, -1)
             if bit not in self._values:
-                if names is None:
-                    continue
-                raise FieldUnknown(
-                    f"no row has a field {name!r}; there are {sorted(self._written())}", field=name
-                )
+                continue
             values = self._values[bit][slots]
             there = (self.present[slots] >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
             if not there.all():
@@ -230,9 +238,6 @@ class Fields:
                     total += int(nbytes.sum())
                     packed += int(nbytes[nbytes < PACK_LIMIT_BYTES].sum())
         return total, packed
-
-    def _written(self) -> list[str]:
-        return [name for name, bit in self.names.items() if bit in self._values]
 
     def _column(self, bit: int) -> Array:
         column = self._values.get(bit)

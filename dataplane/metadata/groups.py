@@ -67,7 +67,7 @@ class Groups:
     def add_members(self, groups: Array, counts: Array, slots: Array) -> None:
         """New rows: counts[i] of them in groups[i] (all different), `slots` group by group."""
         self.members.append(groups, counts, slots)
-        self.seen[groups] += counts.astype(np.int32)
+        self.seen[groups] += counts
 
     def remove_members(self, groups: Array, slots: Array, dropped: bool) -> None:
         """Rows go, each `slots[i]` from `groups[i]`."""

@@ -25,6 +25,9 @@ from dataplane.wire.limits import (
 from dataplane.wire.records import KEY, U4, VALUE, column
 from dataplane.wire.tables import Column, Name, Rows
 
+_NO_KEYS = np.zeros((0, 2), np.uint64)
+_NO_VALUES = np.zeros(0, VALUE)
+
 
 @dataclass(slots=True)
 class RowsIn:
@@ -70,17 +73,24 @@ def rows_in(rows: Rows, *, many: int = MAX_ROWS_PER_MESSAGE) -> RowsIn:
 
 
 def _groups_in(rows: Rows, count: int) -> tuple[Array | None, Array]:
+    if not rows.group_keys and not rows.group_index and not rows.group_names:
+        return None, _NO_KEYS
     column(rows.group_keys, KEY)
     group_keys = pairs(rows.group_keys)
     _check_names(rows.group_names, len(group_keys), "groups")
     if not rows.group_index:
         return None, group_keys
     index = column(rows.group_index, U4, count).astype(np.int64)
-    index[index == NO_GROUP] = -1
-    if int(index.max()) >= len(group_keys):
+    if count == 1:
+        last = index.item()
+        if last == NO_GROUP:
+            index[0] = last = -1
+    else:
+        index[index == NO_GROUP] = -1
+        last = int(index.max())
+    if last >= len(group_keys):
         raise ProtocolError(
-            f"a row is in group number {int(index.max())} of {len(group_keys)}",
-            groups=len(group_keys),
+            f"a row is in group number {last} of {len(group_keys)}", groups=len(group_keys)
         )
     if len(repeated(group_keys)):
         raise InvalidRows("a group is named twice in one message")
@@ -136,11 +146,11 @@ def _column_in(one: Column, rows: int, specs: int | None, owners: int | None) ->
 def _leaves_in(
     one: Column, rows: int, here: Array | None, specs: int | None, owners: int | None
 ) -> tuple[Array | None, Array]:
+    if not one.leaf_counts and not one.leaves:
+        return None, _NO_VALUES
     leaves = column(one.leaves, VALUE)
     if not one.leaf_counts:
-        if len(leaves):
-            raise ProtocolError(f"field {one.field!r} has leaves but no counts of them")
-        return None, leaves
+        raise ProtocolError(f"field {one.field!r} has leaves but no counts of them")
     counts = column(one.leaf_counts, U4, rows).astype(np.int64)
     if int(counts.max()) > MAX_LEAVES_PER_ROW:
         raise LimitExceeded(

@@ -204,6 +204,11 @@ class Stage:
         return grouped
 
     def _bump(self, column: Array, slots: Array, by: int) -> None:
+        if len(slots) == 1:
+            group = self._group_of.item(slots.item())
+            if group >= 0:
+                column[group] += by
+            return
         groups = self._groups(slots)
         if len(groups):
             bump(column, groups, by)

@@ -26,6 +26,7 @@ from dataplane.wire.tables import Definition, Name
 
 UNGROUPED, NO_ROW = -1, -2
 _USUAL_GROUP = 4
+_ONE = np.ones(1, np.int32)
 
 
 class State:
@@ -241,16 +242,17 @@ class State:
             stage.reserve_rows(self._capacity)
 
     def _join(self, slots: Array, groups: Array) -> None:
+        if len(slots) == 1:
+            if groups.item() >= 0:
+                self.groups.add_members(groups, _ONE, slots)
+            return
         grouped = (groups >= 0).nonzero()[0]
         if not len(grouped):
             return
         slots, groups = slots[grouped], groups[grouped]
-        if len(groups) > 1:
-            order = np.argsort(groups, kind="stable")
-            slots, groups = slots[order], groups[order]
-            groups, counts = np.unique(groups, return_counts=True)
-        else:
-            counts = np.ones(1, np.int64)
+        order = np.argsort(groups, kind="stable")
+        slots, groups = slots[order], groups[order]
+        groups, counts = np.unique(groups, return_counts=True)
         self.groups.add_members(groups, counts, slots)
 
     def _leave(self, slots: Array, groups: Array, dropped: bool) -> None:

@@ -234,6 +234,10 @@ class Store:
         slots = tables.leased_rows(self._state, rows) if isinstance(rows, int) else rows
         return tables.table(self._state, slots, fields, tags)
 
+    def known(self, fields: Sequence[str]) -> list[str]:
+        """Those of these fields that some row here has had, which `table` finds."""
+        return self._state.fields.known(fields)
+
     def read(
         self,
         rows: Rows | None = None,

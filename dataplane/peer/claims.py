@@ -17,6 +17,7 @@ from typing import Any
 from dataplane.errors import (
     ClaimTimeout,
     DataplaneError,
+    FieldUnknown,
     PartitionGone,
     StageUndefined,
     StreamEnd,
@@ -115,12 +116,16 @@ class Claims:
                 body.stage, body.want, session.id, now=self.host.now(), lease_ms=body.lease_ms
             )
             if taken.lease is not None:
-                fields = self._fields(entry, body)
-                table = entry.store.table(taken.lease, fields)
-                self.settle(entry)
-                part = Part(self.host.address, taken.lease, rowset.count(table.rows))
-                return self._hand_out(session, entry, body.stage, [(part, table)])
+                granted = self._granted(entry, taken.lease, self._fields(entry, body))
+                return self._hand_out(session, entry, body, [granted])
         return self._queue(session, entry, body)
+
+    def _granted(self, entry: Entry, lease: int, fields: list[str] | None) -> tuple[Part, Table]:
+        """Leased rows with what they have here of the fields that are asked for."""
+        known = None if fields is None else entry.store.known(fields)
+        table = entry.store.table(lease, known)
+        self.settle(entry)
+        return Part(self.host.address, lease, rowset.count(table.rows)), table
 
     def _may_take(self, entry: Entry, stage: str) -> bool:
         """Queued demand goes before later local claims; after the seal the home decides."""
@@ -164,7 +169,7 @@ class Claims:
             self._queued[key] -= 1
             if not self._queued[key]:
                 del self._queued[key]
-        handed = self._hand_out(session, entry, body.stage, waiting.parts)
+        handed = self._hand_out(session, entry, body, waiting.parts)
         return handed if isinstance(handed, Body) else await handed
 
     async def _demand(self, number: int, session: Session, entry: Entry, body: Claim) -> None:
@@ -231,14 +236,16 @@ class Claims:
             log.info("a granted lease had ended already: %s", exc)
 
     def _hand_out(
-        self, session: Session, entry: Entry, stage: str, parts: list[tuple[Part, Table]]
+        self, session: Session, entry: Entry, body: Claim, parts: list[tuple[Part, Table]]
     ) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         lease = self.leases.open(
-            session, entry.name, entry.generation, stage, [part for part, _ in parts]
+            session, entry.name, entry.generation, body.stage, [part for part, _ in parts]
         )
         try:
-            resolved = self.reading.resolve(rowset.join([t for _, t in parts]), session.id)
+            joined = rowset.join([table for _, table in parts])
+            _check_fields(joined, body.fields)
+            resolved = self.reading.resolve(joined, session.id)
         except BaseException:
             self._take_back(session, lease.id, entry)
             raise
@@ -267,7 +274,7 @@ class Claims:
     async def _order(self, caller: Caller, body: Order) -> Body:
         """Lease what is ordered, and hand it to the claim's peer; unwanted, it goes back."""
         entry = await self.partitions.entry(body.partition, body.generation)
-        self.host.labels.setdefault(body.holder, body.label)
+        self.host.label(body.holder, body.label)
         taken = entry.store.take(
             body.stage,
             body.want,
@@ -278,9 +285,7 @@ class Claims:
         )
         if taken.lease is None:
             return Supplied(0, 0.0, taken.blocked)
-        table = entry.store.table(taken.lease, body.fields)
-        self.settle(entry)
-        part = Part(self.host.address, taken.lease, rowset.count(table.rows))
+        part, table = self._granted(entry, taken.lease, body.fields)
         try:
             reply: Granted = await self.mesh.call(
                 body.claimant, Grant(body.number, taken.lease, table)
@@ -374,3 +379,15 @@ class Claims:
             parts.append(f"{silent} peers did not answer")
         details = {"ready": ready, "units": total, "missing": missing, "leases": leases}
         return "; ".join(parts), details
+
+
+def _check_fields(table: Table, asked: list[str] | None) -> None:
+    """FieldUnknown for a field that none of these rows has."""
+    there = {c.field for c in table.columns}
+    for name in asked or ():
+        if name not in there:
+            raise FieldUnknown(
+                f"no row of this claim has a field {name!r}, the rows were given back; claim "
+                f"without it (there are {sorted(there)})",
+                field=name,
+            )

@@ -20,6 +20,8 @@ from dataplane.metadata.store import Store
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
+MAX_LABELS = 10_000
+
 
 @dataclass(slots=True)
 class Entry:
@@ -77,6 +79,12 @@ class Host:
                 partition=partition,
             )
         return found if found.generation == generation else None
+
+    def label(self, holder: int, label: str) -> None:
+        """Remember what a client of any host is called; the oldest are forgotten."""
+        self.labels[holder] = label
+        while len(self.labels) > MAX_LABELS:
+            del self.labels[next(iter(self.labels))]
 
     @staticmethod
     def now() -> float:

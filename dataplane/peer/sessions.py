@@ -56,7 +56,7 @@ class Sessions:
     def open(self, pid: int, label: str) -> Session:
         session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on {self._host.name}")
         self._live[session.id] = session
-        self._host.labels[session.id] = session.label
+        self._host.label(session.id, session.label)
         try:
             session.pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)

@@ -146,7 +146,8 @@ class Writing:
         lengths = extents["length"]
         if len(known):
             lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
-        if len(flat) and np.any(flat["delta"] + flat["nbytes"] > lengths[index]):
+        room = lengths[index]
+        if np.any((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
             raise ProtocolError("a value reaches beyond the end of its range")
         space.hold(known, counts[len(extents) :])
         try:

@@ -231,5 +231,5 @@ def decode_from_worker(body: bytes) -> FromWorker:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a frame of bulk transfer: {exc}") from exc

@@ -51,14 +51,14 @@ def body_length(header: bytes | bytearray | memoryview) -> int:
 def decode_request(body: bytes | bytearray | memoryview) -> Request:
     try:
         return _requests.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a request of this protocol: {exc}") from exc
 
 
 def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
     try:
         return _replies.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a reply of this protocol: {exc}") from exc
 
 
@@ -70,14 +70,12 @@ class FrameReader:
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
-        self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= HEADER_BYTES:
-            length = body_length(memoryview(self._buffer)[start : start + HEADER_BYTES])
-            end = start + HEADER_BYTES + length
-            if len(self._buffer) < end:
-                break
-            yield bytes(memoryview(self._buffer)[start + HEADER_BYTES : end])
-            start = end
-        if start:
-            del self._buffer[:start]
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= HEADER_BYTES:
+            end = HEADER_BYTES + body_length(buffer[:HEADER_BYTES])
+            if len(buffer) < end:
+                return
+            body = bytes(memoryview(buffer)[HEADER_BYTES:end])
+            del buffer[:end]  # cheap: a bytearray remembers where it starts
+            yield body

@@ -104,10 +104,9 @@ class Reset(Body, tag=14):
 class Reserve(Body, tag=20):
     """Room for units (one row's or one group's part), each whole or not at all.
 
-    admission: 0 opening new groups, 1 continuing. The peer decides by `groups` (KEY records of the
-    groups or keys written) whether this session has put or leased them before.
     units: per unit the u8 column of the sizes of its ranges (packs of small values count as one).
-    hashes: per candidate for dedup, 16 bytes xxh3-128 and u8 size: DIGEST records.
+    continuing: to groups or keys that this client put or leased before, or fields added to them.
+    digests: a DIGEST record per candidate for dedup.
     """
 
     partition: str
@@ -236,7 +235,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
     minimum: int
     where: Where | None = None
     budget_tag: str | None = None
-    budget: float = 0
+    budget: float = 0.0
 
 
 class Claim(Body, tag=40):

@@ -8,7 +8,9 @@ error. bytearray and memoryview come back as bytes, tensors as numpy arrays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -29,6 +31,8 @@ EXT_SCALAR = 4
 """A numpy scalar: length of the dtype's name (one byte), the name, the item's bytes."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
+"""How an ext value of code -1 begins, in its three sizes."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -81,7 +85,10 @@ class Decoder:
     def decode(self, head: bytes | memoryview, leaves: Sequence[Array]) -> Any:
         self._leaves = leaves
         try:
-            return self._decoder.decode(head)
+            value = self._decoder.decode(head)
+            if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
+                raise ProtocolError("a timestamp (ext code -1) is not of this protocol")
+            return value
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
             raise ProtocolError(f"not an object of this protocol: {exc}") from exc
         finally:
@@ -209,6 +216,15 @@ def _scalar(data: memoryview) -> Any:
     if len(data) - end != dtype.itemsize:
         raise ProtocolError(f"{len(data) - end} bytes for a scalar of {dtype}")
     return np.frombuffer(data[end:], dtype)[0]
+
+
+def _holds_time(value: Any) -> bool:
+    """msgspec reads MessagePack's timestamps by itself, and would let them in anywhere."""
+    if isinstance(value, dict):
+        return any(_holds_time(key) or _holds_time(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(map(_holds_time, value))
+    return isinstance(value, datetime)
 
 
 def _map_header(count: int) -> bytes:

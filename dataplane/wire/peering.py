@@ -294,7 +294,7 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview, what: str) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a {what} of this protocol: {exc}") from exc
 
 

@@ -1,4 +1,4 @@
-"""Processes that die, stop or misbehave: nothing is lost, nothing is half, nobody else is disturbed."""
+"""Processes that die, stop or misbehave: nothing is lost or half, nobody else is disturbed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Makes the bytes of protocol/vectors and the examples of the documents.
 
-Run as `python -m tests.protocol.make_vectors`. Takes the named `fields` of every vector, the order and
-defaults of fields from the tables in protocol/*.md, and the `msgpack` package. Nothing of
-`dataplane` is imported: where the code differs from these bytes, a test says so. `--check` writes
-nothing and fails where something would change.
+Run as `python -m tests.protocol.make_vectors`. Takes the named `fields` of every vector, the order
+and defaults of fields from the tables in protocol/*.md, and the `msgpack` package. Nothing of
+`dataplane` is imported: where the code differs, a test says so. `--check` only compares.
 
 JSON has no bytes and only str keys: {"bin": hex}, {"map": [[key, value], …]}, and for objects
 {"tuple": […]}, {"int": digits}, {"scalar": [dtype, hex]}, {"leaf": index}. A body is named by "@".

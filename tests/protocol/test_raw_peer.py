@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -167,14 +168,13 @@ BAD = {
 @pytest.mark.parametrize("what", list(BAD))
 def test_a_bad_frame_ends_its_connection_and_no_other(what: str, door: Door, peer: Path) -> None:
     frame, code = BAD[what]
-    other = Door(peer)
-    door.sock.sendall(frame)
-    rid, (tag, found, *_) = door.reply()
-    assert (rid, tag, found) == (0, FAILED, code)
-    assert door.ended()
-    other.send(HELLO, 1)
-    assert other.reply()[1][0] == HELLO_DONE
-    other.close()
+    with contextlib.closing(Door(peer)) as other:
+        door.sock.sendall(frame)
+        rid, (tag, found, *_) = door.reply()
+        assert (rid, tag, found) == (0, FAILED, code)
+        assert door.ended()
+        other.send(HELLO, 1)
+        assert other.reply()[1][0] == HELLO_DONE
 
 
 # between peers: a DEALER of pyzmq, whose own framing is not ours

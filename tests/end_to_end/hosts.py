@@ -1,0 +1,87 @@
+"""Peers that the tests of one file share: one alone, and two that are a plane of two hosts."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dataplane
+from dataplane import Partition, Plane
+from tests.end_to_end.conftest import Cluster, until
+
+_numbers = itertools.count(1)
+
+
+class Hosts:
+    """Two clients, at one peer or at one of two each, and partitions that both have a handle of."""
+
+    def __init__(self, here: Plane, there: Plane) -> None:
+        self.here = here
+        self.there = there
+        self.name = ""
+
+    def partition(self, *stages: Any, **definition: Any) -> tuple[Partition, Partition]:
+        """A new partition, as the first client declared and the second attached to it."""
+        self.name = f"p{next(_numbers)}"
+        return self.here.partition(self.name, *stages, **definition), self.there.partition(
+            self.name
+        )
+
+    def used_bytes(self) -> int:
+        peers = {p.peer: p for p in (self.here, self.there)}.values()
+        return sum(p.stats()["arena"]["used_bytes"] for p in peers)
+
+    def drop_everything(self) -> None:
+        """What a test leaves behind goes, and every byte with it (but for cached copies)."""
+        for name in self.here.stats()["partitions"]:
+            self.here.partition(name).drop()
+        peers = {p.peer: p for p in (self.here, self.there)}.values()
+        for plane in peers:
+            until(lambda plane=plane: held(plane) == 0, f"{plane.peer} gave everything back", 5)
+
+
+def held(plane: Plane) -> int:
+    """Bytes in use that are not merely cached, and everything that waits or is leased."""
+    stats = plane.stats()
+    arena = stats["arena"]
+    busy = arena["quarantined_bytes"] + arena["pinned_bytes"]
+    busy += stats["waiting_claims"] + stats["waiting_puts"] + len(stats["partitions"])
+    return int(busy + arena["used_bytes"] - arena["cached_bytes"])
+
+
+@contextmanager
+def running(*names: str, alone: str = "", arena: str = "256MiB") -> Iterator[Cluster]:
+    """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
+    run_dir = Path(tempfile.mkdtemp(prefix="dp-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_RUN_DIR", str(run_dir))
+        cluster = Cluster(run_dir)
+        try:
+            if alone:
+                cluster.start(alone, arena=arena)
+            cluster.start(*names, arena=arena)
+            yield cluster
+        finally:
+            cluster.stop()
+            shutil.rmtree(run_dir)
+
+
+@contextmanager
+def one_and_two() -> Iterator[dict[str, Hosts]]:
+    """`one`: both clients at one peer. `two`: at one peer each."""
+    with running("a", "b", alone="solo") as cluster:
+        planes = {name: cluster.connect(name) for name in ("solo", "a", "b")}
+        again = cluster.connect("solo")
+        yield {"one": Hosts(planes["solo"], again), "two": Hosts(planes["a"], planes["b"])}
+        for plane in (*planes.values(), again):
+            plane.close()
+
+
+__all__ = ["Hosts", "dataplane", "one_and_two", "running"]

@@ -1,0 +1,308 @@
+"""A naive model of a store: rows in a dict, group states worked out from scratch each time.
+
+It also keeps account of every reference to a range: each is either in a row, or was reported as
+freed, exactly once. The state machine beside it drives both and compares them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from dataplane.errors import (
+    DataplaneError,
+    FieldExists,
+    GroupClosed,
+    InvalidRows,
+    PartitionSealed,
+    RowsDropped,
+)
+from dataplane.metadata import names
+from dataplane.metadata.store import Store
+from dataplane.wire.limits import ABSENT, NO_GROUP
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import Column, Definition, Owner, Rows, Spec
+
+STAGES = {"s1": ["a"], "s2": ["a", "b"]}
+OWNERS = [Owner("near", 1), Owner("far", 2)]
+SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
+WHERE = ["ge", "v", 2]
+
+
+def row_key(number: int) -> bytes:
+    return names.mint(1, 7, number)
+
+
+def group_key(number: int) -> bytes:
+    return names.mint(2, 7, number)
+
+
+@dataclass
+class Row:
+    group: int | None
+    values: dict[str, list[int]] = field(default_factory=dict)
+    tags: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
+    stamp: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Group:
+    expected: int | None
+    seen: int = 0
+    dropped: int = 0
+    closed: bool = False
+    counted: bool = False
+    state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
+    stamp: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Lease:
+    stage: str
+    rows: list[Row]
+    left: list[bool]
+    holder: int
+    deadline: float | None
+
+
+class Model:
+    """What a store should hold, beside the store that holds it."""
+
+    free: Literal["acked", "drop"] = "acked"
+    group_size: int | None = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        definition = Definition(stages=STAGES, free=self.free, group_size=self.group_size)
+        self.store = Store("p", definition, 1)
+        self.rows: dict[int, Row] = {}
+        self.groups: dict[int, Group] = {}
+        self.dropped_rows: set[int] = set()
+        self.dropped_groups: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.sealing = False
+        self.made = 0
+        self.now = 0.0
+        self.clock = itertools.count(1)
+        self.ranges = itertools.count(1)
+        self.references: set[int] = set()
+        self.owner_of: dict[int, int] = {}
+
+    # the model's own bookkeeping
+
+    def members(self, number: int) -> list[Row]:
+        return [row for row in self.rows.values() if row.group == number]
+
+    def is_live(self, row: Row) -> bool:
+        return any(row is one for one in self.rows.values())
+
+    def settle(self, stamp: int) -> None:
+        for row in self.rows.values():
+            for stage, fields in STAGES.items():
+                if row.state[stage] == "pending" and set(fields) <= row.values.keys():
+                    row.state[stage], row.stamp[stage] = "ready", stamp
+        for number in list(self.groups):
+            group = self.groups[number]
+            if not group.closed and group.seen == group.expected:
+                group.closed = True
+            if group.closed and not group.counted and group.dropped < group.seen:
+                group.counted = True
+                self.made += 1
+            live = self.members(number)
+            if group.closed and not live:
+                if group.counted and group.dropped == group.seen:
+                    self.made -= 1
+                del self.groups[number]
+                continue
+            for stage in STAGES:
+                self.settle_group(group, live, stage, stamp)
+
+    def settle_group(self, group: Group, live: list[Row], stage: str, stamp: int) -> None:
+        states = [row.state[stage] for row in live]
+        whole = group.closed and bool(live)
+        if whole and set(states) == {"acked"}:
+            then = "acked"
+        elif group.state[stage] == "split" or "acked" in states:
+            then = "split"
+        elif whole and set(states) == {"ready"}:
+            then = "ready"
+        else:
+            then = "leased" if group.state[stage] == "leased" else "pending"
+        if then == "ready" and group.state[stage] != "ready":
+            group.stamp[stage] = stamp
+        group.state[stage] = then
+
+    def remove(self, numbers: list[int], dropped: bool) -> None:
+        for number in numbers:
+            row = self.rows.pop(number)
+            for ranges in row.values.values():
+                self.references -= set(ranges)
+            if dropped:
+                self.dropped_rows.add(number)
+                if row.group is not None:
+                    self.groups[row.group].dropped += 1
+
+    def free_acked(self) -> None:
+        if self.free == "acked":
+            done = [n for n, row in self.rows.items() if set(row.state.values()) == {"acked"}]
+            self.remove(done, dropped=False)
+
+    # what goes in
+
+    def column(self, name: str, here: list[bool], leaves: bool) -> tuple[Column, list[list[int]]]:
+        """A column whose every record is a range of its own, and the ranges of each row."""
+        values = np.zeros(len(here), VALUE)
+        values["generation"] = 1
+        values["nbytes"] = 10
+        counts, leaf_records, ranges = [], [], []
+        for i, present in enumerate(here):
+            mine = [next(self.ranges)] if present else []
+            values[i]["range"] = mine[0] if present else 0
+            values[i]["owner"] = mine[0] % 2 if present else ABSENT
+            extra = [next(self.ranges) for _ in range(i % 3)] if leaves and present else []
+            counts.append(len(extra))
+            leaf_records += [(r, 1, 5, 1, 0, r % 2) for r in extra]
+            ranges.append(mine + extra)
+        if leaves:
+            records = np.array(leaf_records, VALUE).tobytes()
+            column = Column(name, values.tobytes(), np.array(counts, "<u4").tobytes(), records)
+        else:
+            column = Column(name, values.tobytes())
+        return column, ranges
+
+    def rows_message(self, keys: list[int], groups: list[int | None] | None = None) -> Rows:
+        column = b"".join(map(row_key, keys))
+        if groups is None:
+            return Rows(column)
+        table = list(dict.fromkeys(g for g in groups if g is not None))
+        index = [NO_GROUP if g is None else table.index(g) for g in groups]
+        return Rows(column, None, np.array(index, "<u4").tobytes(), b"".join(map(group_key, table)))
+
+    def put_error(
+        self, keys: list[int], groups: list[int | None], fields: dict[str, list[bool]], plain: bool
+    ) -> set[type[DataplaneError]]:
+        """Every error that this put may raise; the store raises one of them."""
+        errors: set[type[DataplaneError]] = set()
+        joining: Counter[int] = Counter()
+        for i, (key, group) in enumerate(zip(keys, groups, strict=True)):
+            row = self.rows.get(key)
+            if row is None:
+                errors |= {RowsDropped} if key in self.dropped_rows else set()
+                errors |= {PartitionSealed} if self.sealing else set()
+                if group is not None:
+                    joining[group] += 1
+                continue
+            if group is not None and row.group != group:
+                errors.add(InvalidRows)
+            if plain and any(here[i] and name in row.values for name, here in fields.items()):
+                errors.add(FieldExists)
+        for number, count in joining.items():
+            group = self.groups.get(number)
+            expected = group.expected if group else self.group_size
+            if group is None and number in self.dropped_groups:
+                errors.add(RowsDropped)
+            if group and group.closed:
+                errors.add(GroupClosed)
+            if expected is not None and (group.seen if group else 0) + count > expected:
+                errors.add(GroupClosed)
+        return errors
+
+    def write(
+        self, rows: list[Row], columns: dict[str, list[list[int]]], mode: str
+    ) -> dict[str, int]:
+        kept: Counter[str] = Counter()
+        for name, column in columns.items():
+            for row, ranges in zip(rows, column, strict=True):
+                if not ranges:
+                    continue
+                if name in row.values and mode == "keep":
+                    kept[name] += 1
+                    continue
+                self.references -= set(row.values.get(name, ()))
+                row.values[name] = ranges
+                self.references |= set(ranges)
+        return dict(kept)
+
+    def per_group(self, rows: list[Row]) -> list[tuple[int, int]]:
+        return list(Counter(row.group for row in rows if row.group is not None).items())
+
+    def keys_of(self, rows: Rows) -> list[int]:
+        keys = [rows.keys[i : i + 16] for i in range(0, len(rows.keys), 16)]
+        return [int.from_bytes(key[8:], "big") for key in keys]
+
+    def ready(self, stage: str, unit: str, filtered: bool) -> dict[int, int]:
+        """Ready units and since when."""
+
+        def matches(row: Row) -> bool:
+            return not filtered or row.tags.get("v", -1) >= 2
+
+        if unit == "rows":
+            return {
+                number: row.stamp[stage]
+                for number, row in self.rows.items()
+                if row.state[stage] == "ready" and matches(row)
+            }
+        return {
+            number: group.stamp[stage]
+            for number, group in self.groups.items()
+            if group.state[stage] == "ready" and all(map(matches, self.members(number)))
+        }
+
+    def end(self, lease: Lease, outcome: str, positions: list[int], rows: list[Row]) -> None:
+        if outcome == "keep":
+            return
+        stamp = next(self.clock)
+        for i in positions:
+            lease.left[i] = False
+        if outcome == "drop":
+            self.remove([n for n, row in self.rows.items() if row in rows], dropped=True)
+        for row in rows:
+            if outcome == "release":
+                row.state[lease.stage], row.stamp[lease.stage] = "ready", -stamp
+            elif outcome == "ack":
+                row.state[lease.stage] = "acked"
+        self.settle(-stamp if outcome == "release" else stamp)
+        if outcome == "ack":
+            self.free_acked()
+            self.settle(stamp)
+
+    def come_back(self, numbers: list[int]) -> int:
+        """Leases end; the rows of the oldest come first of all."""
+        total = 0
+        for number in reversed(numbers):
+            lease = self.leases.pop(number)
+            rows = [
+                row
+                for row, left in zip(lease.rows, lease.left, strict=True)
+                if left and self.is_live(row)
+            ]
+            self.end(lease, "release", [], rows)
+            total += len(rows)
+        return total
+
+    def group_at(self, rows: Rows, i: int) -> int | None:
+        if not rows.group_index:
+            return None
+        index = int(np.frombuffer(rows.group_index, "<u4")[i])
+        if index == NO_GROUP:
+            return None
+        return int.from_bytes(rows.group_keys[16 * index + 8 : 16 * index + 16], "big")
+
+    def values_in(self, columns: list[Column], count: int) -> dict[str, list[list[int]]]:
+        result = {}
+        for column in columns:
+            values = np.frombuffer(column.values, VALUE)
+            leaves = np.frombuffer(column.leaves, VALUE)["range"].tolist()
+            counts = np.frombuffer(column.leaf_counts, "<u4").tolist() or [0] * count
+            rows, at = [], 0
+            for value, many in zip(values, counts, strict=True):
+                own = [] if value["owner"] == ABSENT else [int(value["range"])]
+                rows.append(own + leaves[at : at + many])
+                at += many
+            result[column.field] = rows
+        return result

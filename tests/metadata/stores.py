@@ -1,0 +1,73 @@
+"""Small stores and calls on them, as the tests of the store use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dataplane.metadata import names
+from dataplane.metadata.store import Store
+from dataplane.metadata.takes import Taken
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.messages import Want
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
+
+SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
+OWNERS = [Owner("a", 7)]
+STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
+
+
+def store(**definition: Any) -> Store:
+    return Store("step-1", Definition(**{"stages": STAGES, **definition}), 1)
+
+
+def values(count: int, nbytes: int = 8_192, first: int = 0) -> bytes:
+    records = np.zeros(count, VALUE)
+    records["range"] = np.arange(first, first + count)
+    records["nbytes"] = nbytes
+    return records.tobytes()
+
+
+def named(keys: list[Name], groups: list[Name | None] | None = None) -> Rows:
+    if groups is None:
+        return Rows(names.hash_names(keys), keys)
+    table = list(dict.fromkeys(group for group in groups if group is not None))
+    index = [NO_GROUP if group is None else table.index(group) for group in groups]
+    return Rows(
+        names.hash_names(keys),
+        keys,
+        np.array(index, "<u4").tobytes(),
+        names.hash_names(table),
+        table,
+    )
+
+
+def put(
+    to: Store,
+    keys: list[Name],
+    groups: list[Name | None] | None = None,
+    fields: tuple[str, ...] = ("tokens",),
+    nbytes: int = 8_192,
+    **tags: Any,
+) -> None:
+    columns = [Column(name, values(len(keys), nbytes)) for name in fields]
+    to.put(named(keys, groups), columns, SPECS, OWNERS, tags, now=0.0)
+
+
+def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:
+    return from_.take(stage, want, 1, 0.0, **options)
+
+
+def keys_of(from_: Store, taken: Taken) -> list[Name]:
+    assert taken.lease is not None
+    found = from_.table(taken.lease).rows.names
+    assert found is not None
+    return found
+
+
+def finish(at: Store, taken: Taken, outcome: str = "ack", now: float = 0.0, **options: Any) -> Any:
+    assert taken.lease is not None
+    given = {"index": None, "columns": [], "specs": SPECS, "owners": OWNERS, "tags": {}} | options
+    return at.finish(taken.lease, outcome, now=now, **given)

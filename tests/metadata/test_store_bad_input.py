@@ -1,0 +1,130 @@
+"""What a store refuses, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import (
+    DataplaneError,
+    FieldExists,
+    GroupClosed,
+    InvalidRows,
+    LeaseExpired,
+    LimitExceeded,
+    ProtocolError,
+    StageUndefined,
+)
+from dataplane.metadata import names
+from dataplane.wire.messages import Want
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import Column, Rows
+from tests.metadata.stores import (
+    OWNERS,
+    SPECS,
+    finish,
+    named,
+    put,
+    store,
+    take,
+    values,
+)
+
+
+def damaged(**changes: Any) -> tuple[Rows, list[Column], dict[str, Any]]:
+    rows = changes.pop("rows", named([1, 2], ["p", "p"]))
+    column = Column("tokens", changes.pop("values", values(2)), **changes.pop("column", {}))
+    return rows, changes.pop("columns", [column]), changes.pop("tags", {})
+
+
+def wrong_records(**parts: int) -> bytes:
+    records = np.zeros(2, VALUE)
+    for name, value in parts.items():
+        records[name] = value
+    return records.tobytes()
+
+
+KEYS = names.hash_names([1, 2])
+PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
+    (InvalidRows, {"rows": Rows(b"")}),
+    (ProtocolError, {"rows": Rows(b"short")}),
+    (InvalidRows, {"rows": Rows(KEYS[:16] * 2)}),
+    (InvalidRows, {"rows": Rows(KEYS, [1])}),
+    (ProtocolError, {"rows": Rows(KEYS, None, b"\x05\0\0\0" * 2, KEYS)}),
+    (ProtocolError, {"rows": Rows(KEYS, None, b"\0", KEYS)}),
+    (InvalidRows, {"rows": Rows(KEYS, None, bytes(8), KEYS[:16] * 2)}),
+    (LimitExceeded, {"rows": Rows(names.mint_many(1, 1, 0, 65_537))}),
+    (InvalidRows, {"values": values(3)}),
+    (ProtocolError, {"values": b"x"}),
+    (ProtocolError, {"values": wrong_records(spec=2)}),
+    (ProtocolError, {"values": wrong_records(owner=1)}),
+    (ProtocolError, {"column": {"leaves": values(1)}}),
+    (ProtocolError, {"column": {"leaves": values(1), "leaf_counts": b"\x02\0\0\0" + bytes(4)}}),
+    (LimitExceeded, {"column": {"leaf_counts": b"\xff\xff\xff\xff" + bytes(4)}}),
+    (ProtocolError, {"column": {"leaf_counts": b"\0"}}),
+    (InvalidRows, {"columns": [Column("f", values(2)), Column("f", values(2))]}),
+    (InvalidRows, {"columns": [Column("", values(2))]}),
+    (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(65)]}),
+    (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(63)]}),
+    (InvalidRows, {"tags": {"t": [1, 2, 3]}}),
+    (FieldExists, {"rows": named([0, 1])}),
+    (InvalidRows, {"rows": named([0], ["other"]), "columns": []}),
+    (GroupClosed, {"rows": named([5, 6, 7], ["p"] * 3), "values": values(3)}),
+    (GroupClosed, {"rows": named([5], ["full"]), "values": values(1)}),
+]
+
+
+@pytest.mark.parametrize(("error", "changes"), PUTS)
+def test_a_bad_put_is_refused_and_changes_nothing(
+    error: type[DataplaneError], changes: dict[str, Any]
+) -> None:
+    s = store(group_size=2)
+    put(s, [0, 10, 11], [None, "full", "full"])
+    before = (s.stats(), s.counts("reward"))
+    rows, columns, tags = damaged(**changes)
+    with pytest.raises(error):
+        s.put(rows, columns, SPECS, OWNERS, tags, now=0.0)
+    assert (s.stats(), s.counts("reward")) == before
+    assert s.freed() == []
+
+
+def test_a_bad_finish_is_refused_and_the_lease_goes_on() -> None:
+    s = store()
+    put(s, [1, 2])
+    taken = take(s, "reward", Want("rows", 2, 2))
+    bad: list[tuple[type[DataplaneError], str, dict[str, Any]]] = [
+        (ProtocolError, "explode", {}),
+        (InvalidRows, "release", {"columns": [Column("reward", values(2))]}),
+        (InvalidRows, "ack", {"columns": [Column("reward", values(1))]}),
+        (InvalidRows, "ack", {"index": np.array([2], "<u4").tobytes()}),
+        (InvalidRows, "ack", {"index": np.array([0, 0], "<u4").tobytes()}),
+        (InvalidRows, "ack", {"index": b"", "columns": [Column("reward", b"")]}),
+        (ProtocolError, "ack", {"index": b"\0"}),
+        (InvalidRows, "ack", {"tags": {"t": [1, 2, 3]}}),
+    ]
+    for error, outcome, options in bad:
+        with pytest.raises(error):
+            finish(s, taken, outcome, **options)
+    assert finish(s, taken).rows == 2
+
+
+def test_calls_about_unknown_things_are_refused() -> None:
+    s = store(group_size=2)
+    with pytest.raises(StageUndefined, match="train"):
+        take(s, "trian", Want("rows", 1, 1))
+    with pytest.raises(ProtocolError):
+        take(s, "train", Want("tables", 1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError):
+        take(s, "train", Want("rows", 1, 1, ["nonsense"]))
+    with pytest.raises(LeaseExpired):
+        s.table(99)
+    with pytest.raises(InvalidRows):
+        s.drop()
+    with pytest.raises(InvalidRows):
+        s.drop(rows=Rows(b""))
+    with pytest.raises(InvalidRows):
+        s.close(names.hash_name("p"), 3)
+    with pytest.raises(ProtocolError):
+        s.close(b"short", 1)

@@ -1,0 +1,162 @@
+"""Claims and leases at one store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import (
+    InvalidRows,
+    LeaseExpired,
+    RowsGone,
+)
+from dataplane.metadata import names
+from dataplane.metadata.takes import Taken
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Column
+from tests.metadata.stores import (
+    OWNERS,
+    finish,
+    keys_of,
+    named,
+    put,
+    store,
+    take,
+    values,
+)
+
+
+def test_a_claim_is_exact_unless_it_has_a_minimum_or_may_be_partial() -> None:
+    s = store()
+    put(s, [1, 2, 3])
+    assert take(s, "reward", Want("rows", 4, 4)) == Taken()
+    assert keys_of(s, take(s, "reward", Want("rows", 2, 2))) == [1, 2]
+    put(s, [4, 5])
+    assert take(s, "reward", Want("rows", 9, 3)).units == 3
+    put(s, [6])
+    assert take(s, "reward", Want("rows", 9, 9), partial=True).units == 1
+    put(s, [7])
+    assert take(s, "reward", Want("rows", 9, 9), sealed=True).units == 1
+
+
+def test_a_budget_returns_when_the_next_row_would_not_fit() -> None:
+    s = store()
+    put(s, [1, 2, 3], length=[30, 40, 20])
+    want = Want("rows", 0, 0, None, "length", 100)
+    assert take(s, "reward", want) == Taken()
+    assert take(s, "reward", want).lease is None
+    put(s, [4], length=[50])
+    taken = take(s, "reward", want)
+    assert (taken.units, taken.amount, taken.blocked) == (3, 90.0, True)
+    assert keys_of(s, taken) == [1, 2, 3]
+    rest = take(s, "reward", want, sealed=True)
+    assert (rest.units, rest.amount, rest.blocked) == (1, 50.0, False)
+
+
+def test_a_row_larger_than_the_whole_budget_blocks_and_says_so() -> None:
+    s = store()
+    put(s, [1, 2], length=[200, 1])
+    taken = take(s, "reward", Want("rows", 0, 0, None, "length", 100), partial=True)
+    assert taken == Taken(None, 0, 0.0, True)
+    assert s.counts("reward").ready_rows == 2
+
+
+def test_a_budget_of_groups_sums_over_all_their_rows() -> None:
+    s = store(group_size=2, stages={"train": ["tokens"]})
+    put(s, [1, 2, 3, 4, 5, 6], ["p", "p", "q", "q", "r", "r"], length=[10, 20, 30, 5, 30, 20])
+    taken = take(s, "train", Want("groups", 0, 0, None, "length", 70))
+    assert (taken.units, taken.amount, taken.blocked) == (2, 65.0, True)
+    assert keys_of(s, taken) == [1, 2, 3, 4]
+
+
+def test_a_budget_looks_at_as_many_rows_as_it_needs() -> None:
+    s = store()
+    put(s, list(range(1_000)), length=[1])
+    taken = take(s, "reward", Want("rows", 0, 0, None, "length", 700.5))
+    assert (taken.units, taken.amount, taken.blocked) == (700, 700.0, True)
+
+
+def test_no_more_bytes_are_taken_than_the_claimer_has_room_for() -> None:
+    s = store(group_size=2, stages={"train": ["tokens"]})
+    put(s, [1, 2, 3, 4], ["p", "p", "q", "q"], nbytes=1_000)
+    assert take(s, "train", Want("groups", 2, 2), byte_limit=3_999).lease is None
+    taken = take(s, "train", Want("groups", 2, 2), byte_limit=3_999, partial=True)
+    assert taken.units == 1
+    assert take(s, "train", Want("rows", 2, 2), byte_limit=2_000).units == 2
+
+
+def test_groups_of_different_sizes_never_mix() -> None:
+    s = store(stages={"train": ["tokens"]})
+    put(s, [1, 2, 3, 4, 5], ["p", "q", "p", "q", "q"])
+    s.close(names.hash_name("p"), 2)
+    s.close(names.hash_name("q"), 3)
+    assert keys_of(s, take(s, "train", Want("groups", 1, 1))) == [1, 3]
+    assert keys_of(s, take(s, "train", Want("groups", 1, 1))) == [2, 4, 5]
+
+
+def test_a_filter_on_groups_means_all_rows_and_follows_tags_and_drops() -> None:
+    s = store(group_size=2, stages={"train": ["tokens"]})
+    put(s, [1, 2], ["p", "p"], version=[5, 6])
+    want = Want("groups", 1, 1, ["ge", "version", 6])
+    assert take(s, "train", want) == Taken()
+    s.tag(named([1]), {"version": [7]})
+    assert s.counts("train", want.where).ready_groups == 1
+    s.tag(named([2]), {"version": [1]})
+    assert s.counts("train", want.where).ready_groups == 0
+    s.drop(rows=named([2]))
+    assert keys_of(s, take(s, "train", want)) == [1]
+
+
+def test_a_dead_holders_rows_come_back_before_all_others() -> None:
+    s = store()
+    put(s, [1, 2, 3, 4])
+    taken = s.take("reward", Want("rows", 2, 2), 77, 0.0)
+    assert s.release_holder(77) == 2
+    assert s.release_holder(77) == 0
+    assert keys_of(s, take(s, "reward", Want("rows", 4, 4))) == [1, 2, 3, 4]
+    with pytest.raises(LeaseExpired):
+        finish(s, taken)
+
+
+def test_a_late_ack_is_fenced_even_before_expiry_was_noticed() -> None:
+    s = store()
+    put(s, [1])
+    taken = s.take("reward", Want("rows", 1, 1), 1, now=10.0, lease_ms=500)
+    assert s.next_deadline() == 10.5
+    with pytest.raises(LeaseExpired):
+        finish(s, taken, now=10.5)
+    assert [lease.number for lease in s.expire(10.5)] == [taken.lease]
+    assert s.next_deadline() is None
+    assert s.counts("reward").ready_rows == 1
+
+
+def test_positions_in_a_lease_stay_when_some_rows_are_finished() -> None:
+    s = store()
+    put(s, [1, 2, 3])
+    taken = take(s, "reward", Want("rows", 3, 3))
+    finish(s, taken, "drop", index=np.array([1], "<u4").tobytes())
+    assert keys_of(s, taken) == [1, 3]
+    with pytest.raises(InvalidRows, match="before"):
+        finish(s, taken, index=np.array([1], "<u4").tobytes())
+    finish(s, taken, index=np.array([2], "<u4").tobytes(), tags={"done": [True]})
+    finish(s, taken, "release")
+    assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
+    with pytest.raises(LeaseExpired):
+        finish(s, taken)
+
+
+def test_rows_dropped_while_leased_are_passed_over() -> None:
+    s = store()
+    put(s, [1, 2])
+    taken = take(s, "reward", Want("rows", 2, 2))
+    s.drop(rows=named([1]))
+    put(s, [3])  # in the slot of the dropped row
+    with pytest.raises(RowsGone):
+        s.table(taken.lease)
+    s.freed()
+    done = finish(s, taken, columns=[Column("reward", values(2, 4, first=50))])
+    assert (done.rows, done.gone) == (1, 1)
+    ((owner, ranges, counts),) = s.freed()
+    assert (owner, ranges["range"].tolist(), counts.tolist()) == (OWNERS[0], [50], [1])
+    assert s.counts("train").ready_rows == 1
+    assert s.counts("reward").ready_rows == 1

@@ -1,0 +1,220 @@
+"""The life of rows at one store, and what is read of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import (
+    FieldUnknown,
+    PartitionSealed,
+    RowsDropped,
+    RowsGone,
+    StageUndefined,
+)
+from dataplane.metadata import names
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Want
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import Column, Owner, Rows, Spec
+from tests.metadata.stores import (
+    OWNERS,
+    SPECS,
+    STAGES,
+    finish,
+    named,
+    put,
+    store,
+    take,
+    values,
+)
+
+
+def test_a_row_is_freed_when_all_stages_acked_it_and_not_before() -> None:
+    s = store(free="acked")
+    put(s, [1], fields=("tokens", "reward"))
+    finish(s, take(s, "reward", Want("rows", 1, 1)))
+    assert len(s) == 1
+    finish(s, take(s, "train", Want("rows", 1, 1)))
+    assert len(s) == 0
+    put(s, [1])  # a freed key may be put again
+
+
+def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
+    s = store(group_size=8)
+    put(s, list(range(8)), ["p"] * 8, nbytes=1_000)
+    assert s.drop(rows=named(list(range(7)))) == (7, 7_000)
+    ((_, ranges, _),) = s.freed()
+    assert sorted(ranges["range"].tolist()) == list(range(7))
+    assert s.stats()["bytes"] == 1_000
+
+
+def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
+    s = store(group_size=8)
+    put(s, [1], ["p"])
+    s.drop(groups=[names.hash_name("p")])
+    for keys, groups in ([[1], None], [[2], ["p"]]):
+        with pytest.raises(RowsDropped) as caught:
+            put(s, keys, groups)
+        assert "cancelled" in str(caught.value)
+    assert s.closed_groups == 0
+
+
+def test_a_seal_forbids_new_rows_but_not_new_fields() -> None:
+    s = store()
+    put(s, [1], ["p"])
+    s.seal_begin()
+    with pytest.raises(PartitionSealed):
+        put(s, [2])
+    put(s, [1], fields=("reward",))
+    assert s.counts("train").ready_groups == 0
+    assert s.seal_end() == 1
+    assert s.counts("train").ready_groups == 1
+
+
+def test_groups_that_were_dropped_do_not_count_as_made() -> None:
+    s = store(group_size=2)
+    put(s, [1, 2, 3, 4], ["p", "p", "q", "q"])
+    assert s.closed_groups == 2
+    s.drop(groups=[names.hash_name("p")])
+    assert s.closed_groups == 1
+
+
+def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
+    s = store(group_size=2)
+    far = Owner("far", 3)
+    put(s, [1, 3], ["p", "q"])
+    s.put(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}, now=0.0)
+    lost = s.lost(far)
+    assert (sorted(lost.rows.names or []), lost.groups) == ([1, 2], 1)
+    assert s.closed_groups == 0
+    put(s, [1, 2], ["p", "p"])
+    assert s.counts("reward").ready_groups == 1
+
+
+def test_values_that_were_added_before_stay_and_are_counted() -> None:
+    s = store()
+    put(s, [1, 2])
+    put(s, [1], fields=("reward",))
+    done = finish(
+        s, take(s, "reward", Want("rows", 2, 2)), columns=[Column("reward", values(2, 4, first=9))]
+    )
+    assert done.kept == {"reward": 1}
+    ((_, ranges, _),) = s.freed()
+    assert ranges["range"].tolist() == [9]
+
+
+def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:
+    s = store(stages={}, free="drop", group_size=2)
+    put(s, [1, 2, 3], ["p", "p", None])
+    s.declare_stage("late", ["tokens"])
+    assert (s.counts("late").ready_rows, s.counts("late").ready_groups) == (3, 1)
+    s.declare_stage("late", ["tokens"])
+    with pytest.raises(StageUndefined):
+        s.declare_stage("late", ["other"])
+    with pytest.raises(StageUndefined, match="may be gone"):
+        store(free="acked").declare_stage("late", ["tokens"])
+
+
+def test_missing_says_what_is_missing_and_who_holds_it() -> None:
+    s = store(group_size=2)
+    put(s, [1, 2, 3, 4, 5], ["p", "p", "q", "q", "r"])
+    put(s, [1, 2], fields=("reward",))
+    s.take("reward", Want("groups", 2, 2), 42, now=10.0)
+    found = s.missing("train", "groups", now=100.0)
+    assert found == {
+        "ready": 1,
+        "units": 3,
+        "missing": {"reward": 3},
+        "open_groups": 1,
+        "leases": [(42, 2, 90.0)],
+    }
+
+
+def test_only_stages_whose_counts_changed_are_told() -> None:
+    s = store()
+    assert s.dirty() == set(STAGES)
+    assert s.dirty() == set()
+    put(s, [1])
+    s.dirty()
+    taken = take(s, "reward", Want("rows", 1, 1))
+    assert s.dirty() == {"reward"}
+    finish(s, taken, columns=[Column("reward", values(1, 4))])
+    assert s.dirty() == {"reward", "train"}
+
+
+def test_a_read_goes_on_behind_the_last_key() -> None:
+    s = store()
+    put(s, list(range(10)), odd=[i % 2 for i in range(10)])
+    slots, more = s.read(limit=4)
+    assert more
+    first = s.table(slots, ["tokens"]).rows
+    rest, more = s.read(limit=9, after=first.keys[-16:])
+    assert not more
+    assert [*(first.names or []), *(s.table(rest, []).rows.names or [])] == list(range(10))
+    slots, more = s.read(where=["eq", "odd", 1], limit=2)
+    assert (s.table(slots, []).rows.names, more) == ([1, 3], True)
+    with pytest.raises(RowsGone) as caught:
+        s.read(rows=named([1, 99]))
+    assert caught.value.details["keys"] == [99]
+
+
+def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
+    s = store()
+    put(s, [1, "two"], score=[1.5, 2.5])
+    records = np.zeros(2, VALUE)
+    records["spec"], records["owner"] = 1, [0, ABSENT]
+    s.put(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}, now=0.0)
+    table = s.table(s.read()[0], ["note"])
+    assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
+    found = np.frombuffer(table.columns[0].values, VALUE)
+    assert found["owner"].tolist() == [0, ABSENT]
+    assert table.specs[int(found["spec"][0])] == Spec("object")
+    assert table.owners == OWNERS
+    with pytest.raises(FieldUnknown, match="tokens"):
+        s.table(s.read()[0], ["nothing"])
+    with pytest.raises(FieldUnknown):
+        s.check_fields(["note", "nothing"])
+    s.check_fields(["note"])
+
+
+def test_minted_keys_need_no_names() -> None:
+    s = store()
+    keys = names.mint_many(3, 9, 0, 2)
+    s.put(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}, now=0.0)
+    assert s.table(s.read()[0]).rows == Rows(keys)
+    put(s, ["given"])
+    shown = names.format_minted_many(keys)
+    assert s.table(s.read()[0]).rows.names == [*shown, "given"]
+
+
+def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
+    s = store(free="drop")
+    for i in range(6_000):
+        spec = Spec("array", "float32", (-1, i))
+        s.put(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}, now=0.0)
+        if i % 1_000 == 999:
+            s.drop(where=["not", ["exists", "never"]])
+            s.freed()
+    assert len(s._state.fields._known.specs) < 4_200
+    spec = Spec("array", "float32", (-1, 5_999))
+    s.put(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}, now=0.0)
+    assert s.table(s.read(rows=named(["last"]))[0]).specs == [spec]
+
+
+def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
+    s = store(group_size=8)
+    count = 65_536
+    for turn in range(3):
+        index = (np.arange(count) // 8).astype("<u4").tobytes()
+        rows = Rows(
+            names.mint_many(1, 2, turn * count, count),
+            None,
+            index,
+            names.mint_many(1, 3, turn * count, count // 8),
+        )
+        columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
+        tags = {"version": [turn], "length": list(range(count))}
+        s.put(rows, columns, SPECS, OWNERS, tags, now=0.0)
+    assert s.stats()["bytes_per_row"] < 300
+    assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")

@@ -129,7 +129,8 @@ def test_groups_close_by_name_or_by_the_seal(hosts: Hosts) -> None:
     fill(here, 2, group="closed")
     fill(there, 1, start=5, group="open")
     there.close("closed", 2)
-    assert rows_of(there.claim("s", groups=1, timeout=20)) == [0, 1]
+    batch = there.claim("s", groups=1, timeout=20)
+    assert rows_of(batch) == [0, 1]
     with pytest.raises(dataplane.ClaimTimeout, match="1 groups are still open"):
         here.claim("s", groups=1, timeout=0.2)
     with pytest.raises(dataplane.GroupClosed):
@@ -143,7 +144,8 @@ def test_a_budget_takes_groups_or_rows_as_asked(hosts: Hosts) -> None:
     lengths = [10, 20, 30, 40]
     fill(here, 4, group=["a", "a", "b", "b"], tags={"length": lengths})
     here.seal()
-    assert sum(there.claim("s", budget={"length": 40}, timeout=20).tags["length"]) == 30
+    first = there.claim("s", budget={"length": 40}, timeout=20)
+    assert first.tags["length"] == [10, 20]
     batch = there.claim("s", budget={"length": 40}, unit="rows", timeout=20)
     assert batch.tags["length"] == [30]
     with pytest.raises(dataplane.ValueTooLarge, match="larger budget"):

@@ -115,7 +115,7 @@ class Plane:
         definition = core.definition_of(stages, group_size, groups, free, place)
         if definition is not None:
             await self.run(handle.define(definition, core.Deadline(timeout)))
-        return Partition(self, handle)
+        return Partition(self.run, handle)
 
     async def get(
         self,
@@ -165,7 +165,10 @@ class Plane:
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            outcome, failure = None, None
+            finally:
+                # An error that this frame kept would keep the frames of its traceback, this one
+                # and the caller's, and so the batches in them, until the collector runs.
+                outcome, failure = None, None
             try:
                 outcome = await self._perform(step)
             except BaseException as exc:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Operation[Any]], Awaitable[Any]]
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """How operations are carried out: `Plane.run`."""
+
+    def __call__(self, operation: Operation[T], /) -> Awaitable[T]: ...
 
 
 class Converting(Selection):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dataplane.client import changes, core, reads
-from dataplane.client.aio_batch import Batch, Rows, Stream
+from dataplane.client.aio_batch import Batch, Rows, Run, Stream
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
@@ -16,15 +16,12 @@ from dataplane.client.writing import put
 from dataplane.metadata.where import Where
 from dataplane.wire.tables import Name, Scalar
 
-if TYPE_CHECKING:
-    from dataplane.client.aio import Plane
-
 
 class Partition:
     """A named set of rows; see `dataplane.Partition`."""
 
-    def __init__(self, plane: Plane, handle: Handle) -> None:
-        self._plane = plane
+    def __init__(self, run: Run, handle: Handle) -> None:
+        self._run = run
         self._handle = handle
 
     @property
@@ -45,7 +42,7 @@ class Partition:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
         """As `dataplane.Partition.put`."""
-        return await self._plane.run(
+        return await self._run(
             put(self._handle, columns, key, group, tags, dedup, replace, timeout)
         )
 
@@ -58,21 +55,21 @@ class Partition:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         """As `dataplane.Partition.tag`."""
-        await self._plane.run(changes.tag(self._handle, keys, tags, expect, timeout))
+        await self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     async def close(
         self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
         """As `dataplane.Partition.close`."""
-        await self._plane.run(core.close_group(self._handle, group, n, timeout))
+        await self._run(core.close_group(self._handle, group, n, timeout))
 
     async def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """As `dataplane.Partition.seal`."""
-        await self._plane.run(core.seal(self._handle, timeout))
+        await self._run(core.seal(self._handle, timeout))
 
     async def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """As `dataplane.Partition.reset`."""
-        await self._plane.run(core.reset(self._handle, stage, timeout))
+        await self._run(core.reset(self._handle, stage, timeout))
 
     async def drop(
         self,
@@ -83,7 +80,7 @@ class Partition:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Dropped:
         """As `dataplane.Partition.drop`."""
-        return await self._plane.run(changes.drop(self._handle, keys, groups, where, timeout))
+        return await self._run(changes.drop(self._handle, keys, groups, where, timeout))
 
     # consuming
 
@@ -113,7 +110,7 @@ class Partition:
         timeout: float | None,
         lease: float | None,
     ) -> Batch:
-        handle, run = self._handle, self._plane.run
+        handle, run = self._handle, self._run
         claimed = await run(claim(handle, stage, demand, fields, timeout, lease))
         return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
 
@@ -154,7 +151,7 @@ class Partition:
         timeout: float | None = None,
     ) -> None:
         """As `dataplane.Partition.wait`."""
-        await self._plane.run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+        await self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
 
     # looking
 
@@ -167,8 +164,8 @@ class Partition:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
         """As `dataplane.Partition.get`."""
-        found = await self._plane.run(reads.read(self._handle, keys, where, fields, timeout))
-        return Rows(self._plane.run, self._handle, *found)
+        found = await self._run(reads.read(self._handle, keys, where, fields, timeout))
+        return Rows(self._run, self._handle, *found)
 
     async def rows(
         self,
@@ -181,9 +178,9 @@ class Partition:
 
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """As `dataplane.Partition.stats`."""
-        return await self._plane.run(core.stats(self._handle.session, self.name, timeout))
+        return await self._run(core.stats(self._handle.session, self.name, timeout))
 
     def __repr__(self) -> str:
         defined = self._handle.defined
         state = "not attached yet" if defined is None else f"generation {defined.generation}"
-        return f"<aio.Partition {self.name!r} of plane {self._plane.name!r}, {state}>"
+        return f"<aio.Partition {self.name!r} of plane {self._handle.session.plane!r}, {state}>"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Operation[Any]], Any]
-"""How operations are carried out: `Plane.run`."""
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """How operations are carried out: `Plane.run`."""
+
+    def __call__(self, operation: Operation[T], /) -> T: ...
 
 
 class Converting(Selection):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dataplane.client import changes, core, reads
-from dataplane.client.batch import Batch, Rows
+from dataplane.client.batch import Batch, Rows, Run
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
@@ -17,17 +17,14 @@ from dataplane.client.writing import put
 from dataplane.metadata.where import Where
 from dataplane.wire.tables import Name, Scalar
 
-if TYPE_CHECKING:
-    from dataplane.client.plane import Plane
-
 
 class Partition:
     """A named set of rows. `timeout` is in seconds everywhere: 30 unless given, and for the calls
     that wait for rows (`claim`, `stream`, `wait`) None, which waits for as long as rows can come.
     """
 
-    def __init__(self, plane: Plane, handle: Handle) -> None:
-        self._plane = plane
+    def __init__(self, run: Run, handle: Handle) -> None:
+        self._run = run
         self._handle = handle
 
     @property
@@ -58,9 +55,7 @@ class Partition:
         never fit, PutIncomplete when some rows went in and others did not: putting the same again
         is safe with given keys.
         """
-        return self._plane.run(
-            put(self._handle, columns, key, group, tags, dedup, replace, timeout)
-        )
+        return self._run(put(self._handle, columns, key, group, tags, dedup, replace, timeout))
 
     def tag(
         self,
@@ -71,19 +66,19 @@ class Partition:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Set tags of rows. expect: only where these tags have these values, else TagConflict."""
-        self._plane.run(changes.tag(self._handle, keys, tags, expect, timeout))
+        self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """The group is complete with n rows; dropped ones count."""
-        self._plane.run(core.close_group(self._handle, group, n, timeout))
+        self._run(core.close_group(self._handle, group, n, timeout))
 
     def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """No new rows from now on (new fields of rows are welcome); open groups are closed."""
-        self._plane.run(core.seal(self._handle, timeout))
+        self._run(core.seal(self._handle, timeout))
 
     def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Make every row claimable by the stage again, as for another epoch."""
-        self._plane.run(core.reset(self._handle, stage, timeout))
+        self._run(core.reset(self._handle, stage, timeout))
 
     def drop(
         self,
@@ -97,7 +92,7 @@ class Partition:
 
         Late puts of dropped rows raise RowsDropped. Returns how many rows and bytes went.
         """
-        return self._plane.run(changes.drop(self._handle, keys, groups, where, timeout))
+        return self._run(changes.drop(self._handle, keys, groups, where, timeout))
 
     # consuming
 
@@ -135,7 +130,7 @@ class Partition:
         timeout: float | None,
         lease: float | None,
     ) -> Batch:
-        handle, run = self._handle, self._plane.run
+        handle, run = self._handle, self._run
         claimed = run(claim(handle, stage, demand, fields, timeout, lease))
         return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
 
@@ -177,7 +172,7 @@ class Partition:
     ) -> None:
         """Until so many rows or groups are ready for the stage, or fewer than `below` of them
         (groups where the partition has a group_size) are not yet done: back-pressure by count."""
-        self._plane.run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+        self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
 
     # looking
 
@@ -193,8 +188,8 @@ class Partition:
 
         fields None: all of them. RowsGone for rows that were freed or never put.
         """
-        found = self._plane.run(reads.read(self._handle, keys, where, fields, timeout))
-        return Rows(self._plane.run, self._handle, *found)
+        found = self._run(reads.read(self._handle, keys, where, fields, timeout))
+        return Rows(self._run, self._handle, *found)
 
     def rows(
         self,
@@ -207,9 +202,9 @@ class Partition:
 
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Rows, groups and bytes of this partition, as nested dicts."""
-        return self._plane.run(core.stats(self._handle.session, self.name, timeout))
+        return self._run(core.stats(self._handle.session, self.name, timeout))
 
     def __repr__(self) -> str:
         defined = self._handle.defined
         state = "not attached yet" if defined is None else f"generation {defined.generation}"
-        return f"<Partition {self.name!r} of plane {self._plane.name!r}, {state}>"
+        return f"<Partition {self.name!r} of plane {self._handle.session.plane!r}, {state}>"

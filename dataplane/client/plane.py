@@ -73,7 +73,7 @@ class Plane:
         definition = core.definition_of(stages, group_size, groups, free, place)
         if definition is not None:
             self.run(handle.define(definition, core.Deadline(timeout)))
-        return Partition(self, handle)
+        return Partition(self.run, handle)
 
     def get(
         self,
@@ -122,7 +122,10 @@ class Plane:
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            outcome, failure = None, None
+            finally:
+                # An error that this frame kept would keep the frames of its traceback, this one
+                # and the caller's, and so the batches in them, until the collector runs.
+                outcome, failure = None, None
             try:
                 outcome = self._perform(step)
             except BaseException as exc:

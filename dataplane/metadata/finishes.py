@@ -39,7 +39,8 @@ def lease_of(state: State, number: int, now: float | None = None) -> Lease:
     lease = state.leases.get(number)
     if lease is None or (now is not None and lease.deadline is not None and now >= lease.deadline):
         raise LeaseExpired(
-            f"lease {number} has ended: its rows went back to their stage, or were finished",
+            "this lease has ended: its time was up and its rows went back to the stage, or it was "
+            "finished before. Nothing of this call was stored; claim again",
             lease=number,
         )
     return lease

@@ -157,16 +157,19 @@ def definition_of(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InvalidCall(f"{name}={value!r}: it must be a positive int, or None")
     free = free or ("acked" if stages else "drop")
-    if free not in ("acked", "drop") or place not in ("local", "spread"):
+    if free not in ("acked", "drop"):
+        raise InvalidCall(f"free={free!r}: it is 'acked' or 'drop'")
+    if place != "local":
         raise InvalidCall(
-            f"free={free!r}, place={place!r}: free is 'acked' or 'drop', place 'local' or 'spread'"
+            f"place={place!r}: rows stay on the host that puts them, place='local'; 'spread' is "
+            "not there yet, so give each peer an --arena that holds what its producers put"
         )
     named: dict[str, list[str]] = {}
     for stage, fields in (stages or {}).items():
         if isinstance(fields, str):
             raise InvalidCall(f"stages={{{stage!r}: {fields!r}}}: give a list of field names")
         named[stage] = list(fields)
-    return Definition(named, group_size, groups, free, place)  # type: ignore[arg-type]
+    return Definition(named, group_size, groups, free)  # type: ignore[arg-type]
 
 
 def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> Operation[None]:

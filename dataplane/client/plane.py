@@ -66,8 +66,9 @@ class Plane:
         stages: per stage the fields that must be there before it gets a row. group_size: a group
         closes with that many rows. groups: seal by itself once so many groups are closed. free:
         "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
-        "acked" where stages are given. With a name alone, the partition is attached to on first
-        use, waiting until somebody declares it.
+        "acked" where stages are given. place: "local", on the host that puts; another is refused
+        as yet. With a name alone, the partition is attached to on first use, waiting until somebody
+        declares it.
         """
         handle = Handle(self._session, checked_name(name))
         definition = core.definition_of(stages, group_size, groups, free, place)

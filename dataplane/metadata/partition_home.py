@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import (
+    InvalidCall,
     LimitExceeded,
     PartitionConflict,
     PartitionGone,
@@ -170,6 +171,11 @@ class PartitionHome:
     # what follows from them
 
     def _open(self, definition: Definition, now_ns: int) -> None:
+        if definition.place != "local":
+            raise InvalidCall(
+                f"partition {self.partition!r} asks for place={definition.place!r}, which this "
+                "peer does not have: rows stay on the host that puts them, place='local'"
+            )
         self._generation = max(self._generation + 1, now_ns)
         self._declared = self._definition = definition
         self._phase = "open"

@@ -31,8 +31,9 @@ from dataplane.errors import (
 )
 from dataplane.peer.door import failed
 from dataplane.peer.host import Host
+from dataplane.peer.sessions import Session
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Failed
+from dataplane.wire.messages import Body, Failed, Request
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
 
 log = logging.getLogger(__name__)
@@ -339,3 +340,8 @@ async def reach(mesh: Mesh, address: str) -> PeerHello:
         return await mesh.hello(address)
     except (TimeoutError, DataplaneError) as exc:
         raise Unavailable(f"peer at {address} cannot be reached: {exc}") from exc
+
+
+def caller_of(host: Host, request: Request, session: Session) -> Caller:
+    """A client of this host, whose operation is carried on to other peers."""
+    return Caller(host.address, host.incarnation, session.id, request.op, request.floor)

@@ -22,8 +22,11 @@ from dataplane.memory.space import Space
 from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
+from dataplane.peer.changes import Changes
 from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
+from dataplane.peer.finishing import Finishing
+from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.janitor import Janitor
 from dataplane.peer.leases import Leases
@@ -77,15 +80,12 @@ class Peer:
         self.reading = Reading(
             self.host, self.mesh, self.partitions, self.routing, self.leases, self.pulls
         )
+        self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
         self.writing = Writing(
-            self.host,
-            self.mesh,
-            self.partitions,
-            self.routing,
-            self.leases,
-            self.room,
-            self.settle,
+            self.host, self.mesh, self.partitions, self.routing, self.grants, self.settle
         )
+        self.finishing = Finishing(self.host, self.mesh, self.leases, self.grants, self.settle)
+        self.changes = Changes(self.host, self.mesh, self.partitions, self.routing, self.settle)
         self.seats = Seats(self.host, self.mesh, self.partitions)
         self.claims = Claims(
             self.host,
@@ -165,7 +165,7 @@ class Peer:
         await self.mesh.call(home, Tally(entry.name, entry.generation, closed))
 
     def _session_ended(self, session: Session) -> None:
-        self.writing.release_all(session)
+        self.finishing.release_all(session)
         self.room.pump()
 
     def _unsent(self, session: Session, body: m.Body) -> None:
@@ -173,7 +173,7 @@ class Peer:
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
-                self.writing.release(session, lease)
+                self.finishing.release(session, lease)
                 space.unpin(session.id, [pin])
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
@@ -207,21 +207,22 @@ class Peer:
 
     def _handlers(self) -> dict[type[m.Body], Any]:
         writing, reading, claims = self.writing, self.reading, self.claims
+        grants, finishing, changes = self.grants, self.finishing, self.changes
         table: dict[type[m.Body], Any] = {
             m.Define: self._define,
             m.Seal: self._seal,
-            m.Close: writing.close,
-            m.Reset: writing.reset,
-            m.Reserve: writing.reserve,
-            m.GiveBack: writing.give_back,
-            m.Unpin: writing.unpin,
+            m.Close: changes.close,
+            m.Reset: changes.reset,
+            m.Reserve: grants.reserve,
+            m.GiveBack: grants.give_back,
+            m.Unpin: grants.unpin,
             m.Put: writing.put,
-            m.Tag: writing.tag,
-            m.Drop: writing.drop,
+            m.Tag: changes.tag,
+            m.Drop: changes.drop,
             m.Read: reading.read,
             m.Claim: claims.claim,
             m.Fetch: reading.fetch,
-            m.Finish: writing.finish,
+            m.Finish: finishing.finish,
             m.Wait: claims.wait,
         }
         for body in MUTATING:

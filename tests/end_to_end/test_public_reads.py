@@ -1,0 +1,182 @@
+"""Reading: refs, keys, filters, views that outlive their rows, and what trainers ask batches for."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import dataplane
+from dataplane import tag
+from tests.end_to_end.conftest import line, until
+from tests.end_to_end.hosts import Hosts, one_and_two, running
+
+BIG = 2000
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[dict[str, Hosts]]:
+    with one_and_two() as running_hosts:
+        yield running_hosts
+
+
+@pytest.fixture(params=["one", "two"])
+def hosts(both: dict[str, Hosts], request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    shared = both[request.param]
+    yield shared
+    shared.drop_everything()
+
+
+def test_rows_are_read_by_ref_by_key_by_filter_and_all(hosts: Hosts) -> None:
+    here, there = hosts.partition(free="drop")
+    x = np.arange(4 * BIG).reshape(4, BIG)
+    ref = here.put({"x": x, "s": list("abcd")}, key=list("abcd"), tags={"n": [0, 1, 2, 3]})
+    assert ref.keys == list("abcd") and len(ref) == 4 and ref.fields == ("x", "s")
+    by_ref = hosts.there.get(ref)
+    assert sorted(by_ref.fields) == ["s", "x"] and np.array_equal(by_ref.numpy("x"), x)
+    by_key = there.get(keys=["d", "a"], fields=["s"])
+    assert list(by_key["s"]) == ["d", "a"] and by_key.fields == ["s"]
+    assert np.array_equal(by_key["x"][0], x[3])
+    assert sorted(there.get(where=tag("n") >= 2)["s"]) == ["c", "d"]
+    assert sorted(there.get()["s"]) == list("abcd")
+    rows = there.rows()
+    assert rows.fields == [] and dict(zip(rows.keys, rows.tags["n"], strict=True))["c"] == 2
+
+
+READER = """
+    import dataplane, json, pickle, sys
+    ref = pickle.loads(bytes.fromhex(sys.stdin.readline().strip()))
+    with dataplane.connect() as plane:
+        rows = plane.get(ref)
+        print(json.dumps([rows.keys, [int(x.sum()) for x in rows["x"]]]), flush=True)
+"""
+
+
+def test_a_ref_is_read_in_another_process_of_another_host() -> None:
+    with running("a", "b") as cluster, cluster.connect("a") as plane:
+        part = plane.partition("p", free="drop")
+        ref = part.put({"x": np.ones((3, BIG), np.int64)}, group="g")
+        again = pickle.loads(pickle.dumps(ref))
+        assert again == ref and len(pickle.dumps(ref)) < 1000
+        reader = cluster.worker(READER, DATAPLANE_PEER="b")
+        assert reader.stdin is not None
+        reader.stdin.write(pickle.dumps(ref).hex() + "\n")
+        reader.stdin.flush()
+        assert json.loads(line(reader)) == [ref.keys, [BIG] * 3]
+        part.drop(keys=ref.keys[:1])
+        with pytest.raises(dataplane.RowsGone, match="1 of 3 rows"):
+            plane.get(ref)
+        part.drop()
+        with pytest.raises(dataplane.PartitionGone):
+            plane.get(ref)
+        part = plane.partition("p", {"s": ["x"]})
+        with pytest.raises(dataplane.PartitionGone):
+            plane.get(ref)
+
+
+def test_a_torch_operation_in_place_leaves_the_stored_row_alone(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]}, free="drop")
+    x = np.arange(2 * BIG, dtype=np.float32).reshape(2, BIG)
+    here.put({"x": x, "bf": x.astype(ml_dtypes.bfloat16)}, key=["a", "b"])
+    batch = there.claim("s", rows=2, timeout=20)
+    tensor = batch.torch("x").mul_(0).add_(7)
+    assert tensor.shape == (2, BIG) and bool((tensor == 7).all())
+    assert batch.torch("bf").dtype == torch.bfloat16
+    batch.torch("bf").zero_()
+    assert np.array_equal(batch.numpy("x"), x)
+    assert np.array_equal(here.get(keys=["a", "b"]).numpy("x"), x)
+    view = batch.torch("x", view=True)
+    assert torch.equal(view, torch.from_numpy(x))
+    with pytest.raises(ValueError, match="read-only"):
+        batch["x"][0][0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        batch["x"][0].flags.writeable = True
+
+
+def test_ragged_columns_as_trainers_want_them(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["t"]})
+    tokens = [np.arange(n) for n in (3, 0, 2)]
+    here.put({"t": tokens}, key=list("abc"), tags={"n": [3, 0, 2]})
+    batch = there.claim("s", rows=3, timeout=20)
+    padded = batch.torch("t", layout="padded", padding=-1)
+    assert padded.tolist() == [[0, 1, 2], [-1, -1, -1], [0, 1, -1]]
+    jagged = batch.torch("t", layout="jagged")
+    assert [len(row) for row in jagged.unbind()] == [3, 0, 2]
+    assert [t.tolist() for t in batch.torch("t", layout="list")] == [[0, 1, 2], [], [0, 1]]
+    table = batch.arrow()
+    assert table.column_names == ["key", "t", "n"]
+    assert table.to_pydict() == {"key": list("abc"), "t": [[0, 1, 2], [], [0, 1]], "n": [3, 0, 2]}
+    (first, *_) = batch.groups()
+    assert first.id is None and len(first) == 1
+
+
+def test_groups_of_a_batch_have_their_own_columns(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]}, group_size=2)
+    here.put({"x": np.arange(4)}, group=["g", "h", "g", "h"], tags={"n": [0, 1, 2, 3]})
+    batch = there.claim("s", groups=2, timeout=20)
+    found = {group.id: group for group in batch.groups()}
+    assert found["g"].numpy("x").tolist() == [0, 2] and found["h"].tags == {"n": [1, 3]}
+    assert found["h"].torch("x").tolist() == [1, 3] and len(found["g"].keys) == 2
+
+
+def test_views_outlive_the_batch_the_row_and_the_client(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    here.put({"x": np.full((1, BIG), 7)})
+    with there.claim("s", rows=1, timeout=20) as batch:
+        view = batch["x"][0]
+    assert batch.state == "acked"
+    del batch
+    here.put({"x": np.full((50, BIG), 8)})
+    assert (view == 7).all()
+
+
+def test_a_view_outlives_its_client() -> None:
+    with running("a") as cluster:
+        with cluster.connect("a") as plane:
+            part = plane.partition("p", free="drop")
+            part.put({"x": np.full((1, BIG), 7)}, key=["k"])
+            view = part.get(keys=["k"])["x"][0]
+        with cluster.connect("a") as other:
+            other.partition("p").drop()
+            other.partition("q", free="drop").put({"x": np.full((50, BIG), 8)})
+            assert (view == 7).all()
+            assert other.stats()["arena"]["pinned_bytes"] == BIG * 8
+            del view
+            until(lambda: other.stats()["arena"]["pinned_bytes"] == 0, "the pin went", 3)
+
+
+def test_stats_tell_what_is_here_and_what_a_partition_has(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"], "t": ["x", "y"]}, group_size=2)
+    here.put({"x": np.zeros((4, BIG))}, group=["g", "g", "h", "h"])
+    batch = there.claim("s", groups=1, timeout=20)
+    for part in (here, there):
+        stats = part.stats()
+        assert (stats["rows"], stats["groups"], stats["closed_groups"]) == (4, 2, 2)
+        assert stats["bytes"] == 4 * BIG * 8 and stats["phase"] == "open"
+        stage = stats["stages"]["s"]
+        assert (stage["ready_groups"], stage["leased_groups"]) == (1, 1)
+        assert stats["stages"]["t"]["ready_rows"] == 0
+    batch.ack()
+    stats = hosts.here.stats()
+    assert stats["arena"]["used_bytes"] >= 4 * BIG * 8
+    assert stats["peer"] == hosts.here.peer and stats["plane"] == hosts.here.name == "test"
+    assert set(stats["peers"]) == {hosts.here.peer, hosts.there.peer}
+
+
+def test_reprs_tell_the_state(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    ref = here.put({"x": [1, 2]})
+    assert repr(ref) == f"<Ref 2 rows of {hosts.name!r}, fields x>"
+    batch = there.claim("s", rows=2, timeout=20)
+    batch.add(y=[1, 2])
+    assert repr(batch) == f"<Batch 2 rows of {hosts.name!r} for 's', leased: x, added y>"
+    with pytest.raises(dataplane.NotFetched, match="once it is acked"):
+        batch["y"]
+    batch.ack()
+    assert "acked: x" in repr(batch)
+    assert repr(there).startswith(f"<Partition {hosts.name!r} of plane 'test', generation")

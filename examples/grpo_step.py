@@ -1,0 +1,60 @@
+"""One GRPO step over the data plane, with every stage as a process of its own.
+
+    python examples/grpo_step.py
+
+Rollout writes groups of responses, reward adds scores, the trainer reads whole groups and computes
+group-relative advantages (Shao et al. 2024, arXiv 2402.03300, eq. 4.1.2).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+
+import dataplane
+
+GROUPS, GROUP_SIZE = 16, 8
+STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
+
+
+def partition(plane: dataplane.Plane) -> dataplane.Partition:
+    """Every process declares it alike, whoever comes first."""
+    return plane.partition("step-0", stages=STAGES, group_size=GROUP_SIZE, groups=GROUPS)
+
+
+def rollout() -> None:
+    rng = np.random.default_rng(0)
+    with dataplane.connect() as plane:
+        part = partition(plane)
+        for prompt in range(GROUPS):
+            lengths = rng.integers(200, 4_000, GROUP_SIZE)
+            tokens = [rng.integers(0, 150_000, n, np.int64) for n in lengths]
+            part.put(
+                {"tokens": tokens}, group=f"prompt-{prompt}", tags={"length": lengths.tolist()}
+            )
+
+
+def reward() -> None:
+    with dataplane.connect() as plane:
+        for batch in partition(plane).stream("reward", rows=32):
+            batch.add(reward=[float(t[-1] % 2) for t in batch["tokens"]])
+
+
+def train() -> None:
+    with dataplane.connect() as plane:
+        for batch in partition(plane).stream("train", groups=4):
+            for group in batch.groups():
+                scores = np.array(group["reward"])
+                advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
+                print(group.id, np.round(advantages, 2))
+
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    stages = [spawn.Process(target=stage) for stage in (rollout, reward, train)]
+    for stage in stages:
+        stage.start()
+    for stage in stages:
+        stage.join()
+    raise SystemExit(max(stage.exitcode or 0 for stage in stages))

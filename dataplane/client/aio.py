@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dataplane.client import core, reads
+from dataplane.client import arguments, core, reads
 from dataplane.client.aio_batch import Rows
 from dataplane.client.aio_partition import Partition
 from dataplane.client.connection import (
@@ -27,7 +27,6 @@ from dataplane.client.connection import (
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step, Tell
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.opening import framed, further, open_session, told
-from dataplane.client.plane import checked_name
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
 from dataplane.wire.messages import Body
@@ -111,7 +110,7 @@ class Plane:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
         """As `dataplane.Plane.partition`."""
-        handle = Handle(self._session, checked_name(name))
+        handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, place)
         if definition is not None:
             await self.run(handle.define(definition, core.Deadline(timeout)))
@@ -125,13 +124,13 @@ class Plane:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
         """The rows of a ref, from wherever they are. fields None: all of them."""
-        handle = Handle(self._session, ref.partition)
+        handle = reads.handle_of(self._session, ref)
         found = await self.run(reads.read_ref(handle, ref, fields, timeout))
         return Rows(self.run, handle, *found)
 
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """What this peer holds, as nested dicts."""
-        return await self.run(core.stats(self._session, None, timeout))
+        return await self.run(core.stats(None, timeout))
 
     async def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from dataplane.client import convert
+from dataplane.client import arguments, convert
 from dataplane.client.batch import LeasedRows
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Offload, Operation
 from dataplane.client.reads import read_rows
@@ -69,7 +69,7 @@ class Converting(Selection):
 
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """As `dataplane.Batch.arrow`."""
-        names = self.fields if fields is None else list(fields)
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
         return await self._converted(
             names,
             lambda: convert.to_arrow({n: self[n] for n in names}, keys=self.keys, tags=self.tags),

@@ -178,7 +178,7 @@ class Partition:
 
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """As `dataplane.Partition.stats`."""
-        return await self._run(core.stats(self._handle.session, self.name, timeout))
+        return await self._run(core.stats(self._handle, timeout))
 
     def __repr__(self) -> str:
         defined = self._handle.defined

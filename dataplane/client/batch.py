@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from dataplane.client import convert
+from dataplane.client import arguments, convert
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.lease import Lease
 from dataplane.client.reads import read_rows
@@ -57,7 +57,7 @@ class Converting(Selection):
 
     def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """The fields (default: those fetched) with keys and tags as a pyarrow table."""
-        names = self.fields if fields is None else list(fields)
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
         return convert.to_arrow({n: self[n] for n in names}, keys=self.keys, tags=self.tags)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dataplane.client import arguments
 from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.rows import (
     Index,
@@ -75,7 +76,7 @@ def drop(
         parts = chunks(name_list(groups, "group"), size)
         bodies = [Drop(name, generation, groups=part) for part in parts]
     else:
-        bodies = [Drop(name, generation, where=None if where is None else where.to_wire())]
+        bodies = [Drop(name, generation, where=arguments.filter_of(where))]
     rows = nbytes = 0
     for body in bodies:
         done = yield from ask(body, messages.Dropped, deadline)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dataplane.client import arguments
+from dataplane.client.rows import name_list
 from dataplane.client.session import Session
 from dataplane.errors import DeadlineExceeded, InvalidCall, ProtocolError
 from dataplane.wire.messages import (
@@ -29,6 +31,8 @@ from dataplane.wire.messages import (
 from dataplane.wire.tables import Definition, Name
 
 DEFAULT_TIMEOUT_S = 30.0
+ATTACH_S = 1.0
+"""A call that waits for rows takes at least so long to find the partition that it is about."""
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
@@ -70,8 +74,8 @@ class Deadline:
     __slots__ = ("timeout_s", "_until")
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
-        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        self.timeout_s = arguments.seconds(timeout_s, "timeout")
+        self._until = None if self.timeout_s is None else time.monotonic() + self.timeout_s
 
     def left(self, doing: str) -> float | None:
         """Seconds left; DeadlineExceeded when none are."""
@@ -89,7 +93,7 @@ class Deadline:
 def ask(body: Body, expected: type[B], deadline: Deadline, doing: str = "") -> Operation[B]:
     """One request and its answer, of the expected type."""
     doing = doing or type(body).__name__.lower()
-    return expect((yield Call(body, deadline.left(doing))), expected, body)
+    return expect((yield Call(body, deadline.left(doing), waiting=doing)), expected, body)
 
 
 def wait_for(body: Body, expected: type[B], timeout_s: float | None, waiting: str) -> Operation[B]:
@@ -129,6 +133,10 @@ class Handle:
         assert self.defined is not None
         return self.defined.generation
 
+    def attach_to_wait(self, timeout_s: float | None) -> Operation[int]:
+        """As `attach`, for a call that waits for rows: for ever where that has no time-out."""
+        return self.attach(Deadline(None if timeout_s is None else max(timeout_s, ATTACH_S)))
+
     def define(self, definition: Definition | None, deadline: Deadline) -> Operation[None]:
         doing = f"attaching to partition {self.name!r}"
         self.defined = yield from ask(Define(self.name, definition), Defined, deadline, doing)
@@ -153,9 +161,10 @@ def definition_of(
     """The definition that the arguments of `partition(…)` spell; None where they only attach."""
     if (stages, group_size, groups, free) == (None, None, None, None) and place == "local":
         return None
-    for name, value in (("group_size", group_size), ("groups", groups)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InvalidCall(f"{name}={value!r}: it must be a positive int, or None")
+    if group_size is not None:
+        group_size = arguments.count(group_size, "group_size")
+    if groups is not None:
+        groups = arguments.count(groups, "groups")
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
         raise InvalidCall(f"free={free!r}: it is 'acked' or 'drop'")
@@ -165,17 +174,18 @@ def definition_of(
             "not there yet, so give each peer an --arena that holds what its producers put"
         )
     named: dict[str, list[str]] = {}
-    for stage, fields in (stages or {}).items():
-        if isinstance(fields, str):
-            raise InvalidCall(f"stages={{{stage!r}: {fields!r}}}: give a list of field names")
-        named[stage] = list(fields)
+    form = "of stage names to lists of fields"
+    for stage, fields in arguments.mapping(stages or {}, "stages", form).items():
+        named[arguments.text(stage, "a stage")] = arguments.texts(fields, f"stages[{stage!r}]")
     return Definition(named, group_size, groups, free)  # type: ignore[arg-type]
 
 
 def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> Operation[None]:
     deadline = Deadline(timeout)
+    (name,) = name_list([group], "group")
+    n = arguments.count(n, "n")
     generation = yield from handle.attach(deadline)
-    yield from ask(Close(handle.name, generation, group, n), Done, deadline)
+    yield from ask(Close(handle.name, generation, name, n), Done, deadline)
 
 
 def seal(handle: Handle, timeout: float | None) -> Operation[None]:
@@ -186,6 +196,7 @@ def seal(handle: Handle, timeout: float | None) -> Operation[None]:
 
 def reset(handle: Handle, stage: str, timeout: float | None) -> Operation[None]:
     deadline = Deadline(timeout)
+    arguments.text(stage, "a stage")
     generation = yield from handle.attach(deadline)
     yield from ask(Reset(handle.name, generation, stage), Done, deadline)
 
@@ -202,25 +213,35 @@ def wait(
     """Until so many rows or groups are ready, or fewer than `below` are not yet done."""
     if sum(n is not None for n in (rows, groups, below)) != 1:
         raise InvalidCall("wait(stage, …) takes exactly one of rows=, groups=, below=")
-    generation = yield from handle.attach(Deadline(timeout or DEFAULT_TIMEOUT_S))
+    if unit not in (None, "rows", "groups"):
+        raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
     if below is None:
         unit = "rows" if groups is None else "groups"
+    wanted = (
+        0 if below is not None else arguments.count(rows if groups is None else groups, str(unit))
+    )
+    below = 0 if below is None else arguments.count(below, "below")
+    timeout = arguments.seconds(timeout, "timeout")
+    arguments.text(stage, "a stage")
+    generation = yield from handle.attach_to_wait(timeout)
     body = Wait(
         handle.name,
         generation,
         stage,
         unit or handle.unit,  # type: ignore[arg-type]
-        count=rows or groups or 0,
-        below=below or 0,
+        count=wanted,
+        below=below,
         timeout_ms=milliseconds(timeout),
     )
-    what = f"fewer than {below}" if below is not None else f"{body.count} ready"
+    what = f"fewer than {below}" if below else f"{wanted} ready"
     waiting = f"{what} {body.unit} of partition {handle.name!r}, stage {stage!r}"
     yield from wait_for(body, Done, timeout, waiting)
 
 
-def stats(
-    session: Session, partition: str | None, timeout: float | None
-) -> Operation[dict[str, Any]]:
-    done = yield from ask(Stats(partition), StatsDone, Deadline(timeout))
+def stats(handle: Handle | None, timeout: float | None) -> Operation[dict[str, Any]]:
+    deadline = Deadline(timeout)
+    if handle is not None:
+        yield from handle.attach(deadline)
+    body = Stats(None if handle is None else handle.name)
+    done = yield from ask(body, StatsDone, deadline)
     return done.stats

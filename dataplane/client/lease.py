@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client import arguments
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -66,22 +68,20 @@ class Demand:
         """The demand as it travels. InvalidCall unless it is exactly one of the three."""
         if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
             raise InvalidCall("a claim takes exactly one of rows=, groups=, budget={tag: sum}")
-        where = None if self.where is None else self.where.to_wire()
+        where = arguments.filter_of(self.where)
         if self.budget is not None:
             return self._budget(self.budget, self.unit or default_unit, where)
         kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
-        count = self.rows if self.rows is not None else self.groups
+        count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
         if self.unit not in (None, kind):
             raise InvalidCall(f"unit={self.unit!r} goes with budget=; {kind}= says the unit itself")
-        if not isinstance(count, int) or count < 1:
-            raise InvalidCall(f"{kind}={count!r}: it must be a positive int")
-        least = count if self.minimum is None else self.minimum
-        if not isinstance(least, int) or not 1 <= least <= count:
+        least = count if self.minimum is None else arguments.count(self.minimum, "min")
+        if least > count:
             raise InvalidCall(f"min={least!r}: it must be from 1 to {kind}={count}")
         return Want(kind, count, least, where)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
-        shown = dict(budget)
+        shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
         if len(budget) != 1:
             raise InvalidCall(f"budget={shown!r}: give one tag and the sum that it may reach")
         if self.minimum is not None:
@@ -89,8 +89,9 @@ class Demand:
         if unit not in ("rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
-        if not amount > 0:
-            raise InvalidCall(f"budget={shown!r}: the sum must be positive")
+        if not isinstance(amount, Real) or not amount > 0:
+            raise InvalidCall(f"budget={shown!r}: the sum must be a positive number")
+        arguments.text(tag, "a tag")
         return Want(unit, 0, 0, where, tag, float(amount))  # type: ignore[arg-type]
 
 
@@ -105,9 +106,13 @@ def claim(
     """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`."""
     session = handle.session
     demand.want("rows")
-    generation = yield from handle.attach(Deadline(timeout or DEFAULT_TIMEOUT_S))
+    arguments.text(stage, "a stage")
+    wanted = arguments.optional_texts(fields, "fields")
+    timeout, lease_s = arguments.seconds(timeout, "timeout"), arguments.seconds(lease_s, "lease")
+    if lease_s is not None and lease_s <= 0:
+        raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
+    generation = yield from handle.attach_to_wait(timeout)
     want = demand.want(handle.unit)
-    wanted = None if fields is None else list(fields)
     body = Claim(
         handle.name,
         generation,
@@ -181,7 +186,7 @@ class Lease:
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
         """More fields of the rows."""
-        body = Fetch(self.id, list(fields))
+        body = Fetch(self.id, arguments.texts(fields, "fields"))
         return (yield from ask(body, Fetched, Deadline(timeout)))
 
     def finish(

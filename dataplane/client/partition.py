@@ -202,7 +202,7 @@ class Partition:
 
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Rows, groups and bytes of this partition, as nested dicts."""
-        return self._run(core.stats(self._handle.session, self.name, timeout))
+        return self._run(core.stats(self._handle, timeout))
 
     def __repr__(self) -> str:
         defined = self._handle.defined

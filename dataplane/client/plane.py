@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dataplane.client import core, reads
+from dataplane.client import arguments, core, reads
 from dataplane.client.batch import Rows
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Operation, Step, Tell
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.opening import framed, further, open_session, told
 from dataplane.client.partition import Partition
 from dataplane.client.ref import Ref
-from dataplane.errors import InvalidCall
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ class Plane:
         as yet. With a name alone, the partition is attached to on first use, waiting until somebody
         declares it.
         """
-        handle = Handle(self._session, checked_name(name))
+        handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, place)
         if definition is not None:
             self.run(handle.define(definition, core.Deadline(timeout)))
@@ -84,13 +83,13 @@ class Plane:
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Rows:
         """The rows of a ref, from wherever they are. fields None: all of them."""
-        handle = Handle(self._session, ref.partition)
+        handle = reads.handle_of(self._session, ref)
         found = self.run(reads.read_ref(handle, ref, fields, timeout))
         return Rows(self.run, handle, *found)
 
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """What this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
-        return self.run(core.stats(self._session, None, timeout))
+        return self.run(core.stats(None, timeout))
 
     def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""
@@ -158,9 +157,3 @@ class Plane:
             connection.post(told(session, step))
         finally:
             session.connections.give_back(connection)
-
-
-def checked_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidCall(f"a partition's name is a text that is not empty, not {name!r}")
-    return name

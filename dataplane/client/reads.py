@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dataplane.client import arguments
 from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, chunks, group_names, name_list, named_rows, row_names
+from dataplane.client.session import Session
 from dataplane.errors import InvalidCall
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.where import Where
@@ -56,14 +58,22 @@ def read_rows(
     return _gather(handle, (yield from _read_parts(handle, parts, fields, Deadline(timeout))))
 
 
+def handle_of(session: Session, ref: Ref) -> Handle:
+    """The partition that a ref is of. InvalidCall where that is none of this plane."""
+    if not isinstance(ref, Ref):
+        raise InvalidCall(f"{ref!r:.80} is no ref: give what put returned, or use part.get(keys=…)")
+    if ref.plane != session.plane:
+        raise InvalidCall(
+            f"this ref is of plane {ref.plane!r}, the client of plane {session.plane!r}: connect "
+            f"with dataplane.connect(plane={ref.plane!r})"
+        )
+    return Handle(session, ref.partition)
+
+
 def read_ref(
     handle: Handle, ref: Ref, fields: Sequence[str] | None, timeout: float | None
 ) -> Operation[Found]:
     """The rows of a ref. PartitionGone where its partition was dropped since."""
-    if ref.plane != handle.session.plane:
-        raise InvalidCall(
-            f"this ref is of plane {ref.plane!r}, the client of plane {handle.session.plane!r}"
-        )
     handle.defined = Defined(ref.generation, Definition(), "open")
     return (
         yield from read_rows(
@@ -93,8 +103,8 @@ def _pages(
 ) -> Operation[list[ReadDone]]:
     session = handle.session
     generation = yield from handle.attach(deadline)
-    wanted = None if fields is None else list(fields)
-    filtered = None if where is None else where.to_wire()
+    wanted = arguments.optional_texts(fields, "fields")
+    filtered = arguments.filter_of(where)
     pages: list[ReadDone] = []
     after = b""
     while True:

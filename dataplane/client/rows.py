@@ -98,12 +98,11 @@ def identify(
         identity.group_index = np.zeros(n, U4)
         identity.group_keys, identity.group_names = key_column(names), names
         return identity
-    ids = list(group.tolist() if isinstance(group, np.ndarray) else group)
+    ids: list[Any] = name_list(group, "group", or_none=True)
     _check_length("group", len(ids), n)
-    numbers: dict[tuple[type, Any], int] = {}
-    # 1, True and "1" are different ids, so the type is part of what is looked up.
-    index = [NO_GROUP if i is None else numbers.setdefault((type(i), i), len(numbers)) for i in ids]
-    names = name_list([i for _, i in numbers], "group")
+    numbers: dict[Name, int] = {}
+    index = [NO_GROUP if i is None else numbers.setdefault(i, len(numbers)) for i in ids]
+    names = list(numbers)
     identity.group_index = np.array(index, U4)
     identity.group_keys, identity.group_names = key_column(names), names
     return identity
@@ -119,19 +118,23 @@ def _check_length(what: str, given: int, n: int) -> None:
         )
 
 
-def name_list(names: Names, what: str) -> list[Name]:
-    """One id or several, as a list of str and int."""
+def name_list(names: Any, what: str, or_none: bool = False) -> list[Any]:
+    """One id or several, as a list of str and int, and of None where a row may be without."""
     if isinstance(names, str | int):
         found: list[Any] = [names]
     elif isinstance(names, np.ndarray | np.generic):
         found = list(np.atleast_1d(names).tolist())
-    else:
+    elif isinstance(names, Iterable) and not isinstance(names, bytes | Mapping):
         found = [n.item() if isinstance(n, np.generic) else n for n in names]
-    wrong = {type(n) for n in found} - {str, int}
+    else:
+        raise InvalidRows(
+            f"{what}={names!r:.80}: give one id, a str or an int, or a list of them, one a row"
+        )
+    wrong = {type(n) for n in found} - ({str, int, type(None)} if or_none else {str, int})
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} {at} is {found[at]!r} ({type(found[at]).__name__}): ids are str or int"
+            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int"
         )
     return found
 
@@ -177,7 +180,11 @@ def row_groups(rows: Rows) -> list[Name | None]:
 def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
     columns: dict[str, list[Scalar]] = {}
+    if not isinstance(tags, Mapping | None):
+        raise InvalidRows(f"tags are a mapping of names to scalars, not {tags!r:.80}")
     for name, given in (tags or {}).items():
+        if not isinstance(name, str):
+            raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
         if hasattr(given, "tolist"):
             given = given.tolist()
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):

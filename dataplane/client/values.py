@@ -84,6 +84,8 @@ def prepare(
     one dimension are one 0-d value a row. InvalidRows where the columns do not fit together,
     InvalidValue with field and row for a value that cannot travel.
     """
+    if not isinstance(columns, Mapping):
+        raise InvalidRows(f"columns are a mapping of field names to columns, not {columns!r:.60}")
     sized = {_checked_name(name): _column(name, column) for name, column in columns.items()}
     rows = _common_length({name: len(column) for name, column in sized.items()}, n)
     if len(sized) > MAX_FIELDS:
@@ -108,14 +110,17 @@ def _checked_name(name: object) -> str:
 
 def _common_length(lengths: dict[str, int], n: int | None) -> int:
     if not lengths:
-        raise InvalidRows("an empty put: there is no column")
+        raise InvalidRows("an empty put: there is no column; give at least one field")
     expected = n if n is not None else next(iter(lengths.values()))
     if any(length != expected for length in lengths.values()):
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         wanted = f"; the put has {n} rows" if n is not None else ""
-        raise InvalidRows(f"columns of different lengths: {told}{wanted}", lengths=lengths)
+        raise InvalidRows(
+            f"columns of different lengths: {told}{wanted}; give each one entry a row",
+            lengths=lengths,
+        )
     if expected == 0:
-        raise InvalidRows("an empty put: the columns have no rows")
+        raise InvalidRows("an empty put: the columns have no rows; give at least one")
     return expected
 
 

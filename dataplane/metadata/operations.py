@@ -7,12 +7,15 @@ can never be repeated, and is forgotten. No I/O; one table per peer.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from dataplane.errors import ProtocolError
 
 MAX_ANSWERS_PER_SESSION = 1_024
+MAX_SESSIONS = 65_536
+"""Sessions whose end was never told are forgotten, the longest silent first."""
 
 ReplyT = TypeVar("ReplyT")
 
@@ -29,14 +32,17 @@ class Operations(Generic[ReplyT]):
 
     def __init__(self, limit: int = MAX_ANSWERS_PER_SESSION) -> None:
         self._limit = limit
-        self._sessions: dict[int, _Session[ReplyT]] = {}
+        self._sessions: OrderedDict[Hashable, _Session[ReplyT]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(len(session.answers) for session in self._sessions.values())
 
-    def remember(self, session: int, op: int, floor: int, reply: ReplyT) -> None:
+    def remember(self, session: Hashable, op: int, floor: int, reply: ReplyT) -> None:
         """Keep the answer to `op`, and forget those below `floor`."""
         known = self._sessions.setdefault(session, _Session())
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
         self._raise_floor(known, floor)
         if op < known.floor:
             return
@@ -45,7 +51,7 @@ class Operations(Generic[ReplyT]):
             oldest, _ = known.answers.popitem(last=False)
             known.forgotten = max(known.forgotten, oldest)
 
-    def recall(self, session: int, op: int) -> ReplyT | None:
+    def recall(self, session: Hashable, op: int) -> ReplyT | None:
         """The answer to `op`, None where it is new.
 
         ProtocolError for an operation whose answer was forgotten: doing it twice would be wrong.
@@ -63,7 +69,7 @@ class Operations(Generic[ReplyT]):
             )
         return reply
 
-    def end(self, session: int) -> None:
+    def end(self, session: Hashable) -> None:
         """The session is over: nothing of it will be repeated."""
         self._sessions.pop(session, None)
 

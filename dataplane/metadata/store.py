@@ -278,6 +278,19 @@ class Store:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
         return self._state.fields.released()
 
+    def unnamed(self) -> tuple[bytes, bytes]:
+        """Drain the names that are free again: KEY records of rows, and of groups.
+
+        Those of dropped ones are not: their tombstones must be found.
+        """
+        state = self._state
+        if not state.unnamed_rows and not state.unnamed_groups:
+            return b"", b""
+        rows, groups = bytes(state.unnamed_rows), bytes(state.unnamed_groups)
+        state.unnamed_rows.clear()
+        state.unnamed_groups.clear()
+        return rows, groups
+
     # looking
 
     @property

@@ -265,7 +265,7 @@ class Claims:
         return Claimed(lease_id, pin, table)
 
     def _take_back(self, session: Session, lease_id: int, entry: Entry) -> None:
-        lease = self.leases.close(session, lease_id)
+        lease = self.leases.leave(session, lease_id)
         for part in lease.parts if lease else ():
             self.mesh.spawn(self._release(part, entry))
 

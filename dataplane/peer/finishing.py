@@ -65,7 +65,7 @@ class Finishing:
         except BaseException as exc:
             self.host.space.release(committed.ranges, committed.counts)
             if isinstance(exc, LeaseExpired):
-                self.leases.close(session, lease.id)
+                self.leases.close(lease)
             raise
         self._left(session, lease, body)
         done.extents = self.grants.ahead(session, body.want_bytes)
@@ -109,7 +109,7 @@ class Finishing:
         if body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
         if body.index is None or len(lease.finished) >= lease.rows:
-            self.leases.close(session, lease.id)
+            self.leases.close(lease)
 
     @staticmethod
     def _sub_finish(
@@ -159,7 +159,7 @@ class Finishing:
 
     def release(self, session: Session, lease_id: int) -> None:
         """A lease that nobody holds any more; unknown ones have ended already."""
-        lease = self.leases.close(session, lease_id)
+        lease = self.leases.leave(session, lease_id)
         if lease is None:
             return
         for part in lease.parts:

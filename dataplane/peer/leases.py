@@ -1,7 +1,7 @@
-"""The leases of this host's clients: which parts at which shards one claim handed out.
+"""The leases of this host's clients: which parts at which shards one claim handed out, and to whom.
 
-A lease here is a handle; the rows are leased at the stores that granted them. It is gone when its
-session ended or it was finished whole.
+A lease here is a handle; the rows are leased at the stores that granted them. It has a set of
+holders, sessions of this host, and goes when it is finished or its last holder ended.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class Part:
     rows: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     id: int
     partition: str
     generation: int
     stage: str
     parts: list[Part]
+    holders: set[Session]
     finished: set[int] = field(default_factory=set)
     """rows that left one by one, by their place in the claim"""
 
@@ -48,7 +49,7 @@ class Leases:
     def open(
         self, session: Session, partition: str, generation: int, stage: str, parts: list[Part]
     ) -> Lease:
-        lease = Lease(next(self._ids), partition, generation, stage, parts)
+        lease = Lease(next(self._ids), partition, generation, stage, parts, {session})
         self._leases[lease.id] = lease
         session.leases.add(lease.id)
         return lease
@@ -63,9 +64,21 @@ class Leases:
             )
         return self._leases[lease_id]
 
-    def close(self, session: Session, lease_id: int) -> Lease | None:
-        """The lease is no longer the session's; None where it was not."""
+    def close(self, lease: Lease) -> None:
+        """The lease is over, for all that hold it."""
+        for holder in lease.holders:
+            holder.leases.discard(lease.id)
+        lease.holders.clear()
+        self._leases.pop(lease.id, None)
+
+    def leave(self, session: Session, lease_id: int) -> Lease | None:
+        """The session holds it no more. The lease, where this was its last holder."""
         if lease_id not in session.leases:
             return None
+        lease = self._leases[lease_id]
         session.leases.discard(lease_id)
-        return self._leases.pop(lease_id)
+        lease.holders.discard(session)
+        if lease.holders:
+            return None
+        del self._leases[lease_id]
+        return lease

@@ -29,11 +29,22 @@ from dataplane.errors import (
     VersionMismatch,
     from_wire,
 )
+from dataplane.metadata.operations import Operations
 from dataplane.peer.door import failed
 from dataplane.peer.host import Host
 from dataplane.peer.sessions import Session
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Failed, Request
+from dataplane.wire.messages import (
+    Body,
+    Close,
+    Drop,
+    Failed,
+    Finish,
+    Put,
+    Request,
+    Reset,
+    Tag,
+)
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
 
 log = logging.getLogger(__name__)
@@ -41,6 +52,8 @@ log = logging.getLogger(__name__)
 CALL_S = 30.0
 HEARTBEAT_MS = 1_000
 MAX_QUEUED_MESSAGES = 10_000
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset)
+"""Operations of clients, answered once however often they are forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,7 @@ class Mesh:
         self._names: dict[str, str] = {}
         self._router: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._answered: Operations[Body] = Operations()
 
     def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
@@ -270,8 +284,15 @@ class Mesh:
         handler = self.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
+        who = (request.session, type(request.body), getattr(request.body, "lease", 0))
+        repeatable = request.op and isinstance(request.body, REPEATABLE)
+        if repeatable and (before := self._answered.recall(who, request.op)) is not None:
+            return before
         outcome = handler(caller, request.body)
-        return outcome if isinstance(outcome, Body) else await outcome
+        reply = outcome if isinstance(outcome, Body) else await outcome
+        if repeatable:
+            self._answered.remember(who, request.op, request.floor, reply)
+        return reply
 
     def _check_epoch(self, request: PeerRequest) -> None:
         if tuple(request.epoch) != tuple(self.host.roster.epoch):

@@ -143,6 +143,9 @@ class Peer:
             freed |= self._let_go(owner, ranges, counts)
         if freed:
             self.room.pump()
+        for keys, groups in zip(entry.store.unnamed(), (False, True), strict=True):
+            if keys and not self.host.solo:
+                self.mesh.spawn(self.routing.forget(entry, keys, groups))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)

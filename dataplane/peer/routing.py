@@ -18,8 +18,8 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.mesh import Caller, Mesh
 from dataplane.wire.limits import NO_GROUP, SHARDS
-from dataplane.wire.messages import Body
-from dataplane.wire.peering import Enter, Entered
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.peering import Enter, Entered, Leave
 from dataplane.wire.records import KEY, U2, U4, column
 from dataplane.wire.tables import Name, Rows
 
@@ -33,7 +33,21 @@ class Routing:
     def __init__(self, host: Host, mesh: Mesh) -> None:
         self.host = host
         self.mesh = mesh
-        mesh.handlers[Enter] = self._enter
+        mesh.handlers |= {Enter: self._enter, Leave: self._leave}
+
+    def _leave(self, caller: Caller, body: Leave) -> Body:
+        scope = 2 * body.generation + body.groups
+        self.host.directory.remove(scope, column(body.keys, KEY))
+        return Done()
+
+    async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
+        """Rows or groups with these names are gone: the names leave the directory."""
+        keys = column(raw, KEY)
+        primary = self.host.roster.primary(self.host.roster.directory_shards(entry.name, keys))
+        for peer in np.unique(primary):
+            mine = keys[primary == peer].tobytes()
+            body = Leave(entry.name, entry.generation, mine, groups)
+            await self.mesh.call(self.host.roster.members[int(peer)], body)
 
     def _enter(self, caller: Caller, body: Enter) -> Body:
         keys = column(body.keys, KEY)

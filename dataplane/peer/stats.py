@@ -64,6 +64,7 @@ class Reporting:
             "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
             "clients": len(self.door.sessions),
             "connections": len(self.door.connections),
+            "directory_names": len(host.directory),
             "waiting_claims": self.claims.waiting,
             "waiting_puts": len(self.room),
             "pulled_bytes": self.pulls.pulled_bytes,

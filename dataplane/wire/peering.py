@@ -72,6 +72,15 @@ class Entered(Body, tag=102):
     shards: bytes
 
 
+class Leave(Body, tag=122):
+    """Names whose rows (or groups) were freed: they may be given again, to any shard."""
+
+    partition: str
+    generation: int
+    keys: bytes
+    groups: bool
+
+
 class AddStage(Body, tag=103):
     """From a partition's home to every peer; `ask`: to the home, which then tells everybody."""
 
@@ -238,6 +247,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
     body: (
         PeerHello
         | Enter
+        | Leave
         | AddStage
         | Phase
         | Tally

@@ -1,0 +1,75 @@
+"""What callers give, checked before it becomes a message: InvalidCall says which argument it was.
+
+Only what types and names alone tell; whether rows fit together is told in `rows` and `values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from operator import index
+from typing import Any, SupportsIndex
+
+from dataplane.errors import InvalidCall, LimitExceeded
+from dataplane.metadata.where import Where
+from dataplane.wire.limits import MAX_NAME_BYTES
+from dataplane.wire.tables import Where as WireWhere
+
+_MAX_COUNT = 2**63 - 1
+
+
+def text(value: object, what: str) -> str:
+    """A name: a str that is neither empty nor over the limit."""
+    if not isinstance(value, str) or not value:
+        raise InvalidCall(f"{what} is named by a text that is not empty, not {value!r:.80}")
+    if len(value) > MAX_NAME_BYTES or len(value.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise LimitExceeded(
+            f"{what} is named by a text of at most {MAX_NAME_BYTES} bytes, not {value!r:.40}…",
+            limit=MAX_NAME_BYTES,
+        )
+    return value
+
+
+def texts(values: object, what: str) -> list[str]:
+    """Several names, such as fields; a lone text is taken for a mistake."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidCall(f"{what}={values!r:.80}: give a list of names")
+    return [text(value, f"an entry of {what}") for value in values]
+
+
+def optional_texts(values: object, what: str) -> list[str] | None:
+    return None if values is None else texts(values, what)
+
+
+def count(value: object, what: str) -> int:
+    """How many: a positive int, numpy's too."""
+    number = 0 if isinstance(value, bool) or not isinstance(value, SupportsIndex) else index(value)
+    if not 0 < number <= _MAX_COUNT:
+        raise InvalidCall(f"{what}={value!r:.80}: it must be a positive int")
+    return number
+
+
+def seconds(value: object, what: str) -> float | None:
+    """A duration, or None for no limit. One that is negative has passed already."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise InvalidCall(f"{what}={value!r:.80}: give a number of seconds, or None for no limit")
+    return None if value == float("inf") else float(value)
+
+
+def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidCall(f"{what} is a mapping {form}, not {value!r:.80}")
+    return value
+
+
+def filter_of(where: object) -> WireWhere | None:
+    """A filter as it travels."""
+    if where is None:
+        return None
+    if not isinstance(where, Where):
+        raise InvalidCall(
+            f"where={where!r:.80}: give a filter over tags, such as dataplane.tag('version') >= 6"
+        )
+    return where.to_wire()

@@ -92,7 +92,7 @@ class Demand:
         if not isinstance(amount, Real) or not amount > 0:
             raise InvalidCall(f"budget={shown!r}: the sum must be a positive number")
         arguments.text(tag, "a tag")
-        return Want(unit, 0, 0, where, tag, float(amount))  # type: ignore[arg-type]
+        return Want(unit, 0, 0, where, tag, float(amount))
 
 
 def claim(

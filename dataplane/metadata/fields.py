@@ -15,7 +15,7 @@ from dataplane.errors import FieldUnknown, LimitExceeded
 from dataplane.metadata.columns import Array, Ragged, grow
 from dataplane.metadata.incoming import ColumnIn
 from dataplane.metadata.interning import Numbers, SpecsAndOwners
-from dataplane.wire.limits import ABSENT, MAX_FIELDS, PACK_LIMIT_BYTES
+from dataplane.wire.limits import ABSENT, ALIGNMENT_BYTES, MAX_FIELDS, PACK_LIMIT_BYTES
 from dataplane.wire.records import RANGE, U4, VALUE
 from dataplane.wire.tables import Column, Owner, Spec
 
@@ -238,6 +238,30 @@ class Fields:
                     total += int(nbytes.sum())
                     packed += int(nbytes[nbytes < PACK_LIMIT_BYTES].sum())
         return total, packed
+
+    def packs(self, slots: Array, owner: Owner) -> tuple[Array, int]:
+        """(the different blocks of packed values at an owner, as RANGE; bytes alive in them)."""
+        number = self._known.owner_number(owner)
+        blocks: list[Array] = []
+        alive = 0
+        for name, bit in self.names.items():
+            if number is None or bit not in self._values:
+                continue
+            records = [self._values[bit][slots[self.have(name, slots)]]]
+            if bit in self._leaves:
+                records.append(self._leaves[bit].gather(slots)[1])
+            for r in records:
+                r = r[(r["owner"] == number) & (r["nbytes"] < PACK_LIMIT_BYTES)]
+                padded = -(-r["nbytes"].astype(np.int64) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                alive += int(np.maximum(padded, ALIGNMENT_BYTES).sum())
+                blocks.append(
+                    np.unique(
+                        r["range"].astype(np.uint64)
+                        | r["generation"].astype(np.uint64) << np.uint64(32)
+                    )
+                )
+        different = np.unique(np.concatenate(blocks)) if blocks else np.zeros(0, np.uint64)
+        return different.view(RANGE), alive
 
     def _column(self, bit: int) -> Array:
         column = self._values.get(bit)

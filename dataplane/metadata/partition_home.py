@@ -21,7 +21,7 @@ from dataplane.errors import (
     PartitionUndefined,
     StageUndefined,
 )
-from dataplane.wire.limits import MAX_STAGES
+from dataplane.wire.limits import MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Definition
 
 Phase = Literal["open", "sealing", "sealed", "dropped"]
@@ -171,6 +171,11 @@ class PartitionHome:
     # what follows from them
 
     def _open(self, definition: Definition, now_ns: int) -> None:
+        if not 0 < len(self.partition.encode()) <= MAX_NAME_BYTES:
+            raise LimitExceeded(
+                f"a partition is named by a text of 1 to {MAX_NAME_BYTES} bytes",
+                limit=MAX_NAME_BYTES,
+            )
         if definition.place != "local":
             raise InvalidCall(
                 f"partition {self.partition!r} asks for place={definition.place!r}, which this "

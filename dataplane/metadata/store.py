@@ -319,6 +319,10 @@ class Store:
     def has_group(self, key: bytes) -> bool:
         return bool(self._state.groups.index.find(pairs(key))[0] >= 0)
 
+    def packs(self, owner: Owner) -> tuple[Array, int]:
+        """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
+        return self._state.fields.packs(self._state.live(), owner)
+
     @property
     def closed_groups(self) -> int:
         """Groups that closed here, without those of which every row was dropped."""

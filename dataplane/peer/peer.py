@@ -71,6 +71,7 @@ class Peer:
             lease_numbers=itertools.count(1),
             directory=Directory(),
         )
+        self.host.space.waste_bytes = self._waste
         self.mesh = Mesh(self.host, self._bulk_addresses)
         self.room = Room(self.host, self._is_stuck)
         self.partitions = Partitions(self.host, self.mesh, self.settle)
@@ -188,6 +189,14 @@ class Peer:
             case _:
                 return
         self.room.pump()
+
+    def _waste(self) -> int:
+        """Bytes of dead values in blocks that others keep alive: a block of packs dies whole."""
+        wasted = 0
+        for entry in self.host.entries.values():
+            blocks, alive = entry.store.packs(self.host.owner)
+            wasted += int(self.host.space.ranges.extents(blocks)["length"].sum()) - alive
+        return max(0, wasted)
 
     def _is_stuck(self) -> bool:
         """Is there nobody who could still free space?

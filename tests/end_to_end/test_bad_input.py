@@ -1,0 +1,292 @@
+"""Calls that are wrong: each its own typed error that says what to do, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dataplane
+from dataplane import Partition, Plane, tag
+from tests.end_to_end.hosts import held, running
+
+BIG = 2000
+cyclic: list[Any] = []
+cyclic.append(cyclic)
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[Plane]:
+    with running("a", arena="16MiB") as cluster, cluster.connect("a") as connected:
+        yield connected
+
+
+@pytest.fixture
+def part(plane: Plane) -> Iterator[Partition]:
+    """A partition with the rows a and b, of group g, claimable by s; the same after the test."""
+    part = plane.partition("p", {"s": ["x"]}, free="drop")
+    x = np.arange(2 * BIG).reshape(2, BIG)
+    part.put({"x": x}, key=["a", "b"], group="g", tags={"n": [1, 2]})
+    yield part
+    rows = part.get()
+    assert rows.keys == ["a", "b"] and rows.fields == ["x"] and rows.tags == {"n": [1, 2]}
+    assert np.array_equal(rows.numpy("x"), x)
+    part.claim("s", rows=2, timeout=5).ack()
+    del rows
+    part.drop()
+    assert plane.stats()["clients"] == 1 and not set(held(plane)) - {"pinned_bytes", "used_bytes"}
+
+
+Wrong = Callable[[Partition], object]
+
+PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
+    "columns of different lengths": (
+        lambda p: p.put({"x": [1, 2], "y": [1]}),
+        dataplane.InvalidRows,
+        "x: 2, y: 1; give each one entry a row",
+    ),
+    "keys of another length": (
+        lambda p: p.put({"x": [1, 2]}, key=["c"]),
+        dataplane.InvalidRows,
+        "x: 2; the put has 1 rows; give each one entry a row",
+    ),
+    "groups of another length": (
+        lambda p: p.put({"x": [1, 2]}, group=["g"]),
+        dataplane.InvalidRows,
+        "1 group ids for 2 rows: give one per row, or a single one",
+    ),
+    "tags of another length": (
+        lambda p: p.put({"x": [1, 2]}, tags={"n": [1, 2, 3]}),
+        dataplane.InvalidRows,
+        "tag 'n' has 3 values for 2 rows: give one per row",
+    ),
+    "no column": (lambda p: p.put({}), dataplane.InvalidRows, "empty put.*at least one field"),
+    "no row": (lambda p: p.put({"x": []}), dataplane.InvalidRows, "empty put.*at least one"),
+    "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
+    "one number": (lambda p: p.put({"x": 5}), dataplane.InvalidRows, "x: a column is a sequence"),
+    "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry a row"),
+    "an object": (lambda p: p.put({"x": [object()]}), dataplane.InvalidValue, r"x\[0\]: object"),
+    "a set inside": (
+        lambda p: p.put({"x": [1, {"a": [{1}]}]}),
+        dataplane.InvalidValue,
+        r'x\[1\]\["a"\]\[0\]: set has no form on the wire; values are None, bool',
+    ),
+    "a dtype object": (
+        lambda p: p.put({"x": np.array([None], object)}),
+        dataplane.InvalidValue,
+        r"pass .tolist\(\)",
+    ),
+    "a dtype of text": (lambda p: p.put({"x": np.array(["a"])}), dataplane.InvalidValue, "tolist"),
+    "a dtype with fields": (
+        lambda p: p.put({"x": np.zeros(2, [("a", "i4")])}),
+        dataplane.InvalidValue,
+        "pass its fields one by one",
+    ),
+    "a sparse tensor": (
+        lambda p: p.put({"x": torch.eye(3).to_sparse()}),
+        dataplane.InvalidValue,
+        "make it dense",
+    ),
+    "a value in itself": (lambda p: p.put({"x": [cyclic]}), dataplane.LimitExceeded, "limit of 64"),
+    "too many fields": (
+        lambda p: p.put({f"f{i}": [1] for i in range(65)}),
+        dataplane.LimitExceeded,
+        "65 fields, the limit is 64",
+    ),
+    "a field twice": (
+        lambda p: p.put({"x": [1]}, key=["a"]),
+        dataplane.FieldExists,
+        "'a'.*replace=True",
+    ),
+    "a row in two groups": (
+        lambda p: p.put({"y": [1]}, key=["a"], group="h"),
+        dataplane.InvalidRows,
+        "a row's group never changes",
+    ),
+    "a key twice": (lambda p: p.put({"x": [1, 2]}, key=["c", "c"]), dataplane.InvalidRows, "'c'"),
+    "a key of no type": (lambda p: p.put({"x": [1]}, key=[1.5]), dataplane.InvalidRows, "str or"),
+    "a bool as key": (lambda p: p.put({"x": [1]}, key=[True]), dataplane.InvalidRows, "str or int"),
+    "no key": (lambda p: p.put({"x": [1]}, key=1.5), dataplane.InvalidRows, "give one id"),  # type: ignore[arg-type]
+    "a large key": (lambda p: p.put({"x": [1]}, key=[2**70]), dataplane.InvalidRows, "as a str"),
+    "a long key": (lambda p: p.put({"x": [1]}, key=["k" * 999]), dataplane.LimitExceeded, "512"),
+    "a minted key": (lambda p: p.put({"x": [1]}, key=["~a"]), dataplane.InvalidRows, "another"),
+    "a group of no type": (
+        lambda p: p.put({"x": [1]}, group=[[1]]),  # type: ignore[list-item]
+        dataplane.InvalidRows,
+        "str or int",
+    ),
+    "a tag of no type": (
+        lambda p: p.put({"x": [1]}, tags={"n": [[1]]}),
+        dataplane.InvalidRows,
+        "larger things are fields",
+    ),
+    "a large tag": (
+        lambda p: p.put({"x": [1]}, tags={"n": 2**70}),
+        dataplane.InvalidValue,
+        "an int of 64 bits",
+    ),
+    "a tag's name": (lambda p: p.put({"x": [1]}, tags={5: 1}), dataplane.InvalidRows, "a text"),  # type: ignore[dict-item]
+    "dedup of nothing": (lambda p: p.put({"x": [1]}, dedup=["y"]), dataplane.FieldUnknown, "'y'"),
+    "more than its share": (
+        lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
+        dataplane.ValueTooLarge,
+        "of this host's arena of 16777216: make the arena larger .--arena, DATAPLANE_ARENA",
+    ),
+    "more than the arena": (
+        lambda p: p.put({"x": np.zeros((8, 8 << 20), np.uint8)}, group="large"),
+        dataplane.ValueTooLarge,
+        "needs 67108864 bytes",
+    ),
+    "a time-out of no type": (lambda p: p.put({"x": [1]}, timeout="3"), dataplane.InvalidCall, "s"),  # type: ignore[arg-type]
+    "a time-out that is over": (
+        lambda p: p.put({"x": [1]}, timeout=0),
+        dataplane.DeadlineExceeded,
+        "longer timeout=",
+    ),
+}
+
+OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
+    "an unknown key": (
+        lambda p: p.get(keys=["a", "nope"]),
+        dataplane.RowsGone,
+        r"1 of 2 rows.*'nope'",
+    ),
+    "an unknown field": (lambda p: p.get(fields=["y"]), dataplane.FieldUnknown, "there are .'x'."),
+    "a text as fields": (lambda p: p.get(fields="x"), dataplane.InvalidCall, "a list of names"),
+    "keys and a filter": (
+        lambda p: p.get(keys=["a"], where=tag("n") == 1),
+        dataplane.InvalidCall,
+        "not both",
+    ),
+    "no filter": (lambda p: p.get(where=True), dataplane.InvalidCall, r"dataplane.tag\("),  # type: ignore[arg-type]
+    "a list in a filter": (lambda p: tag("n") == [1], dataplane.InvalidValue, "compared with"),  # type: ignore[comparison-overlap]
+    "a claim of nothing": (lambda p: p.claim("s"), dataplane.InvalidCall, "exactly one of rows="),
+    "a claim of both": (lambda p: p.claim("s", rows=1, groups=1), dataplane.InvalidCall, "exactly"),
+    "a claim of no rows": (lambda p: p.claim("s", rows=0), dataplane.InvalidCall, "positive int"),
+    "a claim of half": (lambda p: p.claim("s", rows=0.5), dataplane.InvalidCall, "positive int"),  # type: ignore[arg-type]
+    "a claim of True": (lambda p: p.claim("s", rows=True), dataplane.InvalidCall, "positive int"),
+    "min over rows": (lambda p: p.claim("s", rows=1, min=2), dataplane.InvalidCall, "from 1 to"),
+    "two budgets": (
+        lambda p: p.claim("s", budget={"n": 1, "m": 1}),
+        dataplane.InvalidCall,
+        "one tag",
+    ),
+    "a budget of text": (lambda p: p.claim("s", budget={"n": "1"}), dataplane.InvalidCall, "num"),  # type: ignore[dict-item]
+    "no budget": (lambda p: p.claim("s", budget=5), dataplane.InvalidCall, "mapping {tag: sum}"),  # type: ignore[arg-type]
+    "a lease of no time": (lambda p: p.claim("s", rows=1, lease=0), dataplane.InvalidCall, "posit"),
+    "time that is no number": (
+        lambda p: p.claim("s", rows=1, timeout=float("nan")),
+        dataplane.InvalidCall,
+        "number of seconds",
+    ),
+    "an unknown stage": (
+        lambda p: p.claim("t", rows=1, timeout=5),
+        dataplane.StageUndefined,
+        r"declare it in plane.partition\(stages=…\) or give this claim fields=",
+    ),
+    "a field that no row has": (
+        lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
+        dataplane.FieldUnknown,
+        "claim without it",
+    ),
+    "a claim that is not met": (
+        lambda p: p.claim("s", rows=3, timeout=0),
+        dataplane.ClaimTimeout,
+        "2 of 2 rows ready, 3 wanted",
+    ),
+    "a wait for nothing": (lambda p: p.wait("s"), dataplane.InvalidCall, "exactly one of"),
+    "a wait for no rows": (lambda p: p.wait("s", rows=0), dataplane.InvalidCall, "positive int"),
+    "a wait for no stage": (
+        lambda p: p.wait("t", rows=1, timeout=5),
+        dataplane.StageUndefined,
+        "it has .'s'.",
+    ),
+    "a reset of no stage": (lambda p: p.reset("t"), dataplane.StageUndefined, "it has .'s'."),
+    "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "has had 2 rows"),
+    "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),
+    "a group of no type": (lambda p: p.close([1], 1), dataplane.InvalidRows, "str or int"),  # type: ignore[arg-type]
+    "tags of an unknown row": (lambda p: p.tag(["c"], {"n": 1}), dataplane.RowsGone, "'c'"),
+    "two ways to drop": (
+        lambda p: p.drop(keys=["a"], groups=["g"]),
+        dataplane.InvalidCall,
+        "takes one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", [*PUTS, *OTHERS])
+def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
+    call, error, says = (PUTS | OTHERS)[wrong]
+    began = time.monotonic()
+    with pytest.raises(error, match=says) as failure:
+        call(part)
+    assert time.monotonic() - began < 3
+    assert isinstance(failure.value, dataplane.DataplaneError)
+
+
+@pytest.mark.parametrize(
+    ("definition", "error", "says"),
+    [
+        (("",), dataplane.InvalidCall, "not empty"),
+        ((5,), dataplane.InvalidCall, "not 5"),
+        (("x" * 600,), dataplane.LimitExceeded, "512 bytes"),
+        (("q", ["s"]), dataplane.InvalidCall, "mapping of stage names to lists of fields"),
+        (("q", {"s": "x"}), dataplane.InvalidCall, "a list of names"),
+        (("q", {5: ["x"]}), dataplane.InvalidCall, "a stage is named by a text"),
+        (("q", {f"s{i}": ["x"] for i in range(17)}), dataplane.LimitExceeded, "16 stages"),
+        (("q", {"s": ["x"]}, 0), dataplane.InvalidCall, "group_size=0"),
+        (("q", {"s": ["x"]}, None, -1), dataplane.InvalidCall, "groups=-1"),
+        (("q", {"s": ["x"]}, None, None, "soon"), dataplane.InvalidCall, "'acked' or 'drop'"),
+        (("q", None, None, None, None, "spread"), dataplane.InvalidCall, "give each peer an"),
+    ],
+)
+def test_a_wrong_definition_says_what_to_do(
+    plane: Plane, definition: tuple[Any, ...], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        plane.partition(*definition)
+    assert plane.stats()["partitions"] == {}
+
+
+def test_an_unknown_partition_is_waited_for_no_longer_than_asked(plane: Plane) -> None:
+    nobody = plane.partition("nobody")
+    for call in (
+        lambda: nobody.put({"x": [1]}, timeout=0.2),
+        lambda: nobody.claim("s", rows=1, timeout=0),
+        lambda: nobody.wait("s", rows=1, timeout=0.2),
+        lambda: nobody.stats(timeout=0.2),
+    ):
+        began = time.monotonic()
+        with pytest.raises(dataplane.PartitionUndefined, match="stages="):
+            call()
+        assert time.monotonic() - began < 3
+    with pytest.raises(dataplane.InvalidCall, match="no ref"):
+        plane.get(None)  # type: ignore[arg-type]
+
+
+def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
+    batch = part.claim("s", rows=2, timeout=5)
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the put has 2 rows"),
+        (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: object"),
+        (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
+        (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),
+        (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
+        (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),
+        (lambda: batch.release(tags={"n": [1, 2, 3]}), dataplane.InvalidRows, "3 values"),
+        (lambda: batch.torch("x", layout="round"), dataplane.InvalidValue, "padded"),  # type: ignore[arg-type]
+    ]
+    for call, error, says in wrong:
+        with pytest.raises(error, match=says):
+            call()
+        assert batch.state == "leased"
+    batch.add(z=[1, 2])
+    with pytest.raises(dataplane.FieldExists, match="z was already added"):
+        batch.add(z=[1, 2])
+    batch.release()
+    with pytest.raises(dataplane.LeaseExpired, match="was released"):
+        batch.ack()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dataplane.client import arguments
 from dataplane.client.rows import name_list
 from dataplane.client.session import Session
-from dataplane.errors import DeadlineExceeded, InvalidCall, ProtocolError
+from dataplane.errors import ClientClosed, DeadlineExceeded, InvalidCall, ProtocolError
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -128,6 +128,8 @@ class Handle:
 
     def attach(self, deadline: Deadline) -> Operation[int]:
         """The generation; asks once, waiting until somebody has defined the partition."""
+        if self.session.closed is not None:  # before anything is copied
+            raise ClientClosed(self.session.closed)
         if self.defined is None:
             yield from self.define(None, deadline)
         assert self.defined is not None

@@ -193,8 +193,10 @@ class Session:
         return self._pins
 
     def poison(self) -> None:
-        """In a forked child: nothing of the parent's session may be used."""
+        """In a forked child: nothing of the parent's session may be used. Its windows of granted
+        extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
+        self.leftovers, self.familiar = Leftovers(), Familiar()
         self.closed = (
             "this client belongs to the parent of this forked process; "
             "call dataplane.connect() in the child"

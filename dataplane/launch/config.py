@@ -64,12 +64,28 @@ class PeerConfig:
             parse_address(seed)
         if self.listen is not None:
             check_listen(self.listen)
+        self._check_own_seed()
         if self.arena_bytes < MIN_ARENA_BYTES:
             raise InvalidConfig(
                 f"an arena of {self.arena_bytes} bytes is too small: give at least "
                 f"{MIN_ARENA_BYTES >> 20}MiB (--arena or DATAPLANE_ARENA)",
                 arena_bytes=self.arena_bytes,
                 minimum=MIN_ARENA_BYTES,
+            )
+
+    def _check_own_seed(self) -> None:
+        """The other peers reach this one at its seed, so one of the seeds must be its address."""
+        seeds = ", ".join(self.seeds) or "none"
+        if self.seeds and self.listen is None:
+            raise InvalidConfig(
+                f"which of the seeds ({seeds}) is this peer? Say so with --listen tcp://host:port"
+            )
+        if self.listen is not None and _endpoint(self.listen) not in map(_endpoint, self.seeds):
+            raise InvalidConfig(
+                f"{self.listen} is not one of the seeds ({seeds}): name every peer of the plane "
+                "in --seeds, this one too, alike for all of them",
+                listen=self.listen,
+                seeds=self.seeds,
             )
 
 
@@ -102,6 +118,11 @@ def parse_address(address: str) -> tuple[str, int]:
     if match is None or not 0 < int(match[2]) < 65536:
         raise InvalidConfig(f"{address!r} is not an address: write tcp://host:port")
     return match[1].strip("[]"), int(match[2])
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, port = parse_address(address)
+    return "127.0.0.1" if host.lower() == "localhost" else host.lower(), port
 
 
 def parse_seeds(text: str) -> tuple[str, ...]:

@@ -211,6 +211,11 @@ def _wait_until_answers(
         if ended or time.monotonic() > deadline:
             log = log_path(folder)
             what = "ended at once" if ended else f"does not answer within {START_TIMEOUT_S:.0f} s"
+            if peer.card is not None and not peer.socket.exists():
+                what = (
+                    f"(pid {peer.card.pid}) lives, but its socket {peer.socket} is missing: end "
+                    "it and start it again"
+                )
             hint = f"; its log, {log}, ends: {_tail(log)}" if peer.name == EMBEDDED else ""
             raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
         time.sleep(_POLL_S)

@@ -77,9 +77,16 @@ def plane_dir(plane: str, base: Path | None = None) -> Path:
 
 
 def _private(path: Path) -> Path:
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        found = path.lstat()
+    except OSError as exc:
+        raise InvalidConfig(
+            f"the run directory {path} cannot be made: {exc.strerror}; set DATAPLANE_RUN_DIR to a "
+            "directory that this user can write",
+            path=str(path),
+        ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise InvalidConfig(
             f"{path} must be a directory of uid {os.getuid()} that nobody else can enter "

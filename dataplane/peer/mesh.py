@@ -241,6 +241,9 @@ class Mesh:
             except ProtocolError as exc:
                 log.warning("a peer sent a bad reply: %s", exc)
                 continue
+            if link.hello is not None and link.hello.incarnation != reply.incarnation:
+                log.warning("the peer %r was started anew", link.hello.name)
+                link.hello = None  # the next call greets it again
             answer = link.answers.get(reply.rid)
             if answer is not None and not answer.done():
                 answer.set_result(reply.body)
@@ -257,7 +260,8 @@ class Mesh:
                 request = peering.decode_request(frame)
             except ProtocolError as exc:
                 log.warning("a bad frame at the peer door: %s", exc)
-                await router.send_multipart([identity, peering.encode(PeerReply(0, failed(exc)))])
+                reply = PeerReply(0, self.host.incarnation, failed(exc))
+                await router.send_multipart([identity, peering.encode(reply)])
                 continue
             self.spawn(self._answer(router, identity, request))
 
@@ -272,7 +276,10 @@ class Mesh:
             reply = failed(exc)
         with contextlib.suppress(zmq.ZMQError):
             await router.send_multipart(
-                [identity, peering.encode(PeerReply(request.rid, reply))]  # type: ignore[arg-type]
+                [
+                    identity,
+                    peering.encode(PeerReply(request.rid, self.host.incarnation, reply)),  # type: ignore[arg-type]
+                ]
             )
 
     async def _handle(self, request: PeerRequest) -> Body:

@@ -26,6 +26,9 @@ from dataplane.wire.tables import Definition
 
 log = logging.getLogger(__name__)
 
+ANSWER_S = 3.0
+"""How long after its deadline a home's answer is awaited: less than the client waits for this
+peer's, so that it is told who did not answer."""
 MAX_ENDED = 10_000
 """Dropped partitions whose last generation is remembered."""
 
@@ -59,7 +62,7 @@ class Partitions:
         PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
         home = self.host.roster.home(partition)
         body = Define(partition, definition, int(wait_s * 1000))
-        reply: Defined = await self.mesh.call(home, body, timeout_s=wait_s + 10)
+        reply: Defined = await self.mesh.call(home, body, timeout_s=wait_s + ANSWER_S)
         self._enter(partition, reply)
         return reply
 

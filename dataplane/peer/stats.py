@@ -65,6 +65,7 @@ class Reporting:
             "clients": len(self.door.sessions),
             "connections": len(self.door.connections),
             "directory_names": len(host.directory),
+            "leases": len(self.claims.leases),
             "waiting_claims": self.claims.waiting,
             "waiting_puts": len(self.room),
             "pulled_bytes": self.pulls.pulled_bytes,

@@ -276,7 +276,10 @@ class PeerRequest(msgspec.Struct, array_like=True):
 
 
 class PeerReply(msgspec.Struct, array_like=True):
+    """incarnation: of the answering peer; where it changed, the peer was started anew."""
+
     rid: int
+    incarnation: int
     body: (
         PeerHello
         | Entered

@@ -54,12 +54,24 @@ class Cluster:
             command += ["--plane", PLANE, "--arena", arena]
             if len(names) > 1:
                 command += ["--listen", address, "--seeds", ",".join(addresses)]
-            log = open(self.run_dir / f"{name}.log", "wb")  # noqa: SIM115
-            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
-            log.close()
+            self._run(name, command)
         for name in names:
-            path = self.run_dir / PLANE / f"{name}.sock"
-            until(lambda path=path, name=name: self._is_up(name, path), f"peer {name} is up")
+            self._await(name)
+
+    def restart(self, name: str) -> None:
+        """Kill a peer with -9 and start it again, at the same address."""
+        self.peers[name].kill()
+        self.peers[name].wait()
+        self._run(name, self.peers[name].args)  # type: ignore[arg-type]
+        self._await(name)
+
+    def _run(self, name: str, command: list[str]) -> None:
+        with open(self.run_dir / f"{name}.log", "ab") as log:
+            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _await(self, name: str) -> None:
+        path = self.run_dir / PLANE / f"{name}.sock"
+        until(lambda: self._is_up(name, path), f"peer {name} is up")
 
     def _is_up(self, name: str, path: Path) -> bool:
         assert self.peers[name].poll() is None, (self.run_dir / f"{name}.log").read_text()

@@ -132,3 +132,20 @@ def test_names_of_freed_rows_leave_the_directory(cluster: Cluster) -> None:
                 5,
             )
             part, far = far, part
+
+
+def test_a_peer_that_was_started_anew_is_greeted_anew(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here:
+        part = here.partition("p", free="drop")
+        with cluster.connect("b") as there:
+            there.partition("p", free="drop").put({"x": [np.ones(5000)]}, key=["k"])
+        assert part.get(keys=["k"])["x"][0].sum() == 5000
+        cluster.restart("b")
+        with pytest.raises(dataplane.DataplaneError):
+            part.get(keys=["k"])
+        until(lambda: "error" not in here.stats()["peers"].get("b", {"error": 1}), "b is back")
+        with cluster.connect("b") as there:
+            fresh = there.partition("q", free="drop")
+            fresh.put({"x": [np.full(5000, 2.0)]}, key=["k"])
+            assert here.partition("q").get(keys=["k"], fields=["x"])["x"][0].sum() == 10_000

@@ -34,7 +34,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_only_loopback_may_be_listened_at() -> None:
     for good in ("tcp://127.0.0.1:7101", "tcp://localhost:1", "tcp://[::1]:7101"):
-        assert changed(listen=good).listen == good
+        assert changed(listen=good, seeds=(good,)).listen == good
     for bad in ("tcp://0.0.0.0:7101", "tcp://10.0.0.1:1", "tcp://host-a:7101"):
         with pytest.raises(ListenRefused, match="cluster token"):
             changed(listen=bad)

@@ -218,8 +218,8 @@ def link(addresses: list[str], door: Door) -> Iterator[Link]:
 
 
 def test_peers_tell_who_they_are(link: Link, addresses: list[str]) -> None:
-    rid, hello = link.ask(1, link.hello())
-    assert (rid, hello[0]) == (1, PEER_HELLO)
+    rid, incarnation, hello = link.ask(1, link.hello())
+    assert (rid, hello[0], hello[4]) == (1, PEER_HELLO, incarnation)
     assert hello[1:4] == [[1, 1], "raw", "a"]
     assert hello[5:8] == [addresses[0], link.epoch, 4096]
 
@@ -236,13 +236,13 @@ def test_peers_tell_who_they_are(link: Link, addresses: list[str]) -> None:
     ],
 )
 def test_a_stranger_is_refused(other: dict[str, Any], code: str, link: Link) -> None:
-    assert link.ask(1, link.hello(**other))[1][:2] == [FAILED, code]
+    assert link.ask(1, link.hello(**other))[2][:2] == [FAILED, code]
 
 
 def test_an_old_epoch_and_an_unknown_sender_are_refused(link: Link) -> None:
     stats = {"@": "Stats", "partition": None}
-    assert link.ask(1, stats, epoch=[1, 1])[1][:2] == [FAILED, "StaleEpoch"]
-    assert link.ask(2, stats, sender="tcp://127.0.0.1:1")[1][:2] == [FAILED, "RosterMismatch"]
+    assert link.ask(1, stats, epoch=[1, 1])[2][:2] == [FAILED, "StaleEpoch"]
+    assert link.ask(2, stats, sender="tcp://127.0.0.1:1")[2][:2] == [FAILED, "RosterMismatch"]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,6 @@ def test_an_old_epoch_and_an_unknown_sender_are_refused(link: Link) -> None:
 )
 def test_a_message_that_cannot_be_read_leaves_the_link(message: bytes, link: Link) -> None:
     link.socket.send(message)
-    rid, (tag, code, *_) = link.reply()
+    rid, _, (tag, code, *_) = link.reply()
     assert (rid, tag, code) == (0, FAILED, "ProtocolError")
-    assert link.ask(2, link.hello())[1][0] == PEER_HELLO
+    assert link.ask(2, link.hello())[2][0] == PEER_HELLO

@@ -1,0 +1,289 @@
+"""`python -m bench perf`: the hot path against this machine's ceilings, in one run.
+
+Every round measures the ceilings and our figures one after the other, so a ratio is made of
+neighbours in time; what is reported is the median over rounds, with the range beside it. Peers,
+clients and the ends of the ceilings are processes of their own, as in real use.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.ceilings import Ceilings
+from bench.planes.dataplane_plane import _free_ports
+from bench.processes import Crew, die_with, leashed
+
+ROWS = 256
+VALUE_BYTES = 1 << 20
+SMALL_BYTES = 1 << 10
+CLAIM_FIELDS = "abcd"
+CYCLES = 300
+CLIENT_S = 0.7
+FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
+SHARD_CLAIMS = 40
+ARENA = "3GiB"
+START_S = 30.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+Samples = dict[str, list[float]]
+
+
+def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
+    """All figures, as the report holds them. tick(done, all): after each round."""
+    samples: Samples = defaultdict(list)
+    block = np.random.default_rng(0).integers(0, 255, (ROWS, VALUE_BYTES), np.uint8)
+    with ExitStack() as stack:
+        near, far = stack.enter_context(_peers())
+        ceilings = stack.enter_context(Ceilings(block))
+        figures = _Figures(near, far, block, samples)
+        for nth in range(rounds + 1):
+            figures.round(ceilings)
+            if not nth:  # the first touches every page and fills every cache
+                samples.clear()
+            tick(nth, rounds + 2)
+        figures.shard()
+        tick(rounds + 2, rounds + 2)
+    return _report(samples)
+
+
+class _Figures:
+    """Our side: a client at one peer, and one at another that pulls from it."""
+
+    def __init__(self, near: Any, far: Any, block: np.ndarray, samples: Samples) -> None:
+        self.near, self.far, self.samples = near, far, samples
+        self.block = block
+        self.put_here = near.partition("put", stages={"s": ["x"]})
+        self.pulled = near.partition("pull", stages={"s": ["x"]})
+        self.pulling = far.partition("pull", stages={"s": ["x"]})
+        self.claimed = near.partition("claim", stages={"s": list(CLAIM_FIELDS)})
+        self.cycled = near.partition("cycle", stages={"s": ["x"]})
+        self.fields = {n: near.partition(f"fields-{n}", stages={"s": _names(n)}) for n in (1, 32)}
+
+    def round(self, ceilings: Ceilings) -> None:
+        note = self._note
+        for _ in range(3):
+            note("memcpy_s", ceilings.memcpy_s())
+            note("put_s", self._put(self.put_here, {"x": self.block}))
+            note("put_list_s", self._put(self.put_here, {"x": list(self.block)}))
+        note("socket_s", ceilings.socket_s())
+        note("pull_s", self._pull())
+        note("round_trip_s", ceilings.round_trip_s())
+        for _ in range(4):
+            note("claim_s", self._claim(self.block))
+            note("claim_small_s", self._claim(self.block[:, :SMALL_BYTES]))
+        note("round_trip_s", ceilings.round_trip_s())
+        note("cycle_s", self._cycles())
+        for n, part in self.fields.items():
+            rows = np.split(self.block[: ROWS // 4], n, axis=1)
+            columns = dict(zip(_names(n), map(np.ascontiguousarray, rows), strict=True))
+            note(f"fields_{n}_s", self._put(part, columns))
+        for clients in (1, 4):
+            note(f"clients_{clients}", _many_clients(self.near.peer, self.near.name, clients))
+
+    def _note(self, name: str, value: float) -> None:
+        self.samples[name].append(value)
+
+    @staticmethod
+    def _put(part: Any, columns: dict[str, Any]) -> float:
+        began = time.perf_counter()
+        part.put(columns)
+        took = time.perf_counter() - began
+        _drain(part)
+        return took
+
+    def _pull(self) -> float:
+        self.pulled.put({"x": self.block})
+        began = time.perf_counter()
+        batch = self.pulling.claim("s", rows=ROWS, timeout=30)
+        took = time.perf_counter() - began
+        batch.ack()
+        return took
+
+    def _claim(self, block: np.ndarray) -> float:
+        """Until all 1,024 views are in hand. Both sizes go through the same steps."""
+        for _ in range(2):  # in halves: an arena of 3 GiB holds them with room to spare
+            columns = {name: block[: ROWS // 2] for name in CLAIM_FIELDS}
+            self.claimed.put(columns)
+        began = time.perf_counter()
+        batch = self.claimed.claim("s", rows=ROWS, timeout=30)
+        views = [list(batch[name]) for name in CLAIM_FIELDS]
+        took = time.perf_counter() - began
+        assert sum(map(len, views)) == ROWS * len(CLAIM_FIELDS)
+        batch.ack()
+        return took
+
+    def _cycles(self) -> float:
+        began = time.perf_counter()
+        _cycle(self.cycled, CYCLES)
+        return (time.perf_counter() - began) / CYCLES
+
+    def shard(self) -> None:
+        """Claims while 10 thousand and a million rows live at the peer."""
+        part = self.near.partition("shard", stages={"s": list(CLAIM_FIELDS)})
+        rows = 0
+        for goal in (FEW_ROWS, MANY_ROWS):
+            while rows < goal:
+                rows += _put_small(part, 10_000)
+            for _ in range(SHARD_CLAIMS):
+                began = time.perf_counter()
+                batch = part.claim("s", rows=ROWS, timeout=30)
+                self._note(f"shard_{goal}_s", time.perf_counter() - began)
+                batch.release()
+        self._note("bytes_per_row", part.stats()["bytes_per_row"])
+        part.drop()
+
+
+def _names(count: int) -> list[str]:
+    return [f"f{n}" for n in range(count)]
+
+
+def _drain(part: Any) -> None:
+    batch = part.claim("s", rows=ROWS, min=1, timeout=30)
+    batch.ack()
+
+
+def _cycle(part: Any, times: int) -> None:
+    for _ in range(times):
+        part.put({"x": [1]})
+        batch = part.claim("s", rows=1)
+        assert batch["x"][0] == 1
+        batch.ack()
+
+
+def _put_small(part: Any, rows: int) -> int:
+    values = np.zeros((rows, 8), np.int64)
+    tags = {"version": list(range(rows)), "length": list(range(rows))}
+    part.put(dict.fromkeys(CLAIM_FIELDS, values), tags=tags)
+    return rows
+
+
+# clients side by side
+
+
+def _many_clients(peer: str, plane: str, count: int) -> float:
+    """Operations a second (put, claim, ack) of all clients together, each a process."""
+    pipes: list[Connection] = []
+    children = []
+    for nth in range(count):
+        ours, theirs = _SPAWN.Pipe()
+        args = (theirs, peer, plane, nth, os.getpid())
+        child = _SPAWN.Process(target=_client, args=args, daemon=True)
+        child.start()
+        children.append(child)
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send(CLIENT_S)
+    per_s = sum(pipe.recv() for pipe in pipes)
+    for child in children:
+        child.join()
+    return per_s
+
+
+def _client(pipe: Connection, peer: str, plane: str, nth: int, parent: int) -> None:
+    die_with(parent)
+    import dataplane
+
+    with dataplane.connect(peer, plane=plane) as client:
+        part = client.partition(f"client-{nth}", stages={"s": ["x"]})
+        _cycle(part, 20)
+        pipe.send(True)
+        span_s, cycles = pipe.recv(), 0
+        began = time.perf_counter()
+        while (took := time.perf_counter() - began) < span_s:
+            _cycle(part, 10)
+            cycles += 10
+        pipe.send(3 * cycles / took)
+
+
+@contextmanager
+def _peers() -> Iterator[tuple[Any, Any]]:
+    """Two peers that stand for two hosts, and a client of each."""
+    import dataplane
+    from dataplane.errors import ConnectError
+
+    plane = f"perf-{os.getpid()}"
+    addresses = [f"tcp://127.0.0.1:{port}" for port in _free_ports(2)]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Crew(Path(folder)) as crew:
+        os.environ["DATAPLANE_RUN_DIR"] = folder
+        for name, address in zip("ab", addresses, strict=True):
+            options = ["--plane", plane, "--name", name, "--listen", address]
+            options += ["--seeds", ",".join(addresses), "--arena", ARENA]
+            argv = [sys.executable, "-m", "dataplane", "peer", *options]
+            crew.start(f"peer-{name}", leashed(argv), speaks=False)
+        clients: list[Any] = []
+        deadline = time.monotonic() + START_S
+        while len(clients) < 2:
+            crew.events()  # raises where a peer ended
+            try:
+                clients.append(dataplane.connect("ab"[len(clients)], plane=plane))
+            except ConnectError:
+                if time.monotonic() > deadline:
+                    raise
+        try:
+            yield clients[0], clients[1]
+        finally:
+            for client in clients:
+                client.close()
+
+
+# the report
+
+
+def _report(samples: Samples) -> dict[str, Any]:
+    taken = {name: np.array(values) for name, values in samples.items()}
+    middle = {name: float(np.median(values)) for name, values in taken.items()}
+    gigabytes = ROWS * VALUE_BYTES / 1e9
+    rtt = middle["round_trip_s"]
+
+    def of(name: str, ceiling: str) -> float:
+        return float(np.median(taken[ceiling] / taken[name]))
+
+    report = {
+        "ceiling": {
+            "memcpy_GBps": gigabytes / middle["memcpy_s"],
+            "socket_GBps": gigabytes / middle["socket_s"],
+            "unix_rtt_us": rtt * 1e6,
+        },
+        "put": {"GBps": gigabytes / middle["put_s"], "of_memcpy": of("put_s", "memcpy_s")},
+        "pull": {"GBps": gigabytes / middle["pull_s"], "of_socket": of("pull_s", "socket_s")},
+        "claim_local": {
+            "ms_p50": middle["claim_s"] * 1e3,
+            "ms_p99": float(np.percentile(taken["claim_s"], 99)) * 1e3,
+        },
+        "cycle": {"per_s": 1 / middle["cycle_s"]},
+        "shard": {
+            "claim_ms_p50_at_10k": middle[f"shard_{FEW_ROWS}_s"] * 1e3,
+            "claim_ms_p50_at_1m": middle[f"shard_{MANY_ROWS}_s"] * 1e3,
+            "bytes_per_row": middle["bytes_per_row"],
+        },
+        "clients": {str(n): middle[f"clients_{n}"] for n in (1, 4)},
+        "fields": {str(n): gigabytes / 4 / middle[f"fields_{n}_s"] for n in (1, 32)},
+    }
+    report["ratios"] = {
+        "put_list_of_memcpy": of("put_list_s", "memcpy_s"),
+        "claim_round_trips": middle["claim_s"] / rtt,
+        "claim_1MiB_of_1KiB": middle["claim_s"] / middle["claim_small_s"],
+        "cycle_round_trips": middle["cycle_s"] / rtt,
+        "shard_1m_of_10k": middle[f"shard_{MANY_ROWS}_s"] / middle[f"shard_{FEW_ROWS}_s"],
+        "clients_4_of_1": middle["clients_4"] / middle["clients_1"],
+        "fields_32_of_1": of("fields_32_s", "fields_1_s"),
+    }
+    report["spread"] = {
+        name: {"min": float(values.min()), "max": float(values.max()), "samples": len(values)}
+        for name, values in taken.items()
+    }
+    return report

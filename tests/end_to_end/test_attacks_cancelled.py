@@ -1,0 +1,138 @@
+"""A task that is cancelled at any of its awaits leaves no lease, grant, pin or connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from dataplane import DataplaneError, Plane, aio
+from tests.end_to_end.attacks import CancelledAt, leaks, no_leaks, used_bytes
+from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.hosts import running
+
+ROWS = 4
+BIG = 400_000
+"""Bytes of a row: a put of four is large enough to be copied off the event loop."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running("a", "b") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def here(cluster: Cluster, no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(cluster.run_dir))
+
+
+def rows(seed: int) -> np.ndarray:
+    return np.full((ROWS, BIG), seed, np.uint8)
+
+
+async def put(part: aio.Partition) -> None:
+    await part.put({"x": rows(1)}, key=[f"p{i}" for i in range(ROWS)], group="g", tags={"n": 1})
+
+
+async def put_with_dedup(part: aio.Partition) -> None:
+    await part.put({"x": rows(0)}, dedup=["x"])
+
+
+async def claim_add_ack(part: aio.Partition) -> None:
+    batch = await part.claim("s", rows=ROWS, timeout=10)
+    await batch.add(y=rows(2))
+    await batch.ack()
+
+
+async def claim_that_waits(part: aio.Partition) -> None:
+    with contextlib.suppress(DataplaneError):
+        await part.claim("s", rows=5 * ROWS, timeout=0.1)
+
+
+async def get(part: aio.Partition) -> None:
+    found = await part.get()
+    await found.numpy("x")
+
+
+async def stream(part: aio.Partition) -> None:
+    async with part.stream("s", rows=2, timeout=10) as batches:
+        seen = 0
+        async for batch in batches:
+            await batch.add(y=rows(3)[:2])
+            seen += len(batch)
+            if seen == 2 * ROWS:
+                await batch.ack()
+                break
+
+
+CALLS = [put, put_with_dedup, claim_add_ack, claim_that_waits, get, stream]
+Call = Callable[[aio.Partition], Coroutine[Any, Any, None]]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_a_cancelled_call_leaves_nothing_behind(
+    cluster: Cluster, call: Call, late: bool, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    with (
+        cluster.connect("a") as a,
+        cluster.connect("b") as b,
+        asyncio.Runner(loop_factory=loop) as runner,
+    ):
+        at = 1
+        while runner.run(one_cancellation(a, b, call, at, late)):
+            at += 1
+        assert at > 1
+        with cluster.connect("a") as again:
+            part = again.partition(f"q-{call.__name__}", stages={"s": ["x"]})
+            part.put({"x": [1]})
+            assert part.claim("s", rows=1, timeout=5)["x"][0] == 1
+            part.drop()
+
+
+async def one_cancellation(a: Plane, b: Plane, call: Call, at: int, late: bool) -> bool:
+    """Whether the call had so many awaits."""
+    setup = a.partition("p", stages={"s": ["x"], "t": ["y"]})
+    for plane in (a, b):
+        plane.partition("p").put({"x": rows(0)})
+    descriptors = len(os.listdir("/proc/self/fd"))
+    client = await aio.connect("a", plane="test")
+    part = await client.partition("p")
+    work = CancelledAt(call(part), at, late)
+    task = asyncio.ensure_future(waiting(work))
+    await asyncio.wait([task], timeout=20)
+    assert task.done(), f"not done 20 s after it was cancelled at await {at}"
+    reached = work.reached
+    if reached:
+        assert task.cancelled(), task
+    else:
+        task.result()
+    del task
+    # The client lives on: what it gave up must come back without its end.
+    no_leaks(a, b)
+    redelivered = a.partition("p").claim("s", rows=1, min=1, timeout=5) if call is get else None
+    del redelivered
+    await client.close()
+    del client, part, work
+    no_leaks(a, b)
+    setup.drop()
+    until(lambda: not used_bytes(a) and not used_bytes(b), f"every byte came back after {at}", 5)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors, "a connection was left open"
+    assert not leaks(a) and not leaks(b)
+    return reached
+
+
+async def waiting(work: CancelledAt) -> None:
+    await work

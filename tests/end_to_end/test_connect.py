@@ -1,0 +1,284 @@
+"""connect(): embedded peers that start once, outlive their starters and leave; forks; status."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane.launch import rundir
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
+
+ATTACH = """
+    import dataplane, os, sys, time
+    plane = dataplane.connect()
+    part = plane.partition("p", {"s": ["x"]}, free="drop")
+    print(plane.stats()["pid"], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the peers of this test's plane are; none of them outlives it."""
+    monkeypatch.setenv("DATAPLANE_PLANE", PLANE)
+    monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
+    monkeypatch.setenv("DATAPLANE_LINGER", "30")
+    folder = rundir.plane_dir(PLANE)
+    yield folder
+    for plane in run_dir.iterdir():
+        for peer in rundir.living_peers(plane):
+            assert peer.card is not None
+            end(peer.card.pid, signal.SIGKILL)
+
+
+def end(pid: int, number: signal.Signals) -> None:
+    """Signal a process and wait until the kernel says that it is gone."""
+    handle = os.pidfd_open(pid)
+    os.kill(pid, number)
+    assert select.select([handle], [], [], 15)[0], f"{pid} did not end"
+    os.close(handle)
+
+
+def gone(pid: int) -> bool:
+    return (
+        not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    )
+
+
+def python(code: str, *, own_group: bool = False) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+    )
+
+
+def test_twenty_processes_at_once_start_one_peer(folder: Path) -> None:
+    asking = [python(ATTACH) for _ in range(20)]
+    try:
+        assert len({line(process) for process in asking}) == 1
+        assert [peer.name for peer in rundir.living_peers(folder)] == ["embedded"]
+        assert not list(folder.glob("*.old"))
+    finally:
+        for process in asking:
+            process.communicate("")
+
+
+def test_an_embedded_peer_survives_ctrl_c_and_the_death_of_its_starter(folder: Path) -> None:
+    starter = python(ATTACH, own_group=True)
+    pid = int(line(starter))
+    with dataplane.connect() as plane:
+        part = plane.partition("p")
+        part.put({"x": [7]}, key=["k"])
+        os.killpg(starter.pid, signal.SIGINT)
+        starter.wait(15)
+        starter.communicate()
+        assert not gone(pid) and plane.stats()["pid"] == pid
+        second = python(ATTACH, own_group=True)
+        assert int(line(second)) == pid
+        os.killpg(second.pid, signal.SIGKILL)
+        second.communicate()
+        assert list(part.get(keys=["k"])["x"]) == [7] and plane.stats()["pid"] == pid
+
+
+def test_an_embedded_peer_lingers_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_LINGER", "0.5")
+    with dataplane.connect() as plane:
+        pid = plane.stats()["pid"]
+    with dataplane.connect() as plane:
+        assert plane.stats()["pid"] == pid
+    until(lambda: gone(pid), "the peer left", 10)
+    assert rundir.living_peers(folder) == []
+    assert {path.suffix for path in folder.iterdir()} <= {".log", ""}
+
+
+def test_unread_rows_keep_an_embedded_peer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATAPLANE_LINGER")
+    config = ["--linger", "0.2", "--linger-unread", "30"]
+    command = [sys.executable, "-m", "dataplane", "peer", "--embedded", "--name", "embedded"]
+    with subprocess.Popen([*command, "--plane", PLANE, *config], stderr=subprocess.DEVNULL) as peer:
+        until(lambda: (folder / "embedded.sock").exists(), "the peer is up")
+        with dataplane.connect() as plane:
+            part = plane.partition("p", {"s": ["x"]})
+            part.put({"x": [1]})
+            part.seal()
+        began = time.monotonic()
+        until(lambda: time.monotonic() - began > 1 or peer.poll() is not None, "a second passed")
+        assert peer.poll() is None
+        with dataplane.connect() as plane:
+            assert [list(b["x"]) for b in plane.partition("p").stream("s", rows=1)] == [[1]]
+        assert peer.wait(10) == 0
+
+
+def test_after_everything_was_killed_nothing_is_left(folder: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    workers = [python(ATTACH) for _ in range(3)]
+    (pid,) = {int(line(worker)) for worker in workers}
+    for worker in workers:
+        worker.kill()
+        worker.communicate()
+    end(pid, signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert (folder / "embedded.sock").exists()
+    with dataplane.connect() as plane:
+        assert plane.stats()["pid"] != pid and plane.stats()["arena"]["used_bytes"] == 0
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    assert [n for n in names if n.endswith((".sock", ".lock", ".json"))] == [
+        "embedded.json",
+        "embedded.lock",
+        "embedded.sock",
+    ]
+
+
+def test_two_planes_on_one_host_never_mix(folder: Path) -> None:
+    with dataplane.connect(plane="one") as one, dataplane.connect(plane="two") as two:
+        assert one.stats()["pid"] != two.stats()["pid"]
+        ref = one.partition("p", free="drop").put({"x": [1]}, key=["k"])
+        assert len(two.partition("p", free="drop").rows()) == 0
+        with pytest.raises(dataplane.InvalidCall, match="of plane 'one'"):
+            two.get(ref)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"},
+    ],
+)
+def test_a_job_of_several_hosts_gets_no_private_plane(
+    folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(dataplane.SeedsMissing, match="DATAPLANE_SEEDS=tcp://"):
+        dataplane.connect()
+    assert rundir.living_peers(folder) == []
+    monkeypatch.setenv("DATAPLANE_SEEDS", "none")
+    with dataplane.connect() as plane:
+        assert plane.name == PLANE
+
+
+def test_a_ray_job_with_its_head_elsewhere_derives_its_seed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    with pytest.raises(dataplane.ConnectError, match=r"192\.0\.2\.7.*start its peer by hand"):
+        dataplane.connect()
+
+
+def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
+    cluster.start("a", "b", "c")
+    with pytest.raises(dataplane.PeerAmbiguous, match=r"a, b, c; say which, connect\('a'\)"):
+        dataplane.connect(plane=PLANE)
+    with pytest.raises(dataplane.PeerNotFound, match="running: a, b, c"):
+        dataplane.connect("d", plane=PLANE)
+    planes = [cluster.connect(name) for name in "abc"]
+    assert [plane.peer for plane in planes] == list("abc")
+    assert len({plane.stats()["pid"] for plane in planes}) == 3
+    assert sum(plane.stats()["shards"] for plane in planes) == 4096
+    for plane in planes:
+        plane.close()
+
+
+# forks
+
+
+def in_a_fork(work: object) -> str:
+    """What `work()` says in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            said = work()  # type: ignore[operator]
+        except BaseException as exc:
+            said = f"{type(exc).__name__}: {exc}"
+        os.write(writer, str(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        said = told.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_must_connect_anew_and_its_parent_goes_on(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        part.put({"x": np.full((1, 9000), 7)}, key=["k"])
+        batch = part.claim("s", rows=1, timeout=5)
+        view = batch["x"][0]
+        said = in_a_fork(lambda: part.put({"x": [1]}))
+        assert said.startswith("ClientClosed") and "dataplane.connect() in the child" in said
+        assert in_a_fork(lambda: int(view.sum())) == str(7 * 9000)
+        assert in_a_fork(lambda: batch.ack()).startswith("ClientClosed")
+
+        def anew() -> int:
+            with cluster.connect("a") as own:
+                return len(own.partition("p").rows())
+
+        assert in_a_fork(anew) == "1"
+        assert plane.stats()["arena"]["pinned_bytes"] == view.nbytes
+        assert batch.state == "leased" and (view == 7).all()
+        batch.ack()
+        until(lambda: plane.stats()["clients"] == 1, "the children's sessions ended", 5)
+
+
+# dataplane status
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dataplane", "status", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_status_shows_peers_shards_partitions_and_bytes(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane:
+        part = plane.partition("step-1", {"s": ["x"]})
+        part.put({"x": np.zeros((4, 1 << 16), np.uint8)})
+        seen = json.loads(status("--plane", PLANE, "--json").stdout)
+        assert set(seen["peers"]) == {"a", "b"}
+        a = seen["peers"]["a"]
+        assert a["partitions"]["step-1"]["rows"] == 4 and a["arena"]["used_bytes"] == 4 << 16
+        assert a["shards"] + seen["peers"]["b"]["shards"] == 4096
+        shown = status("--plane", PLANE, "--peer", "a").stdout
+        for text in ("step-1", "used_bytes: 256.0 KiB", "rows: 4", "shards: "):
+            assert text in shown
+        assert plane.stats()["clients"] == 1
+
+
+def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
+    cluster.start("a")
+    command = [sys.executable, "-m", "dataplane", "status", "--plane", PLANE, "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        for _ in range(2):
+            assert json.loads(watching.stdout.readline())["peers"]["a"]["peer"] == "a"
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 130
+
+
+def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:
+    done = status()
+    assert done.returncode == 2 and "no peer" in done.stderr and "none" in done.stderr
+    assert rundir.living_peers(folder) == []

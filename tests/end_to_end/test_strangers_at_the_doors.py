@@ -1,0 +1,256 @@
+"""Whoever does not belong here, at the local door, at the peer door and on the command line."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+import dataplane
+from dataplane.launch import embedded
+from dataplane.wire import frames, limits, peering
+from dataplane.wire.messages import Failed, Hello, Request
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
+
+
+def peer_command(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE, *arguments]
+
+
+def refused(*command: str) -> str:
+    """What a peer says that refuses to start: one line, exit code 2."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    (said,) = done.stderr.strip().splitlines()
+    return said
+
+
+def still_works(plane: dataplane.Plane) -> None:
+    part = plane.partition("works", {"s": ["x"]})
+    part.put({"x": np.ones((1, 2000))})
+    part.claim("s", rows=1, timeout=10).ack()
+    part.drop()
+
+
+# the local door
+
+
+def test_a_client_of_another_protocol_version_is_refused(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(cluster.run_dir / PLANE / "a.sock"))
+        stranger.settimeout(10)
+        stranger.recv(1 << 16)
+        stranger.sendall(frames.encode(Request(1, 0, 0, 0, (0, 0), 0, Hello(99))))
+        header = stranger.recv(4, socket.MSG_WAITALL)
+        body = stranger.recv(frames.body_length(header), socket.MSG_WAITALL)
+        reply = frames.decode_reply(body).body
+        assert isinstance(reply, Failed) and reply.code == "VersionMismatch"
+        assert "install the same release" in reply.message
+        still_works(plane)
+
+
+def test_a_request_before_the_hello_ends_only_that_connection(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(cluster.run_dir / PLANE / "a.sock"))
+        stranger.settimeout(10)
+        stranger.recv(1 << 16)
+        stranger.sendall(frames.encode(Request(1, 7, 1, 1, (0, 0), 0, dataplane_stats())))
+        data = b""
+        while chunk := stranger.recv(1 << 16):
+            data += chunk
+        assert b"first message of a client is Hello" in data
+        still_works(plane)
+
+
+def dataplane_stats() -> Any:
+    from dataplane.wire.messages import Stats
+
+    return Stats()
+
+
+# the peer door
+
+
+class Dealer:
+    """A stranger that speaks zmq to a peer's address."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def ask(self, body: Any, sender: str, epoch: tuple[int, int]) -> Any:
+        request = PeerRequest(1, sender, 1, 0, 0, 0, epoch, 1000, body)
+        self.socket.send(peering.encode(request))
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.socket.poll(10_000), "no answer"
+        reply: PeerReply = peering.decode_reply(self.socket.recv())
+        return reply.body
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane:
+        stats = plane.stats()
+        address, other = (stats["peers"][name]["address"] for name in "ab")
+        hello = PeerHello((1, 1), PLANE, "c", 1, other, (0, 0), limits.SHARDS, [])
+        stranger = Dealer(address)
+        for junk in ([b""], [b"\xc1" * 100], [b"a", b"b", b"c"], [b"\x97\x01"]):
+            stranger.socket.send_multipart(junk)
+        stranger.socket.send(b"\x00" * (limits.MAX_FRAME_BYTES + 1))  # ends the connection
+        stranger.close()
+        stranger = Dealer(address)
+        for change, code, says in (
+            ({"versions": (7, 9)}, "VersionMismatch", "speaks versions"),
+            ({"plane": "elsewhere"}, "RosterMismatch", "same --plane and --seeds"),
+            ({"shards": 64}, "RosterMismatch", "has shards 64"),
+            ({}, "RosterMismatch", "has epoch"),
+        ):
+            reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
+            assert isinstance(reply, Failed) and reply.code == code and says in reply.message
+        reply = stranger.ask(peering.Release(b"", b""), other, (0, 0))
+        assert isinstance(reply, Failed) and reply.code == "StaleEpoch"
+        stranger.close()
+        still_works(plane)
+
+
+def test_peers_with_different_seeds_refuse_each_other(cluster: Cluster) -> None:
+    first, second, third = free_addresses(3)
+    for name, listen, seeds in (
+        ("a", first, [first, second]),
+        ("b", second, [first, second, third]),
+    ):
+        command = peer_command(name, "--listen", listen, "--seeds", ",".join(seeds))
+        log = open(cluster.run_dir / f"{name}.log", "wb")  # noqa: SIM115
+        cluster.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        log.close()
+        path = cluster.run_dir / PLANE / f"{name}.sock"
+        until(lambda path=path, name=name: cluster._is_up(name, path), f"{name} is up")
+    with cluster.connect("a") as plane:
+        with pytest.raises(dataplane.RosterMismatch, match="same --plane and --seeds"):
+            for i in range(64):  # until one has its home at the other peer
+                plane.partition(f"p{i}", {"s": ["x"]})
+        assert "error" in plane.stats()["peers"][second]
+
+
+def test_two_peers_of_one_name_on_two_hosts_refuse_each_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = free_addresses(2)
+    for run_dir, listen in zip(("host-1", "host-2"), addresses, strict=True):
+        command = peer_command("a", "--listen", listen, "--seeds", ",".join(addresses))
+        command += ["--run-dir", str(cluster.run_dir / run_dir)]
+        log = open(cluster.run_dir / f"{run_dir}.log", "wb")  # noqa: SIM115
+        cluster.peers[run_dir] = subprocess.Popen(command, stdout=log, stderr=log)
+        log.close()
+        path = cluster.run_dir / run_dir / PLANE / "a.sock"
+        until(lambda path=path, name=run_dir: cluster._is_up(name, path), f"{run_dir} is up")
+    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(cluster.run_dir / "host-1"))
+    with (
+        cluster.connect("a") as plane,
+        pytest.raises(dataplane.PeerNameTaken, match="give each its own --name"),
+    ):
+        for i in range(64):
+            plane.partition(f"p{i}", {"s": ["x"]})
+
+
+def test_a_seed_that_does_not_answer_is_named_in_bounded_time(cluster: Cluster) -> None:
+    mine, dead = free_addresses(2)
+    command = peer_command("a", "--listen", mine, "--seeds", f"{mine},{dead}")
+    log = open(cluster.run_dir / "a.log", "wb")  # noqa: SIM115
+    cluster.peers["a"] = subprocess.Popen(command, stdout=log, stderr=log)
+    log.close()
+    until(lambda: cluster._is_up("a", cluster.run_dir / PLANE / "a.sock"), "a is up")
+    with cluster.connect("a") as plane:
+        began = time.monotonic()
+        with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*is it running"):
+            for i in range(64):
+                plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
+        assert time.monotonic() - began < 10
+        assert "error" in plane.stats()["peers"][dead]
+
+
+# the command line and the run directory
+
+
+def test_what_a_peer_cannot_be_started_with_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = free_addresses(2)
+    for arguments, says in (
+        (["--listen", "tcp://0.0.0.0:7101", "--seeds", f"tcp://0.0.0.0:7101,{mine}"], "token"),
+        (["--listen", mine, "--seeds", other], "this one too"),
+        (["--seeds", f"{mine},{other}"], "--listen"),
+        (["--listen", mine], "in --seeds"),
+        (["--listen", "here", "--seeds", other], "write tcp://host:port"),
+        (["--arena", "many"], "write 8GiB"),
+        (["--arena", "1"], "at least 1MiB"),
+        (["--name", "a/b"], "letters, digits"),
+    ):
+        assert says in refused(*peer_command("a", *arguments))
+    file = cluster.run_dir / "file"
+    file.touch()
+    for run_dir in (file, file / "below", Path("/proc/nowhere")):
+        monkeypatch.setenv("DATAPLANE_RUN_DIR", str(run_dir))
+        assert "DATAPLANE_RUN_DIR" in refused(*peer_command("a"))
+        with pytest.raises(dataplane.InvalidConfig, match="DATAPLANE_RUN_DIR"):
+            dataplane.connect()
+
+
+def test_a_missing_socket_and_a_dead_peer_are_told_apart(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start("a", "b")
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.3)
+    (cluster.run_dir / PLANE / "a.sock").unlink()
+    with pytest.raises(
+        dataplane.ConnectError, match=r"socket .*a\.sock is missing.*start it again"
+    ):
+        cluster.connect("a")
+    cluster.peers["b"].kill()
+    cluster.peers["b"].wait()
+    monkeypatch.setenv("DATAPLANE_PEER", "b")
+    with pytest.raises(dataplane.PeerNotFound, match=r"'b'.*running: a\).*dataplane peer --name b"):
+        dataplane.connect(plane=PLANE)
+
+
+def test_a_peer_that_dies_is_told_in_bounded_time(cluster: Cluster) -> None:
+    cluster.start("a")
+    plane = cluster.connect("a")
+    part = plane.partition("p", {"s": ["x"]}, free="drop")
+    part.put({"x": np.full((1, 2000), 7)}, key=["k"])
+    view = part.get(keys=["k"])["x"][0]
+    cluster.peers["a"].send_signal(signal.SIGKILL)
+    cluster.peers["a"].wait()
+    for call in (
+        lambda: part.put({"x": [1]}),
+        lambda: part.claim("s", rows=1),
+        lambda: plane.stats(),
+    ):
+        began = time.monotonic()
+        with pytest.raises(dataplane.PeerLost, match=r"dataplane.connect\(\)"):
+            call()
+        assert time.monotonic() - began < 3
+    assert (view == 7).all()
+    plane.close()
+    with pytest.raises(dataplane.ClientClosed, match="connect"):
+        part.put({"x": [1]})

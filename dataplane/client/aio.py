@@ -7,6 +7,8 @@ call at the peer. Big copies run in the loop's executor. Works from several loop
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
@@ -263,8 +265,26 @@ async def _converse(connection: Connection, frame: bytearray) -> Any:
     loop, sock = asyncio.get_running_loop(), connection.sock
     await loop.sock_sendall(sock, frame)
     while (reply := connection.arrived_reply()) is None:
-        connection.count(await loop.sock_recv_into(sock, connection.inbox.room()))
+        await _readable(loop, sock)
+        # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
+        # much, and with it the answer that the housekeeper must undo.
+        with contextlib.suppress(BlockingIOError):
+            connection.count(sock.recv_into(connection.inbox.room()))
     return reply
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 class _Reminder:

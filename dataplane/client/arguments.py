@@ -43,7 +43,11 @@ def optional_texts(values: object, what: str) -> list[str] | None:
 
 def count(value: object, what: str) -> int:
     """How many: a positive int, numpy's too."""
-    number = 0 if isinstance(value, bool) or not isinstance(value, SupportsIndex) else index(value)
+    if type(value) is int:
+        number = value
+    else:
+        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+        number = index(value) if whole else 0
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={value!r:.80}: it must be a positive int")
     return number

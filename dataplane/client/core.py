@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 from dataplane.client import arguments
 from dataplane.client.rows import name_list
 from dataplane.client.session import Session
-from dataplane.errors import ClientClosed, DeadlineExceeded, InvalidCall, ProtocolError
+from dataplane.errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    InvalidCall,
+    PartitionGone,
+    ProtocolError,
+)
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -246,4 +252,10 @@ def stats(handle: Handle | None, timeout: float | None) -> Operation[dict[str, A
         yield from handle.attach(deadline)
     body = Stats(None if handle is None else handle.name)
     done = yield from ask(body, StatsDone, deadline)
+    if handle is not None and done.stats.get("generation") != (yield from handle.attach(deadline)):
+        raise PartitionGone(
+            f"partition {handle.name!r} was dropped since this handle was opened; get a new one "
+            f"with plane.partition({handle.name!r}, …)",
+            partition=handle.name,
+        )
     return done.stats

@@ -105,7 +105,8 @@ def claim(
 ) -> Operation[Claimed]:
     """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`."""
     session = handle.session
-    demand.want("rows")
+    if handle.defined is None:  # else it is checked below, before anything is sent
+        demand.want("rows")
     arguments.text(stage, "a stage")
     wanted = arguments.optional_texts(fields, "fields")
     timeout, lease_s = arguments.seconds(timeout, "timeout"), arguments.seconds(lease_s, "lease")
@@ -158,7 +159,8 @@ class Lease:
     def check(self) -> None:
         if self.state != "leased":
             raise LeaseExpired(
-                f"this batch was {self.state}: nothing can be added to it or finished any more",
+                f"this batch was {self.state}: nothing can be added to it or finished any more; "
+                "claim again",
                 stage=self.stage,
             )
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.values import Buffer
-from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.memory.extents import padded
 from dataplane.wire.records import DIGEST, U4, VALUE
 from dataplane.wire.tables import Column, Spec
 
 Ints = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
+_NO_INTS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,7 @@ class LaidColumn:
     dedup: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Layout:
     """A whole put. Bounds have an entry a parcel and one more.
 
@@ -67,6 +69,13 @@ class Layout:
     digest_ranges: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     digest_sources: list[Buffer] = field(default_factory=list)
     repeated: Mask = field(default_factory=lambda: np.zeros(0, bool))
+
+    @cached_property
+    def ends(self) -> Ints:
+        """Running bytes of the ranges in the arena, with the 0 before the first."""
+        ends = np.zeros(len(self.sizes) + 1, np.int64)
+        np.cumsum(padded(self.sizes), out=ends[1:])
+        return ends
 
 
 class Cells(NamedTuple):
@@ -120,8 +129,10 @@ class Parcel:
     @property
     def nbytes(self) -> int:
         """What the ranges take in the arena, padding included."""
-        align = np.uint64(ALIGNMENT_BYTES)
-        return int(((self.sizes + (align - np.uint64(1))) // align * align).sum())
+        if self._shared is not None:
+            return int(padded(self.sizes).sum())
+        low, high = self._ranges()
+        return self._layout.ends.item(high) - self._layout.ends.item(low)
 
     @property
     def specs(self) -> list[Spec]:
@@ -169,7 +180,9 @@ class Parcel:
     @property
     def repeats(self) -> bool:
         """Whether an earlier parcel of this put writes the same bytes: ask once that one is in."""
-        return bool(self._layout.repeated[self._own_digests()].any())
+        return bool(len(self._layout.repeated)) and bool(
+            self._layout.repeated[self._own_digests()].any()
+        )
 
     def bytes_of(self, index: int) -> npt.NDArray[np.uint8]:
         """The bytes behind a digest, to be compared with the stored ones before sharing."""
@@ -239,6 +252,8 @@ class Parcel:
     def _own_digests(self) -> Ints:
         """Positions in the layout of the digests of ranges that are this parcel's own."""
         ranges = self._layout.digest_ranges
+        if not len(ranges):
+            return _NO_INTS
         low, high = self._ranges()
         first, last = np.searchsorted(ranges, (low, high))
         at = np.arange(first, last)

@@ -41,13 +41,17 @@ from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Name, Scalar
 
-RUN_BYTES = 16 << 20
-"""Values of about so many bytes go with one message."""
+RUN_BYTES = 256 << 20
+"""Values of about so many bytes go with one message, but no more than a quarter of the share. Long
+copies are worth it: from some length on (the C library's choice) they bypass the caches."""
+AHEAD_BYTES = 16 << 20
+"""The most that is asked for ahead; for larger runs a round trip is no cost."""
 MESSAGE_BYTES = 16 << 20
 """A message of rows is kept to about this size."""
 
 _POPULATE_BYTES = 64 << 10
 _FEW_SPECS = 64
+_NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
 
 Records = npt.NDArray[Any]
 
@@ -70,7 +74,7 @@ def put(
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
     parcels: list[Parcel] = yield Offload(
-        lambda: plan(prepared, identity.group_index), (n << 6) + (RUN_BYTES if dedup else 0)
+        lambda: plan(prepared, identity.group_index), (n << 6) + (AHEAD_BYTES if dedup else 0)
     )
     generation = yield from handle.attach(deadline)
     work = _Put(handle, generation, identity, tagged, replace, deadline)
@@ -151,8 +155,9 @@ class _Put:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
         following = parcels[done + filled.count : done + 2 * filled.count]
         nbytes = sum(p.nbytes for p in following) if following else filled.nbytes
-        nbytes = min(nbytes, RUN_BYTES)
-        return 0 if self.handle.session.leftovers.holds(nbytes) else nbytes
+        if nbytes > AHEAD_BYTES or self.handle.session.leftovers.holds(nbytes):
+            return 0
+        return nbytes
 
     def incomplete(self, exc: Exception) -> PutIncomplete:
         rows = np.concatenate(self.committed_rows or [np.zeros(0, np.intp)])
@@ -222,12 +227,13 @@ def next_run(
     One that repeats what an earlier one writes waits until that is in and can be asked for.
     """
     rows = nbytes = size = 0
+    most = min(RUN_BYTES, session.share_bytes[0] // 4)
     for stop in range(start, len(parcels)):
         parcel = parcels[stop]
         rows += len(parcel)
-        nbytes += parcel.nbytes if start + 1 < len(parcels) else 0
+        nbytes += parcel.nbytes
         size += cost * len(parcel) if isinstance(cost, int) else int(cost[parcel.rows].sum())
-        full = rows > session.max_rows or nbytes > RUN_BYTES or size > MESSAGE_BYTES
+        full = rows > session.max_rows or nbytes > most or size > MESSAGE_BYTES
         if stop > start and (full or parcel.repeats):
             return parcels[start:stop]
     return parcels[start:]
@@ -238,9 +244,9 @@ def write_run(
 ) -> Operation[Filled]:
     """Find room for the first of these parcels, share what is known, copy the rest."""
     session = handle.session
-    digests = np.concatenate([parcel.digests for parcel in run])
-    extents, shared, pin = np.zeros(0, EXTENT), np.zeros(0, RANGE), 0
-    nbytes = sum(parcel.nbytes for parcel in run)
+    joined = parcels_of.join(run)
+    digests, nbytes = joined.digests, joined.nbytes
+    extents, shared, pin = _NO_EXTENTS, _NO_RANGES, 0
     found = None if len(digests) or not nbytes else session.leftovers.take(nbytes)
     if found is not None:
         extents = found
@@ -248,11 +254,14 @@ def write_run(
         units = [parcel.sizes.tobytes() for parcel in run]
         body = Reserve(handle.name, generation, units, continuing(), digests.tobytes())
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
-        run, extents, pin = run[: reserved.units], column(reserved.extents, EXTENT), reserved.pin
+        extents, pin = column(reserved.extents, EXTENT), reserved.pin
+        if reserved.units < len(run):
+            run = run[: reserved.units]
+            joined = parcels_of.join(run)
     try:
         if len(digests):
             shared = yield Offload(lambda: share(session, run, reserved, len(digests)), nbytes)
-        joined = parcels_of.join(run)
+            joined = parcels_of.join(run)
         offsets = place(joined.sizes, extents)
         fresh = extents if found is None else extents[:0]
         yield Offload(lambda: _copy(session, joined, offsets, fresh), joined.nbytes)
@@ -305,13 +314,13 @@ def written_of(
         renumber[used] = np.arange(len(used), dtype=U4)
         cells = [c.respecified(renumber) for c in cells]
         specs = [specs[i] for i in used.tolist()]
-    shared = np.zeros(0, RANGE) if shared is None else shared
+    shared = _NO_RANGES if shared is None else shared
     return Written(cells, specs, ranges, shared, pin, parcel.digests, parcel.digest_ranges)
 
 
 def whole(rows: Index, n: int) -> Index | None:
     """None where these are all n rows in their order."""
-    return None if len(rows) == n and np.array_equal(rows, np.arange(n)) else rows
+    return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
 
 
 def row_cost(prepared: Prepared, identity: Identity) -> int | Records:

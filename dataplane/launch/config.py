@@ -72,6 +72,13 @@ class PeerConfig:
                 arena_bytes=self.arena_bytes,
                 minimum=MIN_ARENA_BYTES,
             )
+        if self.arena_bytes > (allowed := allowed_memory_bytes()):
+            raise InvalidConfig(
+                f"an arena of {self.arena_bytes} bytes is more than the {allowed} bytes of memory "
+                "that this host or cgroup allows: give less (--arena or DATAPLANE_ARENA)",
+                arena_bytes=self.arena_bytes,
+                allowed_bytes=allowed,
+            )
 
     def _check_own_seed(self) -> None:
         """The other peers reach this one at its seed, so one of the seeds must be its address."""
@@ -163,13 +170,14 @@ def check_peer_name(name: str) -> None:
 
 
 def check_plane(plane: str) -> None:
-    if not plane or len(plane.encode()) > 200 or not plane.isprintable():
+    named = isinstance(plane, str) and plane.isprintable() and 0 < len(plane.encode()) <= 200
+    if not named:
         raise InvalidConfig(f"{plane!r} cannot name a plane: use 1 to 200 printable characters")
 
 
 def refuse_reserved(environ: Mapping[str, str] = os.environ) -> None:
     """Settings that promise what this version does not do are refused."""
-    for name, what in (("DATAPLANE_SPILL", "spilling"), ("DATAPLANE_TOKEN_FILE", "a token")):
+    for name, what in (("DATAPLANE_SPILL", "spilling"), ("DATAPLANE_TOKEN_FILE", "tokens")):
         if environ.get(name):
             raise InvalidConfig(f"{name} is set, but this version has no {what} yet: unset it")
 

@@ -39,7 +39,13 @@ def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
 
 def remainder(sizes: npt.ArrayLike, offsets: Bytes, extents: Records) -> Records:
     """What is left of the extents once these ranges lie at these offsets: EXTENT records."""
-    ends = np.sort(offsets + padded(np.asarray(sizes, U8)))
+    ends = offsets + padded(np.asarray(sizes, U8))
+    if len(extents) == 1 and len(ends):  # as placed, the last range ends last
+        offset, length = extents.item()
+        used = ends.item(-1) - offset
+        left = np.array([(offset + used, length - used)], EXTENT)
+        return left if used < length else left[:0]
+    ends.sort()
     starts, limits = extents["offset"], extents["offset"] + extents["length"]
     at = np.searchsorted(ends, limits, "right")
     last = ends[np.maximum(at, 1) - 1] if len(ends) else np.zeros(len(extents), U8)
@@ -59,8 +65,7 @@ def _lay(room: Bytes, extents: Records) -> tuple[Bytes, int]:
             break
         upto = int(np.searchsorted(ends, before + length, "right"))
         if upto > done:
-            # unsigned arithmetic wraps, so a start below `before` comes out right
-            with np.errstate(over="ignore"):
-                offsets[done:upto] += start - before
+            # unsigned columns wrap, so a start below `before` comes out right
+            offsets[done:upto] += np.uint64((int(start) - int(before)) % (1 << 64))
             done, before = upto, ends[upto - 1]
     return offsets, done

@@ -63,6 +63,8 @@ class Ranges:
 
     def alive(self, ranges: Records) -> Mask:
         """Per record, whether that generation of that range still has references."""
+        if len(ranges) == 1:
+            return np.array([self._is_alive(*ranges.item())])
         ids = ranges["range"]
         known = ids < self._top
         ids = np.where(known, ids, 0)
@@ -71,17 +73,23 @@ class Ranges:
 
     def hold(self, ranges: Records, counts: Counts = 1) -> None:
         """More references; a range may be named several times. RowsGone changes nothing."""
-        np.add.at(self._refs, self._living(ranges), np.asarray(counts, np.int64))
+        ids = self._living(ranges)
+        if len(ids) == 1:
+            self._refs[ids] += counts
+        else:
+            np.add.at(self._refs, ids, np.asarray(counts, np.int64))
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
         """Fewer references; what has none left is freed. Names of dead ranges are ignored."""
         alive = self.alive(ranges)
         ids: Ids = ranges["range"].astype(np.intp)
-        drop = np.asarray(counts, np.int64)
         if not every(alive):
             ids = ids[alive]
-            drop = drop[alive] if drop.ndim else drop
-        np.subtract.at(self._refs, ids, drop)
+            counts = counts if isinstance(counts, int) else counts[alive]
+        if len(ids) == 1:
+            self._refs[ids] -= np.asarray(counts, np.int64)
+        else:
+            np.subtract.at(self._refs, ids, np.asarray(counts, np.int64))
         dead = ids[self._refs[ids] <= 0]
         if len(dead) > 1:
             dead = np.unique(dead)
@@ -98,13 +106,25 @@ class Ranges:
         column["length"] = self._length[ids]
         return column
 
-    def offsets(self, ranges: Records) -> Bytes:
-        """Where these ranges start. RowsGone if any is dead."""
-        return self._offset[self._living(ranges)]
+    def offsets(self, ranges: Records, hold: bool = False) -> Bytes:
+        """Where these ranges start; hold: with one more reference each time one is named.
+        RowsGone, and nothing changes, if any is dead."""
+        ids = self._living(ranges)
+        if hold:
+            np.add.at(self._refs, ids, 1)
+        return self._offset[ids]
 
     def refs(self, ranges: Records) -> npt.NDArray[np.int64]:
         """References of each. RowsGone if any is dead."""
         return self._refs[self._living(ranges)]
+
+    def _is_alive(self, number: int, generation: int) -> bool:
+        """For a single range: numpy's fixed cost would be most of it."""
+        return (
+            number < self._top
+            and self._generation.item(number) == generation
+            and self._refs.item(number) > 0
+        )
 
     def _living(self, ranges: Records) -> Ids:
         alive = self.alive(ranges)

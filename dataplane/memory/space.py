@@ -165,13 +165,16 @@ class Space:
 
     def pin(self, holder: int, ranges: Records) -> int:
         """Hold ranges for a reader until `unpin`: the pin's id, never used again. 0 for none."""
+        return self.pin_places(holder, ranges)[0]
+
+    def pin_places(self, holder: int, ranges: Records) -> tuple[int, Bytes]:
+        """`pin`, and where the ranges start, u8. RowsGone, and nothing is pinned, if any is dead."""
         if not len(ranges):
-            return 0
-        pins = self._holder(holder).pins
-        self.ranges.hold(ranges)
+            return 0, np.zeros(0, U8)
+        places = self.ranges.offsets(ranges, hold=True)
         self._last_pin += 1
-        pins[self._last_pin] = np.array(ranges)
-        return self._last_pin
+        self._holder(holder).pins[self._last_pin] = np.array(ranges)
+        return self._last_pin, places
 
     def unpin(self, holder: int, ids: Iterable[int]) -> int:
         """Let go of pins; those not held (any more) are passed over. The bytes that got free."""
@@ -179,7 +182,9 @@ class Space:
         if known is None:
             return 0
         columns = [known.pins.pop(number) for number in set(ids) if number in known.pins]
-        return self.release(np.concatenate(columns)) if columns else 0
+        if not columns:
+            return 0
+        return self.release(columns[0] if len(columns) == 1 else np.concatenate(columns))
 
     def pinned(self, holder: int) -> dict[int, Records]:
         """The RANGE column of each pin that the holder has."""

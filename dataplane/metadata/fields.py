@@ -195,6 +195,9 @@ class Fields:
             return []
         records = np.concatenate(self._released)
         self._released = []
+        if len(records) == 1:
+            owner = self._known.owners[records["owner"].item()]
+            return [(owner, records[["range", "generation"]].astype(RANGE), np.ones(1, U4))]
         result = []
         for owner in np.unique(records["owner"]).tolist():
             mine = records[records["owner"] == owner]

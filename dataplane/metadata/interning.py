@@ -79,6 +79,8 @@ class SpecsAndOwners:
 
     def outgoing(self, arrays: Sequence[Array]) -> tuple[list[Spec], list[Owner]]:
         """Renumber records in place to the specs and owners that they use, which are returned."""
+        if len(self.specs) == len(self.owners) == 1:
+            return self.specs[:], self.owners[:]
         specs = self._used([records["spec"] for records in arrays], len(self.specs))
         owners = self._used([records["owner"] for records in arrays], len(self.owners))
         spec_map = np.zeros(len(self.specs) + 1, np.uint32)

@@ -62,14 +62,12 @@ def plan_put(
     *,
     replace: bool,
     keep: bool,
-    specs: int | None = None,
-    owners: int | None = None,
 ) -> PutPlan:
-    """Check a put against the store. specs and owners: how many travel beside it, if known."""
+    """Check a put against the store, but for what its records name."""
     if replace and keep:
         raise ProtocolError("a put either replaces values or keeps them")
     incoming = rows_in(rows)
-    fields = columns_in(columns, incoming.count, specs, owners)
+    fields = columns_in(columns, incoming.count, None, None)
     state.fields.check_room([one.field for one in fields])
     state.tags.check(tags, incoming.count)
     slots = state.index.find(incoming.keys)
@@ -136,14 +134,15 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
         keys = shown(rows.names, rows.keys, dropped)
         raise RowsDropped(
             f"{len(dropped)} rows of this put were dropped from partition {state.partition!r}: "
-            f"{keys}; their trajectories are cancelled",
+            f"{keys}; their trajectories are cancelled: put the others without them",
             keys=keys,
             rows=len(dropped),
         )
     if state.sealing:
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "
-            f"{len(new)} of this put are new",
+            f"{len(new)} of this put are new: put them into another partition (new fields of rows "
+            "that are in are welcome)",
             partition=state.partition,
             rows=len(new),
         )
@@ -189,7 +188,10 @@ def _check_new_groups(state: State, rows: RowsIn, made: Array) -> None:
     dropped = made[state.tombstones.among(rows.group_keys[made])]
     if len(dropped):
         names = shown(rows.group_names, rows.group_keys, dropped)
-        raise RowsDropped(f"the groups {names} were dropped; they are cancelled", groups=names)
+        raise RowsDropped(
+            f"the groups {names} were dropped; they are cancelled: put the others without them",
+            groups=names,
+        )
 
 
 def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array) -> None:

@@ -16,9 +16,10 @@ from dataplane.metadata.columns import Array
 from dataplane.metadata.counts import Counts
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
+from dataplane.metadata.incoming import columns_in
 from dataplane.metadata.index import pairs
 from dataplane.metadata.leases import Lease
-from dataplane.metadata.puts import PutOutcome
+from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Taken
 from dataplane.metadata.where import parse
@@ -69,12 +70,12 @@ class Store:
         *,
         replace: bool = False,
         keep: bool = False,
-    ) -> None:
-        """Raise what `put` would raise, before any range is resolved.
+    ) -> PutPlan:
+        """Raise what `put` would raise, before any range is resolved; else how it will be done.
 
         Of the columns' records only which are ABSENT matters yet.
         """
-        puts.plan_put(self._state, rows, columns, tags or {}, replace=replace, keep=keep)
+        return puts.plan_put(self._state, rows, columns, tags or {}, replace=replace, keep=keep)
 
     def put(
         self,
@@ -87,23 +88,18 @@ class Store:
         replace: bool = False,
         keep: bool = False,
         now: float = 0.0,
+        plan: PutPlan | None = None,
     ) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones.
 
+        plan: what `check_put` said of the same rows, if nothing has changed here since.
         columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
         redelivery, values that are there stay and are counted. Raises FieldExists (without replace
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
-        plan = puts.plan_put(
-            self._state,
-            rows,
-            columns,
-            tags,
-            replace=replace,
-            keep=keep,
-            specs=len(specs),
-            owners=len(owners),
-        )
+        if plan is None:
+            plan = puts.plan_put(self._state, rows, columns, tags, replace=replace, keep=keep)
+        plan.columns = columns_in(columns, plan.rows.count, len(specs), len(owners))
         return puts.apply_put(self._state, plan, specs, owners)
 
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
@@ -313,11 +309,15 @@ class Store:
         """Rows are ready for some stage."""
         return any(stage.counts(None).ready_rows for stage in self._state.stages.values())
 
-    def has_row(self, key: bytes) -> bool:
-        return bool(self._state.index.find(pairs(key))[0] >= 0)
+    def knows_rows(self, keys: bytes) -> Array:
+        """Per key (KEY column), whether the row is here."""
+        known: Array = self._state.index.find(pairs(keys)) >= 0
+        return known
 
-    def has_group(self, key: bytes) -> bool:
-        return bool(self._state.groups.index.find(pairs(key))[0] >= 0)
+    def knows_groups(self, keys: bytes) -> Array:
+        """Per key (KEY column), whether the group is here."""
+        known: Array = self._state.groups.index.find(pairs(keys)) >= 0
+        return known
 
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from dataplane.metadata.names import hash_name
 from dataplane.peer import rows as rowset
@@ -22,12 +22,15 @@ class Changes:
         partitions: Partitions,
         routing: Routing,
         settle: Callable[[Entry], None],
+        tell: Callable[[Entry, str], Awaitable[None]],
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
         self.routing = routing
         self.settle = settle
+        self.tell = tell
+        """reports a stage to its home at once"""
         mesh.handlers |= {
             Tag: self._tag_here,
             Drop: self._drop_here,
@@ -109,4 +112,6 @@ class Changes:
         entry = await self.partitions.entry(body.partition, body.generation)
         entry.store.reset(body.stage)
         self.settle(entry)
+        # A home that still thought the stage drained would end the first claim after the reset.
+        await self.tell(entry, body.stage)
         return Done()

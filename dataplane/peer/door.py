@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from dataplane.errors import DataplaneError, InternalError, ProtocolError, VersionMismatch
-from dataplane.peer.host import Host
+from dataplane.peer.host import Host, call_deadline
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
@@ -176,12 +176,14 @@ class Connection(asyncio.Protocol):
         if isinstance(outcome, Body):
             self._answer(request.rid, outcome)
             return
-        task = asyncio.ensure_future(self._finish(request.rid, outcome))
+        task = asyncio.ensure_future(self._finish(request, outcome))
         self._running[task] = isinstance(request.body, WAITING)
         task.add_done_callback(self._running.pop)
 
-    async def _finish(self, rid: int, outcome: Awaitable[Body]) -> None:
+    async def _finish(self, request: Request, outcome: Awaitable[Body]) -> None:
         assert self._session is not None
+        if request.deadline_ms:
+            call_deadline.set(self._door.host.now() + request.deadline_ms / 1000)
         try:
             body = await outcome
         except Exception as exc:
@@ -189,7 +191,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             self._door.unsent(self._session, body)
         else:
-            self._answer(rid, body)
+            self._answer(request.rid, body)
         self._door.sessions.sweep(self._session)
 
     def _hello(self, body: Body) -> Body:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from dataplane.errors import DataplaneError, LeaseExpired
+from dataplane.errors import DataplaneError, LeaseExpired, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.peer import rows as rowset
 from dataplane.peer.grants import Committed, Grants
@@ -96,7 +96,8 @@ class Finishing:
                 for name, count in done.kept.items():
                     kept[name] = kept.get(name, 0) + count
             except DataplaneError as exc:
-                self.grants.release_rows(committed.columns, at)
+                if not isinstance(exc, Unavailable):  # else the shard may hold them after all
+                    self.grants.release_rows(committed.columns, at)
                 failure = exc
         self._left(session, lease, body)
         if failure is not None:

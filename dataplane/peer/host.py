@@ -6,8 +6,10 @@ constructors. All of it belongs to the one event loop.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from dataplane.errors import PartitionGone
@@ -21,6 +23,9 @@ from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
 MAX_LABELS = 10_000
+
+call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
+"""Until when the client's call that is being served must be answered (monotonic)."""
 
 
 @dataclass(slots=True)

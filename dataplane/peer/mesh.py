@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,6 @@ import zmq.asyncio
 
 from dataplane.errors import (
     AddressInUse,
-    DataplaneError,
     PeerNameTaken,
     ProtocolError,
     RosterMismatch,
@@ -31,7 +31,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.operations import Operations
 from dataplane.peer.door import failed
-from dataplane.peer.host import Host
+from dataplane.peer.host import Host, call_deadline
 from dataplane.peer.sessions import Session
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import (
@@ -111,8 +111,8 @@ class Mesh:
         self.spawn(self._serve(router))
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """A background task whose failure is logged, never lost."""
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)
+        """A background task whose failure is logged, never lost. No call's deadline is its own."""
+        task = asyncio.get_running_loop().create_task(_awaited(work), context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -154,7 +154,9 @@ class Mesh:
         caller: Caller | None = None,
         timeout_s: float = CALL_S,
     ) -> Any:
-        """Ask a peer. Its typed error is raised here; Unavailable when it does not answer."""
+        """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
+        and no later than the client's call has to end."""
+        timeout_s = max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
         who = caller or Caller(self.host.address, self.host.incarnation)
         if address == self.host.address:
             outcome = self.handlers[type(body)](who, body)
@@ -360,14 +362,8 @@ class Mesh:
             )
 
 
-async def reach(mesh: Mesh, address: str) -> PeerHello:
-    """The hello of a peer, this one included."""
-    if address == mesh.host.address:
-        return mesh._introduction()
-    try:
-        return await mesh.hello(address)
-    except (TimeoutError, DataplaneError) as exc:
-        raise Unavailable(f"peer at {address} cannot be reached: {exc}") from exc
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def caller_of(host: Host, request: Request, session: Session) -> Caller:

@@ -86,8 +86,10 @@ class Peer:
             self.host, self.mesh, self.partitions, self.routing, self.grants, self.settle
         )
         self.finishing = Finishing(self.host, self.mesh, self.leases, self.grants, self.settle)
-        self.changes = Changes(self.host, self.mesh, self.partitions, self.routing, self.settle)
         self.seats = Seats(self.host, self.mesh, self.partitions)
+        self.changes = Changes(
+            self.host, self.mesh, self.partitions, self.routing, self.settle, self.seats.tell
+        )
         self.claims = Claims(
             self.host,
             self.mesh,

@@ -76,13 +76,12 @@ class Reading:
         places["nbytes"] = flat["nbytes"]
         places["spec"] = flat["spec"]
         if here.all():
-            ranges = ranges_of(flat)
-            places["offset"] = space.locate(ranges) + flat["delta"]
+            pin, starts = space.pin_places(holder, ranges_of(flat))
+            places["offset"] = starts + flat["delta"]
         else:
-            ranges = ranges_of(flat[here])
-            places["offset"][here] = space.locate(ranges) + flat["delta"][here]
+            pin, starts = space.pin_places(holder, ranges_of(flat[here]))
+            places["offset"][here] = starts + flat["delta"][here]
             places["flags"][~here] = PLACE_ABSENT
-        pin = space.pin(holder, ranges) if len(ranges) else 0
         return _with_places(table, places), pin
 
     async def _pull(self, table: Table, flat: npt.NDArray[Any], holder: int) -> Resolved:

@@ -55,6 +55,26 @@ class Routing:
         shards = self.host.directory.enter(scope, keys, body.shard)
         return Entered(shards.astype(U2).tobytes())
 
+    def is_here(self, entry: Entry, rows: Rows) -> bool:
+        """Whether a put of these rows surely concerns this peer alone, without asking any other:
+        what is not known here is a minted key of a shard of this peer that leads nowhere else."""
+        if self.host.solo:
+            return True
+        if rows.group_keys and not entry.store.knows_groups(rows.group_keys).all():
+            return False
+        new = column(rows.keys, KEY)[~entry.store.knows_rows(rows.keys)]
+        if not len(new):
+            return True
+        if rows.names is not None:
+            return False
+        shards = new.view(">u2").reshape(len(new), -1)[:, 0]
+        primary = self.host.roster.primary(np.minimum(shards, SHARDS - 1))
+        here = self.host.roster.members.index(self.host.address)
+        if (primary != here).any():
+            return False
+        entered = self.host.directory.enter(2 * entry.generation, new, None)
+        return bool((entered == NOWHERE).all())
+
     async def place(self, entry: Entry, rows: Rows) -> Routed:
         """Where a put's rows go; new names are entered on the way."""
         n = rowset.count(rows)
@@ -107,8 +127,8 @@ class Routing:
         return [(members[int(p)], np.flatnonzero(primary == p)) for p in peers]
 
     def _known_here(self, entry: Entry, keys: npt.NDArray[Any], groups: bool) -> npt.NDArray[Any]:
-        known = entry.store.has_group if groups else entry.store.has_row
-        return np.fromiter((known(k.tobytes()) for k in keys), bool, len(keys))
+        known = entry.store.knows_groups if groups else entry.store.knows_rows
+        return known(keys.tobytes())
 
     async def _look(
         self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool = False

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import numpy as np
-
-from dataplane.errors import DataplaneError, PutIncomplete
+from dataplane.errors import DataplaneError, PutIncomplete, Unavailable
 from dataplane.memory.admission import Admission
+from dataplane.metadata.puts import PutPlan
 from dataplane.peer import rows as rowset
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Entry, Host
@@ -45,12 +44,12 @@ class Writing:
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
-            if entry is None or not self.host.solo:
+            if entry is None or not self.routing.is_here(entry, body.rows):
                 return self._put_routed(session, request, body)
-            entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
+            plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
             committed = self._commit_put(session, entry, body)
         try:
-            self._store(entry, body.rows, committed.columns, committed.owners, body)
+            self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
             self.host.space.release(committed.ranges, committed.counts)
             raise
@@ -90,8 +89,10 @@ class Writing:
             try:
                 await self.mesh.call(address, sub, caller=caller)
             except BaseException as exc:
-                rest = [p[1] for p in parts[position:]]
-                self.grants.release_rows(committed.columns, np.concatenate(rest))
+                # A shard that did not answer may have taken its rows: their bytes stay.
+                first = position + isinstance(exc, Unavailable)
+                for _, refused in parts[first:]:
+                    self.grants.release_rows(committed.columns, refused)
                 if stored and isinstance(exc, DataplaneError):
                     raise PutIncomplete(
                         f"{len(stored)} of {rowset.count(body.rows)} rows of this put are in, then "
@@ -109,20 +110,26 @@ class Writing:
     def _continues(self, session: Session, entry: Entry, rows: Rows) -> bool:
         """Is this about a group or row that is here already? The first one speaks for all."""
         if rows.group_keys:
-            return entry.store.has_group(rows.group_keys[:16])
-        return entry.store.has_row(rows.keys[:16])
+            return bool(entry.store.knows_groups(rows.group_keys[:16])[0])
+        return bool(entry.store.knows_rows(rows.keys[:16])[0])
 
     def _store(
-        self, entry: Entry, rows: Rows, columns: list[Column], owners: list[Owner], body: Put
+        self,
+        entry: Entry,
+        body: Put,
+        columns: list[Column],
+        owners: list[Owner],
+        plan: PutPlan | None = None,
     ) -> dict[str, int]:
         outcome = entry.store.put(
-            rows,
+            body.rows,
             columns,
             body.specs,
             owners,
             body.tags,
             replace=body.replace,
             now=self.host.now(),
+            plan=plan,
         )
         return outcome.kept
 
@@ -140,7 +147,7 @@ class Writing:
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
-        kept = self._store(entry, body.rows, body.columns, body.owners, body)
+        kept = self._store(entry, body, body.columns, body.owners)
         if caller.address != self.host.address:
             self.settle(entry)
         return PutDone(kept=kept)

@@ -282,3 +282,23 @@ def test_status_without_a_peer_says_so_and_starts_none(folder: Path) -> None:
     done = status()
     assert done.returncode == 2 and "no peer" in done.stderr and "none" in done.stderr
     assert rundir.living_peers(folder) == []
+
+
+def test_names_of_planes_and_settings_that_are_none_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrong in (5, "a\nb", "x" * 300):
+        with pytest.raises(dataplane.InvalidConfig, match="cannot name a plane"):
+            dataplane.connect(plane=wrong)  # type: ignore[arg-type]
+    for variable, value, says in (
+        ("ARENA", "lots", "8GiB"),
+        ("LINGER", "never", "number of seconds"),
+        ("SEEDS", "here", "write tcp://host:port"),
+        ("SPILL", "/tmp", "unset it"),
+        ("TOKEN_FILE", "/tmp/token", "unset it"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"DATAPLANE_{variable}", value)
+            with pytest.raises(dataplane.InvalidConfig, match=says):
+                dataplane.connect()
+    assert rundir.living_peers(folder) == []

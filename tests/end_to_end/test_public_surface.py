@@ -82,6 +82,7 @@ def test_a_dropped_partition_is_gone_and_may_be_declared_anew(hosts: Hosts) -> N
         lambda: there.rows(),
         lambda: there.seal(),
         lambda: there.wait("s", rows=1, timeout=5),
+        lambda: there.stats(),
     ):
         with pytest.raises(dataplane.PartitionGone, match=r"plane.partition"):
             call()

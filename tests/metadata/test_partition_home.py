@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import (
+    InvalidCall,
     LimitExceeded,
     PartitionConflict,
     PartitionGone,
@@ -29,6 +30,15 @@ def test_declaring_again_attaches_and_anything_else_conflicts() -> None:
     assert home.define(None, 2000).definition == TRAIN
     with pytest.raises(PartitionConflict, match="group_size=8 .now 4."):
         home.define(Definition(stages=TRAIN.stages, group_size=4, groups=4, free="acked"), 2000)
+
+
+def test_what_this_version_does_not_have_is_refused_and_not_ignored() -> None:
+    home = PartitionHome("p", ["a"])
+    with pytest.raises(InvalidCall, match="place='local'"):
+        home.define(Definition(place="spread"), 1)
+    with pytest.raises(LimitExceeded, match="512"):
+        PartitionHome("p" * 513, ["a"]).define(Definition(), 1)
+    assert not home.defined
 
 
 def test_attaching_to_what_nobody_declared_says_how_to_declare_it() -> None:

@@ -46,8 +46,9 @@ def count(value: object, what: str) -> int:
     if type(value) is int:
         number = value
     else:
-        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-        number = index(value) if whole else 0
+        number = 0
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+            number = index(value)
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={value!r:.80}: it must be a positive int")
     return number

@@ -8,6 +8,7 @@ groups (or single rows) of up to about 1 MiB together, or one larger group alone
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,12 +112,12 @@ def _units(group_index: np.ndarray) -> tuple[Ints | None, Ints]:
 
 def _cut(row_ends: Ints, unit_ends: Ints) -> Ints:
     """Row bounds of the parcels: as many whole units as fit PARCEL_BYTES, at least one."""
-    bytes_to = row_ends[unit_ends - 1]
+    bytes_to, rows_to = row_ends[unit_ends - 1].tolist(), unit_ends.tolist()
     bounds, unit, before = [0], 0, 0
-    while unit < len(unit_ends):
-        unit = max(unit + 1, int(np.searchsorted(bytes_to, before + PARCEL_BYTES, "right")))
-        before = int(bytes_to[unit - 1])
-        bounds.append(int(unit_ends[unit - 1]))
+    while unit < len(rows_to):
+        unit = max(unit + 1, bisect_right(bytes_to, before + PARCEL_BYTES, unit))
+        before = bytes_to[unit - 1]
+        bounds.append(rows_to[unit - 1])
         if bounds[-1] - bounds[-2] > MAX_ROWS_PER_MESSAGE:
             raise LimitExceeded(
                 f"one group has {bounds[-1] - bounds[-2]} rows in this put, the limit is "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from dataplane.client.values import Buffer
 from dataplane.memory.extents import padded
-from dataplane.wire.records import DIGEST, U4, VALUE
+from dataplane.wire.records import DIGEST, U4, U8, VALUE
 from dataplane.wire.tables import Column, Spec
 
 Ints = npt.NDArray[np.int64]
@@ -134,6 +135,18 @@ class Parcel:
         low, high = self._ranges()
         return self._layout.ends.item(high) - self._layout.ends.item(low)
 
+    def units(self) -> list[bytes]:
+        """The u8 columns of `sizes` of each of the parcels joined here; none of them shares yet."""
+        assert self._shared is None, "units are reserved before anything is shared"
+        width = U8.itemsize
+        low, high = self._ranges()
+        raw = self._layout.sizes[low:high].tobytes()
+        bounds = [
+            width * (int(bound) - low)
+            for bound in self._layout.range_bounds[self._first : self._last + 1]
+        ]
+        return [raw[start:stop] for start, stop in pairwise(bounds)]
+
     @property
     def specs(self) -> list[Spec]:
         """The specs of the whole put; the records' `spec` is an index into them."""
@@ -177,12 +190,30 @@ class Parcel:
         local = self._layout.digest_ranges[self._own_digests()] - self._ranges()[0]
         return self._renumbered(local).astype(U4)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether an earlier parcel of this put writes the same bytes: ask once that one is in."""
-        return bool(len(self._layout.repeated)) and bool(
-            self._layout.repeated[self._own_digests()].any()
+    def run(self, max_rows: int, max_bytes: int, cost: int | Ints, max_cost: int) -> int:
+        """The end of the longest run of parcels from this one on that keeps to these limits, at
+        least this one. cost: of each row of the put, or one number for all.
+
+        The run ends before a parcel that repeats what an earlier one writes: the peer is asked
+        about that once the earlier one is in.
+        """
+        layout, first = self._layout, self._first
+        rows = np.asarray(layout.row_bounds)
+        if isinstance(cost, int):
+            costs = cost * rows
+        else:
+            each = cost if layout.order is None else cost[layout.order]
+            costs = np.concatenate(([0], np.cumsum(each)))[rows]
+        nbytes = layout.ends[layout.range_bounds]
+        stop = min(
+            int(np.searchsorted(totals, totals[first] + most, "right")) - 1
+            for totals, most in ((rows, max_rows), (nbytes, max_bytes), (costs, max_cost))
         )
+        if layout.repeated.any():
+            again = layout.digest_ranges[layout.repeated]
+            parcels = np.searchsorted(layout.range_bounds, again, "right") - 1
+            stop = min(stop, int(parcels[parcels > first].min(initial=stop)))
+        return max(stop, first + 1)
 
     def bytes_of(self, index: int) -> npt.NDArray[np.uint8]:
         """The bytes behind a digest, to be compared with the stored ones before sharing."""

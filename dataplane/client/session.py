@@ -225,14 +225,16 @@ class Familiar:
             self._noted.append(keys)
 
     def knows(self, keys: bytes) -> bool:
-        """Whether all of these were noted."""
+        """Whether all of these were noted, and there are any."""
+        if not keys:
+            return False
         with self._lock:
             while self._noted:
                 column = self._noted.popleft()
                 self._keys.update(dict.fromkeys(split_keys(column)))
             while len(self._keys) > MAX_FAMILIAR:
                 del self._keys[next(iter(self._keys))]
-            return bool(keys) and all(key in self._keys for key in split_keys(keys))
+            return all(key in self._keys for key in split_keys(keys))
 
 
 def split_keys(column: bytes) -> list[bytes]:

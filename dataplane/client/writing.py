@@ -226,17 +226,10 @@ def next_run(
 
     One that repeats what an earlier one writes waits until that is in and can be asked for.
     """
-    rows = nbytes = size = 0
+    if len(parcels) == 1:
+        return parcels
     most = min(RUN_BYTES, session.share_bytes[0] // 4)
-    for stop in range(start, len(parcels)):
-        parcel = parcels[stop]
-        rows += len(parcel)
-        nbytes += parcel.nbytes
-        size += cost * len(parcel) if isinstance(cost, int) else int(cost[parcel.rows].sum())
-        full = rows > session.max_rows or nbytes > most or size > MESSAGE_BYTES
-        if stop > start and (full or parcel.repeats):
-            return parcels[start:stop]
-    return parcels[start:]
+    return parcels[start : parcels[start].run(session.max_rows, most, cost, MESSAGE_BYTES)]
 
 
 def write_run(
@@ -251,8 +244,7 @@ def write_run(
     if found is not None:
         extents = found
     elif nbytes:
-        units = [parcel.sizes.tobytes() for parcel in run]
-        body = Reserve(handle.name, generation, units, continuing(), digests.tobytes())
+        body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes())
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
         extents, pin = column(reserved.extents, EXTENT), reserved.pin
         if reserved.units < len(run):

@@ -45,7 +45,7 @@ class Room:
         """
         if not units:
             return 0, []
-        ends, marks = self._lengths(admission, units)
+        ends, marks = self.lengths(admission, units)
         totals = ends[marks]
         self._evict_into(admission, page_up(int(totals[-1])))
         pieces: list[Piece] = []
@@ -74,10 +74,11 @@ class Room:
         for admission, nbytes in enumerate(by_class):
             self._shares.discharge(admission, nbytes)
 
-    def _lengths(
+    def lengths(
         self, admission: int, units: Sequence[npt.NDArray[np.uint64]]
     ) -> tuple[Bytes, npt.NDArray[np.intp]]:
-        """Running bytes of all ranges, from 0, and where in them each unit begins and ends."""
+        """Running bytes of all ranges, from 0, and where in them each unit begins and ends.
+        ValueTooLarge where a unit can never be had."""
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
             # before adding up: sums of what a client claims must not wrap

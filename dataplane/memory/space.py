@@ -76,9 +76,10 @@ class Space:
 
     # room to write
 
-    def check_unit(self, admission: int, nbytes: int) -> None:
-        """ValueTooLarge where a unit of so many bytes can never be reserved."""
-        self.shares.check_unit(admission, nbytes)
+    def check_units(self, admission: int, units: Sequence[npt.NDArray[np.uint64]]) -> None:
+        """ValueTooLarge where one of these units, as for `reserve`, can never be had."""
+        if units:
+            self._room.lengths(admission, units)
 
     def reserve(
         self, holder: int, admission: int, units: Sequence[npt.NDArray[np.uint64]]
@@ -168,7 +169,7 @@ class Space:
         return self.pin_places(holder, ranges)[0]
 
     def pin_places(self, holder: int, ranges: Records) -> tuple[int, Bytes]:
-        """`pin`, and where the ranges start, u8. RowsGone, and nothing is pinned, if any is dead."""
+        """`pin`, and where the ranges start (u8). RowsGone, and nothing changes, if any is dead."""
         if not len(ranges):
             return 0, np.zeros(0, U8)
         places = self.ranges.offsets(ranges, hold=True)

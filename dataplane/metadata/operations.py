@@ -69,6 +69,12 @@ class Operations(Generic[ReplyT]):
             )
         return reply
 
+    def forget(self, session: Hashable, op: int) -> None:
+        """The answer was taken back before anybody had it: a retry is carried out anew."""
+        known = self._sessions.get(session)
+        if known is not None:
+            known.answers.pop(op, None)
+
     def end(self, session: Hashable) -> None:
         """The session is over: nothing of it will be repeated."""
         self._sessions.pop(session, None)

@@ -86,6 +86,20 @@ class PartitionHome:
         """Whether there is something to attach to."""
         return self._phase != "dropped"
 
+    def is_in(self, generation: int, phase: Phase) -> bool:
+        return generation == self._generation and phase == self._phase
+
+    def missing(self, generation: int, phase: Phase) -> set[str]:
+        """The peers at which this phase is not in force yet; all of them before it is begun.
+
+        PartitionGone for one that will never be: the partition was dropped meanwhile.
+        """
+        if phase != "dropped":
+            self._check(generation)
+        elif generation != self._generation:
+            return set()
+        return self._peers - self._acks if self._phase == phase else set(self._peers)
+
     @property
     def closed_groups(self) -> int:
         return sum(self._closed.values())

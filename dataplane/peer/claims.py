@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -57,6 +60,7 @@ from dataplane.wire.tables import Table
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
+WAIT_TURN_S = 10.0
 MAX_PEERS_ASKED = 8
 """How many peers are asked why rows are missing, for one message."""
 
@@ -322,19 +326,24 @@ class Claims:
     # waiting without claiming
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
+        """The home is asked again and again: what it holds for a waiter ends with the waiter."""
         entry = await self.partitions.entry(body.partition, body.generation)
         home = self.host.roster.stage_home(body.partition, body.stage)
-        timeout = body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
-        try:
-            async with asyncio.timeout(timeout):
-                await self.mesh.call(home, body, timeout_s=timeout or 365 * 86_400)
-        except TimeoutError:
-            why, details = await self._why(entry, body.stage, body.unit, None)
-            raise ClaimTimeout(
-                f"waiting for stage {body.stage!r} of {entry.name!r}: {why} after {timeout:g} s",
-                **details,
-            ) from None
-        return Done()
+        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+        while True:
+            left = max(0.0, end - self.host.now())
+            asked = msgspec.structs.replace(body, timeout_ms=int(min(left, WAIT_TURN_S) * 1000))
+            try:
+                return await self.mesh.call(home, asked)  # type: ignore[no-any-return]
+            except ClaimTimeout as exc:
+                if left > WAIT_TURN_S:
+                    continue
+                why, details = await self._why(entry, body.stage, body.unit, None)
+                raise ClaimTimeout(
+                    f"waiting for stage {body.stage!r} of {entry.name!r}: {why} after "
+                    f"{body.timeout_ms / 1000:g} s",
+                    **details,
+                ) from exc
 
     # what is missing
 

@@ -51,7 +51,7 @@ class Door:
         host: Host,
         sessions: Sessions,
         handlers: dict[type[Body], Handler],
-        unsent: Callable[[Session, Body], None],
+        unsent: Callable[[Session, Request, Body], None],
     ) -> None:
         self.host = host
         self.sessions = sessions
@@ -140,7 +140,8 @@ class Connection(asyncio.Protocol):
         self._transport = None
         for task, only_waits in list(self._running.items()):
             if only_waits:
-                task.cancel()
+                # Not before it has begun, or what its handler took would never be given back.
+                asyncio.get_running_loop().call_soon(task.cancel)
         if self._session is not None:
             self._door.sessions.connection_lost(self._session)
 
@@ -189,7 +190,7 @@ class Connection(asyncio.Protocol):
         except Exception as exc:
             body = failed(exc)
         if self._transport is None or self._transport.is_closing():
-            self._door.unsent(self._session, body)
+            self._door.unsent(self._session, request, body)
         else:
             self._answer(request.rid, body)
         self._door.sessions.sweep(self._session)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, LeaseExpired, Unavailable
 from dataplane.memory.admission import Admission
@@ -67,7 +69,7 @@ class Finishing:
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
-        self._left(session, lease, body)
+        self._left(lease, body, 0, column(body.index or b"", U4))
         done.extents = self.grants.ahead(session, body.want_bytes)
         return done
 
@@ -80,9 +82,12 @@ class Finishing:
         kept: dict[str, int] = {}
         failure: DataplaneError | None = None
         base = 0
-        for part in lease.parts:
+        for number, part in enumerate(lease.parts):
             at = np.flatnonzero((index >= base) & (index < base + part.rows))
             base += part.rows
+            if number in lease.ended:  # by a call that failed at another part
+                self.grants.release_rows(committed.columns, at)
+                continue
             if not len(at):
                 continue
             mine = None if body.index is None else (index[at] - (base - part.rows)).astype(U4)
@@ -96,20 +101,28 @@ class Finishing:
                 for name, count in done.kept.items():
                     kept[name] = kept.get(name, 0) + count
             except DataplaneError as exc:
+                failure = exc
                 if not isinstance(exc, Unavailable):  # else the shard may hold them after all
                     self.grants.release_rows(committed.columns, at)
-                failure = exc
-        self._left(session, lease, body)
+                if not isinstance(exc, LeaseExpired):
+                    continue
+            self._left(lease, body, number, index[at])
         if failure is not None:
             raise failure
         return PutDone(self.grants.ahead(session, body.want_bytes), kept)
 
-    def _left(self, session: Session, lease: Lease, body: Finish) -> None:
+    def _left(self, lease: Lease, body: Finish, number: int, rows: npt.NDArray[Any]) -> None:
+        """Rows of a part are finished. The lease ends with its last row, and not before: what a
+        peer did not answer for is repeated, or released when the session ends."""
         if body.outcome == "keep":
             return
         if body.index is not None:
-            lease.finished.update(column(body.index, U4).tolist())
-        if body.index is None or len(lease.finished) >= lease.rows:
+            before = sum(part.rows for part in lease.parts[:number])
+            lease.finished.update(rows.tolist())
+            if not lease.finished.issuperset(range(before, before + lease.parts[number].rows)):
+                return
+        lease.ended.add(number)
+        if len(lease.ended) == len(lease.parts):
             self.leases.close(lease)
 
     @staticmethod

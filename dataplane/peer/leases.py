@@ -31,7 +31,9 @@ class Lease:
     parts: list[Part]
     holders: set[Session]
     finished: set[int] = field(default_factory=set)
-    """rows that left one by one, by their place in the claim"""
+    """rows that left, by their place in the claim"""
+    ended: set[int] = field(default_factory=set)
+    """parts of which every row left"""
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,7 @@ from dataplane.errors import (
 from dataplane.metadata.operations import Operations
 from dataplane.peer.door import failed
 from dataplane.peer.host import Host, call_deadline
+from dataplane.peer.once import Once
 from dataplane.peer.sessions import Session
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import (
@@ -92,7 +94,7 @@ class Mesh:
         self._names: dict[str, str] = {}
         self._router: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._answered: Operations[Body] = Operations()
+        self._once = Once(Operations())
 
     def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
@@ -294,14 +296,12 @@ class Mesh:
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
         who = (request.session, type(request.body), getattr(request.body, "lease", 0))
-        repeatable = request.op and isinstance(request.body, REPEATABLE)
-        if repeatable and (before := self._answered.recall(who, request.op)) is not None:
-            return before
-        outcome = handler(caller, request.body)
-        reply = outcome if isinstance(outcome, Body) else await outcome
-        if repeatable:
-            self._answered.remember(who, request.op, request.floor, reply)
-        return reply
+        if request.op and isinstance(request.body, REPEATABLE):
+            start = functools.partial(handler, caller, request.body)
+            outcome = self._once.run(who, request.op, request.floor, start)
+        else:
+            outcome = handler(caller, request.body)
+        return outcome if isinstance(outcome, Body) else await outcome
 
     def _check_epoch(self, request: PeerRequest) -> None:
         if tuple(request.epoch) != tuple(self.host.roster.epoch):

@@ -12,13 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
-from dataplane.errors import PartitionGone, PartitionUndefined
+from dataplane.errors import DataplaneError, PartitionGone, PartitionUndefined, Unavailable
 from dataplane.metadata.partition_home import Broadcast, PartitionHome
 from dataplane.metadata.store import Store
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.mesh import Caller, Mesh
 from dataplane.wire.messages import Body, Define, Defined, Done, Seal
 from dataplane.wire.peering import AddStage, Phase, Tally
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 ANSWER_S = 3.0
 """How long after its deadline a home's answer is awaited: less than the client waits for this
 peer's, so that it is told who did not answer."""
+IN_FORCE_S = 25.0
+"""How long a seal or a drop waits for all peers: less than its asker waits for the home."""
+RETRY_S = 0.5
+"""A peer that was away is told again after so long."""
 MAX_ENDED = 10_000
 """Dropped partitions whose last generation is remembered."""
 
@@ -44,6 +49,7 @@ class Partitions:
         self._early: dict[tuple[str, int], str] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
         self._dropped: dict[str, int] = {}
+        self._told: dict[str, asyncio.Event] = {}
         mesh.handlers |= {
             Define: self._define_at_home,
             Seal: self._seal_at_home,
@@ -70,6 +76,8 @@ class Partitions:
         entry = self.host.entries.get(partition)
         if entry is not None and entry.generation >= defined.generation:
             return entry
+        if self._dropped.get(partition, 0) >= defined.generation:
+            raise self._gone(partition)  # its end was told before this answer came
         if entry is not None:
             self._drop(entry)
         entry = Entry(
@@ -102,7 +110,8 @@ class Partitions:
                 await self.define(partition, None)
             except PartitionUndefined:
                 raise self._gone(partition) from None
-        self._attaching.pop(partition, None)
+            finally:
+                self._attaching.pop(partition, None)
         found = self.host.entry(partition, generation)
         if found is None:
             raise self._gone(partition)
@@ -140,13 +149,14 @@ class Partitions:
     async def _seal_at_home(self, caller: Caller, body: Seal) -> Body:
         home = self._home_record(body.partition)
         home.seal(body.generation)
-        await self._carry_out(home)
+        self._carry_out(home)
+        await self._in_force(home, body.generation, "sealed")
         return Done()
 
     def _tally(self, caller: Caller, body: Tally) -> Body:
         home = self._home_record(body.partition)
         home.tally(caller.address, body.generation, body.closed_groups)
-        self.mesh.spawn(self._carry_out(home))
+        self._carry_out(home)
         return Done()
 
     def _home_record(self, partition: str) -> PartitionHome:
@@ -155,22 +165,47 @@ class Partitions:
             raise self._gone(partition)
         return home
 
-    async def _carry_out(self, home: PartitionHome) -> None:
-        """Broadcast what the home decided, and feed it the acknowledgements."""
+    def _carry_out(self, home: PartitionHome) -> None:
+        """Tell every peer what the home decided."""
         for told in home.instructions():
             if isinstance(told, Broadcast):
-                await self._broadcast(home, told)
-            else:
-                body = AddStage(home.partition, told.generation, told.stage, list(told.fields))
-                await self.mesh.call_all(body)
+                body = Phase(home.partition, told.generation, told.phase)
+                for address in self.host.roster.members:
+                    self.mesh.spawn(self._tell(home, address, body))
 
-    async def _broadcast(self, home: PartitionHome, what: Broadcast) -> None:
-        async def one(address: str) -> None:
-            await self.mesh.call(address, Phase(home.partition, what.generation, what.phase))
-            home.phase_ack(address, what.generation, what.phase)
+    async def _tell(self, home: PartitionHome, address: str, body: Phase) -> None:
+        """Until the peer has answered: one that is away is told when it is back."""
+        while body.phase == "dropped" or home.is_in(body.generation, body.phase):
+            try:
+                await self.mesh.call(address, body)
+                home.phase_ack(address, body.generation, body.phase)
+                break
+            except DataplaneError as exc:
+                log.warning(
+                    "%s is not told that %r is %s: %s", address, body.partition, body.phase, exc
+                )
+                await asyncio.sleep(RETRY_S)
+        self._carry_out(home)
+        told = self._told.pop(home.partition, None)
+        if told is not None:
+            told.set()
 
-        await asyncio.gather(*(one(address) for address in self.host.roster.members))
-        await self._carry_out(home)
+    async def _in_force(
+        self, home: PartitionHome, generation: int, phase: Literal["sealed", "dropped"]
+    ) -> None:
+        """Until every peer has answered. Unavailable with those that did not; they still will."""
+        limit = min(IN_FORCE_S, call_deadline.get() - self.host.now())
+        try:
+            async with asyncio.timeout(limit):
+                while home.missing(generation, phase):
+                    await self._told.setdefault(home.partition, asyncio.Event()).wait()
+        except TimeoutError:
+            silent = ", ".join(sorted(home.missing(generation, phase)))
+            raise Unavailable(
+                f"partition {home.partition!r} is not {phase} everywhere: {silent} did not answer "
+                "and will be told when they do; call again to wait for that",
+                partition=home.partition,
+            ) from None
 
     async def add_stage(self, entry: Entry, stage: str, fields: list[str]) -> None:
         """Declare a stage by its first claim; the home refuses it under free="acked"."""
@@ -180,8 +215,10 @@ class Partitions:
     async def _add_stage(self, caller: Caller, body: AddStage) -> Body:
         if body.ask:
             home = self._home_record(body.partition)
-            home.add_stage(body.generation, body.stage, body.fields)
-            await self._carry_out(home)
+            fields = home.add_stage(body.generation, body.stage, body.fields).definition.stages
+            # Told also for a stage that is known: another claim's call may still be telling it.
+            told = AddStage(body.partition, body.generation, body.stage, fields[body.stage])
+            await self.mesh.call_all(told)
             return Done()
         entry = await self.entry(body.partition, body.generation)
         if body.stage not in entry.definition.stages:
@@ -204,7 +241,8 @@ class Partitions:
         if body.ask:  # only a drop is asked for: the home tells everybody, this peer too
             home = self._home_record(body.partition)
             home.drop(body.generation)
-            await self._carry_out(home)
+            self._carry_out(home)
+            await self._in_force(home, body.generation, "dropped")
             return Done()
         entry = self.host.entries.get(body.partition)
         if entry is None or entry.generation != body.generation:
@@ -218,11 +256,11 @@ class Partitions:
         if body.phase == "dropped":
             self._early.pop((body.partition, body.generation), None)
             self._note_dropped(body.partition, body.generation)
-        else:
+        elif self._dropped.get(body.partition, 0) < body.generation:
             self._early[body.partition, body.generation] = body.phase
 
     def _note_dropped(self, partition: str, generation: int) -> None:
-        self._dropped[partition] = generation
+        self._dropped[partition] = max(generation, self._dropped.get(partition, 0))
         if len(self._dropped) > MAX_ENDED:
             del self._dropped[next(iter(self._dropped))]
 
@@ -250,3 +288,4 @@ class Partitions:
             self.host.directory.drop(scope)
         self.host.space.digests.drop(entry.name)
         self._note_dropped(entry.name, entry.generation)
+

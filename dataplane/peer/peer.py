@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.janitor import Janitor
 from dataplane.peer.leases import Leases
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.once import Once
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
@@ -99,6 +100,7 @@ class Peer:
             self.reading,
             self.settle,
         )
+        self.once = Once(self.host.operations)
         self.sessions = Sessions(self.host, self._session_ended)
         self.door = Door(self.host, self.sessions, self._handlers(), self._unsent)
         self.reporting = Reporting(
@@ -174,18 +176,23 @@ class Peer:
         self.finishing.release_all(session)
         self.room.pump()
 
-    def _unsent(self, session: Session, body: m.Body) -> None:
-        """The client gave up the call: what its answer hands out comes back."""
+    def _unsent(self, session: Session, request: m.Request, body: m.Body) -> None:
+        """The client gave up the call: what its answer hands out comes back.
+
+        Nor is it handed out to a repetition: that gets what was done, or claims anew.
+        """
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
                 self.finishing.release(session, lease)
                 space.unpin(session.id, [pin])
+                self.host.operations.forget(session.id, request.op)
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])
             case m.PutDone():
                 space.give_back(session.id, column(body.extents, EXTENT))
+                body.extents = b""
             case m.ReadDone() | m.Fetched():
                 space.unpin(session.id, [body.pin])
             case _:
@@ -255,26 +262,11 @@ class Peer:
 
     def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """Answer a repeated operation as the first time."""
-        operations = self.host.operations
 
-        @functools.wraps(handler)
         def once(session: Session, request: m.Request, body: m.Body) -> Any:
             if not request.op:
                 return handler(session, request, body)
-            before = operations.recall(session.id, request.op)
-            if before is not None:
-                return before
-            outcome = handler(session, request, body)
-            if isinstance(outcome, m.Body):
-                operations.remember(session.id, request.op, request.floor, outcome)
-                return outcome
-            return remembered(session, request, outcome)
-
-        async def remembered(
-            session: Session, request: m.Request, outcome: Awaitable[m.Body]
-        ) -> m.Body:
-            reply = await outcome
-            operations.remember(session.id, request.op, request.floor, reply)
-            return reply
+            start = functools.partial(handler, session, request, body)
+            return self.once.run(session.id, request.op, request.floor, start)
 
         return once

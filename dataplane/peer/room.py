@@ -58,10 +58,10 @@ class Room:
         ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
         """
         space = self._host.space
-        for unit in units:
-            space.check_unit(admission, int(unit.sum()))
         line = self._lines[admission]
-        if not line:
+        if line:
+            space.check_units(admission, units)
+        else:
             count, extents = space.reserve(holder, admission, units)
             if count:
                 return count, extents

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field
 
 import msgspec
 
-from dataplane.errors import DataplaneError, PartitionGone, StreamEnd
+from dataplane.errors import ClaimTimeout, DataplaneError, PartitionGone, StreamEnd
 from dataplane.metadata.counts import Counts, Lane
 from dataplane.metadata.homes import (
     ClaimId,
@@ -158,12 +158,15 @@ class Seats:
         return Done()
 
     async def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
-        seat = self._seats.get((body.partition, body.generation, body.stage))
-        if seat is not None:
-            claim = ClaimId(caller.address, body.number)
-            seat.demands.pop(claim, None)
-            seat.home.withdraw(claim)
-            self._pump(seat)
+        # As a demand does: of one that still waits for the seat this must not be ahead.
+        try:
+            seat = await self._seat(body.partition, body.generation, body.stage)
+        except PartitionGone:
+            return Done()
+        claim = ClaimId(caller.address, body.number)
+        seat.demands.pop(claim, None)
+        seat.home.withdraw(claim)
+        self._pump(seat)
         return Done()
 
     def _pump(self, seat: Seat) -> None:
@@ -246,26 +249,37 @@ class Seats:
     # waiting without claiming
 
     async def _wait(self, caller: Caller, body: Wait) -> Body:
-        """Until the figures of all peers together satisfy it; StreamEnd when they never can."""
+        """Until the figures of all peers together satisfy it; StreamEnd when they never can.
+
+        ClaimTimeout when its time is up: the asker says why, or asks again.
+        """
         seat = await self._seat(body.partition, body.generation, body.stage)
-        while True:
-            totals = list(seat.counts.values())
-            ready = sum(c.ready(body.unit) for c in totals)
-            outstanding = sum(c.outstanding(body.unit) for c in totals)
-            if body.below and outstanding < body.below:
-                return Done()
-            if body.count and ready >= body.count:
-                return Done()
+        try:
+            async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
+                while not self._is_satisfied(seat, body):
+                    await seat.changed.wait()
+                    if self.host.entries.get(body.partition) is not seat.entry:
+                        raise PartitionGone(f"partition {body.partition!r} was dropped")
+        except TimeoutError:
+            raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None
+        return Done()
+
+    @staticmethod
+    def _is_satisfied(seat: Seat, body: Wait) -> bool:
+        totals = list(seat.counts.values())
+        outstanding = sum(c.outstanding(body.unit) for c in totals)
+        if body.below and outstanding < body.below:
+            return True
+        if body.count and sum(c.ready(body.unit) for c in totals) >= body.count:
+            return True
+        if body.count and seat.entry.sealed and outstanding < body.count:
             remaining = sum(c.remaining(body.unit) for c in totals)
-            if body.count and seat.entry.sealed and outstanding < body.count:
-                raise StreamEnd(
-                    f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
-                    f"{body.unit} left, {body.count} will never be ready",
-                    remaining=remaining,
-                )
-            await seat.changed.wait()
-            if self.host.entries.get(body.partition) is not seat.entry:
-                raise PartitionGone(f"partition {body.partition!r} was dropped")
+            raise StreamEnd(
+                f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
+                f"{body.unit} left, {body.count} will never be ready",
+                remaining=remaining,
+            )
+        return False
 
     # phases
 

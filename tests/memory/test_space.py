@@ -82,8 +82,8 @@ def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
     with pytest.raises(ValueTooLarge):
         space.reserve(ALICE, OPEN, [sizes(2**64 - 1, 2**64 - 1)])
     with pytest.raises(ValueTooLarge):
-        space.check_unit(CONTINUE, 86 * PAGE)
-    space.check_unit(PULL, 100 * PAGE)
+        space.check_units(CONTINUE, [sizes(PAGE), sizes(86 * PAGE)])
+    space.check_units(PULL, [sizes(100 * PAGE)])
 
 
 def test_a_class_borrows_what_is_free_but_never_what_a_higher_one_is_guaranteed() -> None:

@@ -201,7 +201,7 @@ def test_equal_values_of_a_put_are_stored_once(arena: Any) -> None:
     assert len(set(cells["tokens"].values["range"].tolist())) == 4
     assert parcel.digests["nbytes"].tolist() == [5000, 5000, 9003]
     assert parcel.sizes[parcel.digest_ranges].tolist() == [5000, 5000, 9003]
-    assert (parcel.bytes_of(0) == one).all() and not parcel.repeats
+    assert (parcel.bytes_of(0) == one).all()
     for name, view in arena.views(parcel, arena.write(parcel)).items():
         assert view.equals(columns[name])
 
@@ -241,10 +241,10 @@ def test_copies_in_later_parcels_say_so_and_join_with_what_is_shared(arena: Any)
     large = image(1, 1 << 20)
     columns = {"x": [large, image(2, 1 << 20), large.copy(), image(3, 1 << 20)]}
     parcels = plan(prepare(columns, dedup=["x"]))
-    assert [parcel.repeats for parcel in parcels] == [False, False, True, False]
+    limits = (100, 1 << 30, 1, 1 << 30)
+    assert [parcel.run(*limits) for parcel in parcels] == [2, 2, 4, 4]
     stored = arena.write(parcels[0])
     parcels[2].share([True])
-    assert not parcels[2].repeats
     rest = join(parcels[1:])
     assert len(rest.sizes) == 2
     offsets = np.concatenate([arena.write(rest), stored])

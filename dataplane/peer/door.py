@@ -39,6 +39,9 @@ from dataplane.wire.messages import (
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
+GRACE_S = 2.0
+"""How long after a call's deadline other peers' answers are awaited: less than the client waits for
+this peer's, so that it is told who did not answer."""
 WAITING = (Claim, Reserve, Wait, Define)
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
 
@@ -184,7 +187,8 @@ class Connection(asyncio.Protocol):
     async def _finish(self, request: Request, outcome: Awaitable[Body]) -> None:
         assert self._session is not None
         if request.deadline_ms:
-            call_deadline.set(self._door.host.now() + request.deadline_ms / 1000)
+            wait_s = request.deadline_ms / 1000 + GRACE_S
+            call_deadline.set(self._door.host.now() + wait_s)
         try:
             body = await outcome
         except Exception as exc:

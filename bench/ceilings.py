@@ -31,8 +31,8 @@ class Ceilings:
 
     def __init__(self, block: np.ndarray) -> None:
         self.block = block
-        self._target = np.empty_like(block)
-        self._target[...] = block
+        self.copied = np.empty_like(block)
+        self.copied[...] = block
         self._children: list[Any] = []
         self._control, self._stream = self._connected(_source, block.nbytes)
         _, self._unix = self._connected(_echo, MESSAGE_BYTES)
@@ -64,12 +64,12 @@ class Ceilings:
     def memcpy_s(self) -> float:
         """One copy of the whole block into memory that was touched before."""
         began = time.perf_counter()
-        np.copyto(self._target, self.block)
+        np.copyto(self.copied, self.block)
         return time.perf_counter() - began
 
     def socket_s(self) -> float:
         """The block over one TCP connection on loopback, from warm memory into warm memory."""
-        room = memoryview(self._target.reshape(-1))
+        room = memoryview(self.copied.reshape(-1))
         began = time.perf_counter()
         self._control.send(True)
         at = 0

@@ -1,8 +1,9 @@
-"""`python -m bench run`: the command line, and nothing else."""
+"""`python -m bench run` and `python -m bench perf`: the command line, and nothing else."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import signal
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As an exception it leaves through every `with`, and so ends the run's processes.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return _run(options, f"python -m bench {shlex.join(arguments)}")
+        return int(options.perform(options, f"python -m bench {shlex.join(arguments)}"))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -62,6 +63,21 @@ def _run(options: argparse.Namespace, command: str) -> int:
     return 0 if all(run["status"] == "ok" for run in runs) else 1
 
 
+def _perf(options: argparse.Namespace, command: str) -> int:
+    from bench import perf  # imports the library: the other commands run without it
+
+    console = Console()
+    with report.progress(console, "perf") as bar:
+        figures = perf.measure(options.rounds, bar)
+    told = {**figures, "rounds": options.rounds, "machine": machine.describe(), "command": command}
+    text = json.dumps(told, indent=2)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text + "\n")
+    console.print_json(json.dumps({k: v for k, v in told.items() if k != "spread"}))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -84,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--arena", type=_size, default=None, help="of each dataplane peer: 1GiB")
     run.add_argument("--timeout", type=float, default=240.0, help="seconds that a run may take")
     run.add_argument("--json", type=Path, default=None, help="write the report here")
+    run.set_defaults(perform=_run)
+    perf = commands.add_parser("perf", help="the hot path against this machine's ceilings")
+    perf.add_argument("--rounds", type=_count, default=5, help="medians are taken over these")
+    perf.add_argument("--json", type=Path, default=None, help="write the figures here")
+    perf.set_defaults(perform=_perf)
     return parser
 
 

@@ -26,7 +26,7 @@ def _host_name(host: int) -> str:
     return f"host{host}"
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free now. All are held until all are known, so that they differ."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(sock.getsockname()[1]) for sock in sockets]
@@ -44,7 +44,7 @@ class DataplanePlane(Plane):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._plane_name = f"bench-{job.parent}"
-        self._addresses = [f"tcp://127.0.0.1:{port}" for port in _free_ports(job.hosts)]
+        self._addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(job.hosts)]
         self._clients: list[Any] = []
 
     def services(self) -> list[Service]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, cast, overload
 
 import numpy as np
@@ -25,6 +26,7 @@ from dataplane.wire.tables import Column, Spec
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
 _LARGE_BYTES = 1 << 16
+_ROWS_A_RUN = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,10 +110,10 @@ class ColumnView(Sequence[Any]):
         uniform = self.uniform
         if uniform is not None:
             dtype, shape = uniform
-            dense = self._strided(dtype, shape)
-            # its items would be numpy scalars where a row is one number
-            if dense is not None and shape:
-                return iter(dense)
+            # items of a dense array would be numpy scalars where a row is one number
+            runs = self._runs(dtype, shape) if shape else None
+            if runs is not None:
+                return chain.from_iterable(runs)
             offsets = self._places["offset"].tolist()
             return (np.ndarray(shape, dtype, self._base, offset) for offset in offsets)
         return self._ragged() or self._values()
@@ -169,15 +171,25 @@ class ColumnView(Sequence[Any]):
         return None if uniform is None else self._strided(*uniform)
 
     def _strided(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        runs = self._runs(dtype, shape)
+        return runs[0] if runs is not None and len(runs) == 1 else None
+
+    def _runs(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array] | None:
+        """The rows as few arrays [n, ...], each where they lie at a regular distance; None where
+        that would be many. Their items are made in a third of the time of arrays one by one."""
         offsets = self._places["offset"].astype(np.int64)
         steps = np.diff(offsets)
-        step = int(steps[0]) if len(steps) else dtype.itemsize * math.prod(shape)
-        if step < 0 or (steps != step).any():
+        step = int(steps.min()) if len(steps) else dtype.itemsize * math.prod(shape)
+        bounds = [0, *(np.flatnonzero(steps != step) + 1).tolist(), len(offsets)]
+        if step < 0 or (len(bounds) > 2 and _ROWS_A_RUN * len(bounds) > len(offsets)):
             return None
         strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return np.ndarray(
-            (len(offsets), *shape), dtype, self._base, int(offsets[0]), (step, *strides)
-        )
+        return [
+            np.ndarray(
+                (last - first, *shape), dtype, self._base, offsets.item(first), (step, *strides)
+            )
+            for first, last in pairwise(bounds)
+        ]
 
     def pack(self, target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of all rows, one behind the other, into `target`."""

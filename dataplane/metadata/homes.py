@@ -196,6 +196,10 @@ class StageHome:
         self._sealed = sealed
         self._run()
 
+    def admit(self, peer: str) -> None:
+        """The peer is there, after all or again."""
+        self._peers.add(peer)
+
     def forget(self, peer: str) -> None:
         """The peer is gone: so are its rows, its claims, and what was ordered from it."""
         self._peers.discard(peer)

@@ -8,12 +8,11 @@ one demand at the home.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -22,8 +21,11 @@ from dataplane.errors import (
     DataplaneError,
     FieldUnknown,
     PartitionGone,
+    RowsGone,
+    RowsLost,
     StageUndefined,
     StreamEnd,
+    Unavailable,
     ValueTooLarge,
 )
 from dataplane.peer import rows as rowset
@@ -34,6 +36,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading, Resolved
 from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session
+from dataplane.peer.waits import Waits
 from dataplane.wire.messages import (
     Body,
     Claim,
@@ -41,28 +44,24 @@ from dataplane.wire.messages import (
     Done,
     Finish,
     Request,
-    StatsDone,
-    Wait,
-    Want,
 )
 from dataplane.wire.peering import (
     Demand,
     Grant,
     Granted,
-    Missing,
     Order,
     Settled,
     Supplied,
     Withdraw,
 )
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import Owner, Table
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-WAIT_TURN_S = 10.0
-MAX_PEERS_ASKED = 8
-"""How many peers are asked why rows are missing, for one message."""
+ATTEMPTS = 3
+"""How often a claim queues before its home's going away, or its rows', is its caller's business."""
+AWAY = "away"
 
 
 @dataclass(slots=True)
@@ -70,6 +69,7 @@ class Waiting:
     """A claim of this host that queues at its stage's home."""
 
     entry: Entry
+    home: str
     parts: list[tuple[Part, Table]] = field(default_factory=list)
     settled: asyncio.Future[str] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -85,6 +85,7 @@ class Claims:
         seats: Seats,
         leases: Leases,
         reading: Reading,
+        waits: Waits,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -93,15 +94,19 @@ class Claims:
         self.seats = seats
         self.leases = leases
         self.reading = reading
+        self.waits = waits
         self.settle = settle
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Waiting] = {}
         self._queued: dict[tuple[str, int, str], int] = {}
+        self._lent: dict[str, set[int]] = {}
+        """which sessions of other peers have had rows from here"""
+        mesh.on_parted.append(self._parted)
+        mesh.others.on_lost.append(self._lost)
         mesh.handlers |= {
             Order: self._order,
             Grant: self._grant,
             Settled: self._settled,
-            Missing: self._missing,
         }
 
     @property
@@ -156,8 +161,27 @@ class Claims:
         return await self._queue(session, entry, body)
 
     async def _queue(self, session: Session, entry: Entry, body: Claim) -> Body:
+        """Until granted. Again where the home went away, or rows that were granted are gone."""
+        end = self.host.now() + body.timeout_ms / 1000
+        for _ in range(1, ATTEMPTS):
+            with contextlib.suppress(_HomeAway, RowsGone):
+                return await self._queue_once(session, entry, body)
+            if body.timeout_ms >= 0:
+                left = max(0, int((end - self.host.now()) * 1000))
+                body = msgspec.structs.replace(body, timeout_ms=left)
+        try:
+            return await self._queue_once(session, entry, body)
+        except _HomeAway:
+            raise Unavailable(
+                f"the peer at which claims of stage {body.stage!r} of {entry.name!r} queue goes "
+                "away again and again: see its log, then claim again",
+                partition=entry.name,
+            ) from None
+
+    async def _queue_once(self, session: Session, entry: Entry, body: Claim) -> Body:
         number = next(self._numbers)
-        waiting = self._waiting[number] = Waiting(entry)
+        home = self.host.roster.stage_home(entry.name, body.stage)
+        waiting = self._waiting[number] = Waiting(entry, home)
         key = (entry.name, entry.generation, body.stage)
         self._queued[key] = self._queued.get(key, 0) + 1
         session.waiting += 1
@@ -197,7 +221,7 @@ class Claims:
         while not waiting.settled.done():
             left = LOG_EVERY_S if end is None else min(LOG_EVERY_S, end - self.host.now())
             if left <= 0:
-                why, details = await self._why(entry, body.stage, body.want.unit, body.want)
+                why, details = await self.waits.why(entry, body.stage, body.want.unit, body.want)
                 raise ClaimTimeout(
                     f"claim of stage {body.stage!r} of {entry.name!r}: {why} after "
                     f"{body.timeout_ms / 1000:g} s",
@@ -205,10 +229,19 @@ class Claims:
                 )
             await asyncio.wait([waiting.settled], timeout=left)
             if self.host.now() - start >= LOG_EVERY_S and not waiting.settled.done():
-                why, _ = await self._why(entry, body.stage, body.want.unit, body.want)
+                why, _ = await self.waits.why(entry, body.stage, body.want.unit, body.want)
                 log.info("a claim of stage %r of %r still waits: %s", body.stage, entry.name, why)
                 start = self.host.now()
         outcome = waiting.settled.result()
+        if outcome == AWAY:
+            raise _HomeAway
+        if outcome == "lost":
+            raise RowsLost(
+                f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row "
+                "that is left, but some were lost with their peer: see part.stats() for what is "
+                "there, and put the others into a new partition",
+                partition=entry.name,
+            )
         if outcome == "ended":
             raise StreamEnd(
                 f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row"
@@ -225,19 +258,38 @@ class Claims:
         """Withdraw, and give back what was granted meanwhile."""
         self._waiting.pop(number, None)
         withdraw = Withdraw(entry.name, entry.generation, body.stage, number)
-        try:
-            await self.mesh.call(self.host.roster.stage_home(entry.name, body.stage), withdraw)
-        except DataplaneError as exc:
-            log.warning("a claim could not be withdrawn: %s", exc)
+        self.mesh.spawn(self.mesh.insist(waiting.home, withdraw))
         for part, _ in waiting.parts:
             await self._release(part, entry)
 
     async def _release(self, part: Part, entry: Entry) -> None:
         body = Finish(part.lease, "release", partition=entry.name, generation=entry.generation)
         try:
-            await self.mesh.call(part.address, body)
+            await self.mesh.insist(part.address, body)
         except DataplaneError as exc:
             log.info("a granted lease had ended already: %s", exc)
+
+    def _parted(self, address: str) -> None:
+        """A home there may have forgotten the claims that queue at it: they queue again."""
+        for waiting in self._waiting.values():
+            if waiting.home == address and not waiting.settled.done():
+                waiting.settled.set_result(AWAY)
+
+    def _lost(self, gone: Owner) -> None:
+        """Rows come back from that peer's clients; those whose bytes were there go."""
+        holders = self._lent.pop(gone.peer, set())
+        for entry in list(self.host.entries.values()):
+            back = sum(entry.store.release_holder(holder) for holder in holders)
+            lost = entry.store.lost(gone)
+            if back or lost.rows.keys:
+                log.warning(
+                    "with peer %s partition %r lost %d rows, and %d were given back to it",
+                    gone.peer,
+                    entry.name,
+                    rowset.count(lost.rows),
+                    back,
+                )
+            self.settle(entry)
 
     def _hand_out(
         self, session: Session, entry: Entry, body: Claim, parts: list[tuple[Part, Table]]
@@ -279,6 +331,8 @@ class Claims:
         """Lease what is ordered, and hand it to the claim's peer; unwanted, it goes back."""
         entry = await self.partitions.entry(body.partition, body.generation)
         self.host.label(body.holder, body.label)
+        if body.claimant != self.host.address:
+            self._lent.setdefault(body.claimant, set()).add(body.holder)
         taken = entry.store.take(
             body.stage,
             body.want,
@@ -323,71 +377,9 @@ class Claims:
             await self._release(part, waiting.entry)
         return Done()
 
-    # waiting without claiming
 
-    async def wait(self, session: Session, request: Request, body: Wait) -> Body:
-        """The home is asked again and again: what it holds for a waiter ends with the waiter."""
-        entry = await self.partitions.entry(body.partition, body.generation)
-        home = self.host.roster.stage_home(body.partition, body.stage)
-        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        while True:
-            left = max(0.0, end - self.host.now())
-            asked = msgspec.structs.replace(body, timeout_ms=int(min(left, WAIT_TURN_S) * 1000))
-            try:
-                return await self.mesh.call(home, asked)  # type: ignore[no-any-return]
-            except ClaimTimeout as exc:
-                if left > WAIT_TURN_S:
-                    continue
-                why, details = await self._why(entry, body.stage, body.unit, None)
-                raise ClaimTimeout(
-                    f"waiting for stage {body.stage!r} of {entry.name!r}: {why} after "
-                    f"{body.timeout_ms / 1000:g} s",
-                    **details,
-                ) from exc
-
-    # what is missing
-
-    def _missing(self, caller: Caller, body: Missing) -> Body:
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
-            return StatsDone({})
-        found = entry.store.missing(body.stage, body.unit, now=self.host.now())
-        found["leases"] = [
-            [self.host.labels.get(holder, f"client {holder:x}"), rows, age]
-            for holder, rows, age in found["leases"]
-        ]
-        return StatsDone(found)
-
-    async def _why(
-        self, entry: Entry, stage: str, unit: str, want: Want | None
-    ) -> tuple[str, dict[str, Any]]:
-        """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
-        asked = Missing(entry.name, entry.generation, stage, unit)  # type: ignore[arg-type]
-        members = self.host.roster.members[:MAX_PEERS_ASKED]
-        answers = await asyncio.gather(
-            *(self.mesh.call(m, asked, timeout_s=2.0) for m in members), return_exceptions=True
-        )
-        found = [a.stats for a in answers if isinstance(a, StatsDone) and a.stats]
-        silent = sum(isinstance(a, BaseException) for a in answers)
-        ready = sum(f["ready"] for f in found)
-        total = sum(f["units"] for f in found)
-        missing: dict[str, int] = {}
-        for f in found:
-            for name, count in f["missing"].items():
-                missing[name] = missing.get(name, 0) + count
-        leases = [lease for f in found for lease in f["leases"]]
-        opened = sum(f["open_groups"] for f in found)
-        parts = [f"{ready} of {total} {unit} ready"]
-        if want is not None and want.budget_tag is None:
-            parts[0] += f", {want.count} wanted"
-        parts += [f"{count} rows lack `{name}`" for name, count in missing.items()]
-        if opened and unit == "groups":
-            parts.append(f"{opened} groups are still open")
-        parts += [f"{rows} rows leased by {who} for {age:.0f} s" for who, rows, age in leases[:3]]
-        if silent:
-            parts.append(f"{silent} peers did not answer")
-        details = {"ready": ready, "units": total, "missing": missing, "leases": leases}
-        return "; ".join(parts), details
+class _HomeAway(Exception):
+    """The home of a waiting claim went away."""
 
 
 def _check_fields(table: Table, asked: list[str] | None) -> None:

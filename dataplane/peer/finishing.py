@@ -184,4 +184,4 @@ class Finishing:
 
     async def _release_part(self, address: str, body: Finish) -> None:
         with contextlib.suppress(LeaseExpired):  # it had ended already
-            await self.mesh.call(address, body)
+            await self.mesh.insist(address, body)

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -22,20 +22,21 @@ import zmq.asyncio
 
 from dataplane.errors import (
     AddressInUse,
-    PeerNameTaken,
+    DataplaneError,
     ProtocolError,
     RosterMismatch,
     StaleEpoch,
     Unavailable,
-    VersionMismatch,
     from_wire,
 )
 from dataplane.metadata.operations import Operations
+from dataplane.peer.acquaintance import Acquaintances
 from dataplane.peer.door import failed
 from dataplane.peer.host import Host, call_deadline
+from dataplane.peer.links import Link, tune
 from dataplane.peer.once import Once
 from dataplane.peer.sessions import Session
-from dataplane.wire import limits, peering
+from dataplane.wire import peering
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -47,14 +48,17 @@ from dataplane.wire.messages import (
     Reset,
     Tag,
 )
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Release
 
 log = logging.getLogger(__name__)
 
 CALL_S = 30.0
-HEARTBEAT_MS = 1_000
-MAX_QUEUED_MESSAGES = 10_000
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset)
+LOST_S = 5.0
+"""A peer whose connection broke and that does not answer for so long is lost."""
+REJOIN_S = 2.0
+"""How long a call to a lost peer waits for its return."""
+RETRY_S = 0.5
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Release)
 """Operations of clients, answered once however often they are forwarded."""
 
 
@@ -72,34 +76,26 @@ class Caller:
 Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
 
 
-@dataclass(slots=True)
-class Link:
-    """The way to one remote peer."""
-
-    socket: zmq.asyncio.Socket
-    hello: PeerHello | None = None
-    answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
-    greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    reader: asyncio.Task[None] | None = None
-
-
 class Mesh:
     def __init__(self, host: Host, bulk_addresses: Callable[[], list[str]]) -> None:
         self.host = host
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
-        self._bulk_addresses = bulk_addresses
+        self.others = Acquaintances(host, bulk_addresses)
         self._context = zmq.asyncio.Context()
         self._links: dict[str, Link] = {}
         self._rids = itertools.count(1)
-        self._names: dict[str, str] = {}
         self._router: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._once = Once(Operations())
+        self._told = itertools.count(1)
+        self._telling: set[int] = set()
+        self.on_parted: list[Callable[[str], None]] = []
+        """called with a peer's address when the connection broke: this one may be lost to it"""
 
     def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
         router = self._context.socket(zmq.ROUTER)
-        self._tune(router)
+        tune(router)
         try:
             router.bind(self.host.address)
         except zmq.ZMQError as exc:
@@ -121,30 +117,21 @@ class Mesh:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a background task failed", exc_info=task.exception())
+        failure = None if task.cancelled() else task.exception()
+        if isinstance(failure, DataplaneError):
+            log.warning("not done: %s", failure)
+        elif failure is not None:
+            log.error("a background task failed", exc_info=failure)
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links.values():
-            link.socket.close(linger=0)
+            link.close(Unavailable(f"peer {self.host.name!r} ends"))
         if self._router is not None:
             self._router.close(linger=0)
         self._context.term()
-
-    @staticmethod
-    def _tune(socket: zmq.asyncio.Socket) -> None:
-        # libzmq's defaults: no size limit, infinite linger, no heartbeats.
-        socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
 
     # calling
 
@@ -160,6 +147,8 @@ class Mesh:
         and no later than the client's call has to end."""
         timeout_s = max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
         who = caller or Caller(self.host.address, self.host.incarnation)
+        if self.others.is_lost(address):
+            timeout_s = min(timeout_s, REJOIN_S)
         if address == self.host.address:
             outcome = self.handlers[type(body)](who, body)
             if isinstance(outcome, Body):
@@ -172,13 +161,32 @@ class Mesh:
                     reply = await self._ask(link, body, who, timeout_s)
             except TimeoutError as exc:
                 raise Unavailable(
-                    f"peer {self._names.get(address, '?')} at {address} did not answer "
+                    f"peer {self.others.name(address)} at {address} did not answer "
                     f"{type(body).__name__} within {timeout_s:g} s: is it running?",
                     address=address,
                 ) from exc
         if isinstance(reply, Failed):
             raise from_wire(reply.code, reply.message, reply.details)
         return reply
+
+    async def insist(self, address: str, body: Body) -> None:
+        """Tell a peer, again and again, unless it is lost. It carries it out once."""
+        number = next(self._told)
+        self._telling.add(number)
+        me = self.host.incarnation
+        try:
+            while True:
+                who = Caller(self.host.address, me, me, number, min(self._telling))
+                try:
+                    await self.call(address, body, caller=who)
+                    return
+                except Unavailable as exc:
+                    if self.others.is_lost(address):
+                        log.info("%s is not told any more: %s", type(body).__name__, exc)
+                        return
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            self._telling.discard(number)
 
     async def call_all(self, body: Body, **kwargs: Any) -> list[Any]:
         """Ask every peer of the roster, this one included."""
@@ -199,27 +207,57 @@ class Mesh:
     async def _link(self, address: str) -> Link:
         link = self._links.get(address)
         if link is None:
-            socket = self._context.socket(zmq.DEALER)
-            self._tune(socket)
-            socket.connect(address)
-            link = self._links[address] = Link(socket)
+            link = self._links[address] = Link.open(self._context, address)
             link.reader = self.spawn(self._read(link))
+            self.spawn(self._watch(link))
         if link.hello is None:
             async with link.greeting:
                 if link.hello is None:
                     who = Caller(self.host.address, self.host.incarnation)
-                    reply = await self._ask(link, self._introduction(), who, CALL_S)
+                    reply = await self._ask(link, self.others.introduction(), who, CALL_S)
                     if isinstance(reply, Failed):
                         raise from_wire(reply.code, reply.message, reply.details)
-                    self._check(reply)
+                    self.others.meet(reply)
                     link.hello = reply
-                    self._names[address] = reply.name
         return link
+
+    # who is there
+
+    async def _watch(self, link: Link) -> None:
+        await link.broken()
+        self._break(link)
+
+    def _break(self, link: Link) -> None:
+        """The connection ended: calls under way fail; is the peer still there?"""
+        if self._links.get(link.address) is not link:
+            return
+        del self._links[link.address]
+        name = self.others.name(link.address)
+        link.close(
+            Unavailable(
+                f"peer {name} at {link.address} went away in the middle of a call, which may or "
+                "may not have taken effect: repeat it when the peer runs again",
+                address=link.address,
+            )
+        )
+        if link.hello is not None:
+            log.warning("the connection to peer %s at %s broke", name, link.address)
+            for tell in self.on_parted:
+                tell(link.address)
+            self.spawn(self._look_for(link.hello))
+
+    async def _look_for(self, before: PeerHello) -> None:
+        try:
+            await self.hello(before.address, LOST_S)
+        except (TimeoutError, DataplaneError):
+            if self.others.knows(before):
+                self.others.lose(before.address)
+                link = self._links.get(before.address)
+                if link is not None and link.hello is None:
+                    self._break(link)  # who waits for it to be there waits no longer
 
     async def _ask(self, link: Link, body: Body, who: Caller, timeout_s: float) -> Any:
         rid = next(self._rids)
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        link.answers[rid] = answer
         request = PeerRequest(
             rid,
             self.host.address,
@@ -231,11 +269,7 @@ class Mesh:
             int(timeout_s * 1000),
             body,  # type: ignore[arg-type]
         )
-        try:
-            await link.socket.send(peering.encode(request))
-            return await answer
-        finally:
-            link.answers.pop(rid, None)
+        return await link.ask(rid, peering.encode(request))
 
     async def _read(self, link: Link) -> None:
         while True:
@@ -245,9 +279,6 @@ class Mesh:
             except ProtocolError as exc:
                 log.warning("a peer sent a bad reply: %s", exc)
                 continue
-            if link.hello is not None and link.hello.incarnation != reply.incarnation:
-                log.warning("the peer %r was started anew", link.hello.name)
-                link.hello = None  # the next call greets it again
             answer = link.answers.get(reply.rid)
             if answer is not None and not answer.done():
                 answer.set_result(reply.body)
@@ -315,51 +346,12 @@ class Mesh:
                 f"{request.sender} is not one of this plane's seeds", sender=request.sender
             )
 
-    # handshake
-
-    def _introduction(self) -> PeerHello:
-        return PeerHello(
-            versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
-            plane=self.host.plane,
-            name=self.host.name,
-            incarnation=self.host.incarnation,
-            address=self.host.address,
-            epoch=self.host.roster.epoch,
-            shards=limits.SHARDS,
-            bulk=self._bulk_addresses(),
-        )
-
     def _hello(self, caller: Caller, body: PeerHello) -> Body:
-        self._check(body)
-        self._names[body.address] = body.name
-        return self._introduction()
-
-    def _check(self, hello: PeerHello) -> None:
-        """Compare what must be equal; the first difference names both sides."""
-        mine = self._introduction()
-        if max(hello.versions[0], mine.versions[0]) > min(hello.versions[1], mine.versions[1]):
-            raise VersionMismatch(
-                f"peer {hello.name!r} speaks versions {hello.versions}, this one {mine.versions}"
-            )
-        for what in ("plane", "shards", "epoch"):
-            theirs, ours = getattr(hello, what), getattr(mine, what)
-            if theirs != ours:
-                raise RosterMismatch(
-                    f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, this peer "
-                    f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --plane and --seeds",
-                    what=what,
-                )
-        if hello.address not in self.host.roster.members:
-            raise RosterMismatch(f"{hello.address} is not one of this plane's seeds")
-        other = self._names.get(hello.address, hello.name)
-        taken = {n: a for a, n in self._names.items()} | {mine.name: mine.address}
-        if taken.get(hello.name, hello.address) != hello.address or other != hello.name:
-            raise PeerNameTaken(
-                f"two peers of plane {mine.plane!r} are called {hello.name!r}: "
-                f"{taken.get(hello.name)} and {hello.address}; give each its own --name",
-                name=hello.name,
-            )
+        link = self._links.get(body.address)
+        if link and link.hello and link.hello.incarnation != body.incarnation:
+            self._break(link)
+        self.others.meet(body)
+        return self.others.introduction()
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:

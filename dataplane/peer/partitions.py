@@ -184,7 +184,15 @@ class Partitions:
                 log.warning(
                     "%s is not told that %r is %s: %s", address, body.partition, body.phase, exc
                 )
+                if self.mesh.others.is_lost(address):
+                    # Nobody waits for it; it is told all the same, should it have been stopped.
+                    home.phase_ack(address, body.generation, body.phase)
+                    self._follow(home)
                 await asyncio.sleep(RETRY_S)
+        self._follow(home)
+
+    def _follow(self, home: PartitionHome) -> None:
+        """An answer came: the next phase, and those who wait for this one."""
         self._carry_out(home)
         told = self._told.pop(home.partition, None)
         if told is not None:
@@ -288,4 +296,3 @@ class Partitions:
             self.host.directory.drop(scope)
         self.host.space.digests.drop(entry.name)
         self._note_dropped(entry.name, entry.generation)
-

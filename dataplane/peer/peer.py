@@ -7,6 +7,7 @@ waiting puts are looked at, and the homes learn what became ready.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.errors import PartitionGone
 from dataplane.launch.config import PeerConfig
 from dataplane.memory.arena import Arena
 from dataplane.memory.space import Space
@@ -40,6 +42,7 @@ from dataplane.peer.routing import Routing
 from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.stats import Reporting
+from dataplane.peer.waits import Waits
 from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
@@ -91,6 +94,7 @@ class Peer:
         self.changes = Changes(
             self.host, self.mesh, self.partitions, self.routing, self.settle, self.seats.tell
         )
+        self.waits = Waits(self.host, self.mesh, self.partitions)
         self.claims = Claims(
             self.host,
             self.mesh,
@@ -98,6 +102,7 @@ class Peer:
             self.seats,
             self.leases,
             self.reading,
+            self.waits,
             self.settle,
         )
         self.once = Once(self.host.operations)
@@ -133,9 +138,9 @@ class Peer:
 
     async def close(self) -> None:
         await self.door.close()
+        await self.mesh.close()
         if self.pulls.engine is not None:
             await self.pulls.engine.stop()
-        await self.mesh.close()
 
     def _bulk_addresses(self) -> list[str]:
         return list(self.pulls.engine.address) if self.pulls.engine else []
@@ -165,12 +170,13 @@ class Peer:
         if owner == self.host.owner:
             return bool(self.host.space.release(ranges, counts))
         body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
-        self.mesh.spawn(self.mesh.call(owner.peer, body))
+        self.mesh.spawn(self.mesh.insist(owner.peer, body))
         return False
 
     async def _tell_closed(self, entry: Entry, closed: int) -> None:
         home = self.host.roster.home(entry.name)
-        await self.mesh.call(home, Tally(entry.name, entry.generation, closed))
+        with contextlib.suppress(PartitionGone):
+            await self.mesh.insist(home, Tally(entry.name, entry.generation, closed))
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
@@ -244,7 +250,7 @@ class Peer:
             m.Claim: claims.claim,
             m.Fetch: reading.fetch,
             m.Finish: finishing.finish,
-            m.Wait: claims.wait,
+            m.Wait: self.waits.wait,
         }
         for body in MUTATING:
             table[body] = self._once(table[body])

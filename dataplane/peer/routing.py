@@ -47,7 +47,7 @@ class Routing:
         for peer in np.unique(primary):
             mine = keys[primary == peer].tobytes()
             body = Leave(entry.name, entry.generation, mine, groups)
-            await self.mesh.call(self.host.roster.members[int(peer)], body)
+            await self.mesh.insist(self.host.roster.members[int(peer)], body)
 
     def _enter(self, caller: Caller, body: Enter) -> Body:
         keys = column(body.keys, KEY)

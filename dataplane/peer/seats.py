@@ -30,7 +30,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Wait
 from dataplane.wire.peering import Counted, Demand, Report, Settled, Supplied, Withdraw
-from dataplane.wire.tables import Where
+from dataplane.wire.tables import Owner, Where
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Seat:
     returning: dict[ClaimId, asyncio.Task[object]] = field(default_factory=dict)
     """claims that give back what they hold: nothing more is granted to them before that is done"""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: int = 0
+    """rows that the stage had not had when the peer that had them was lost"""
 
 
 def _lane(where: Where | None) -> Lane:
@@ -68,6 +70,8 @@ class Seats:
         self._watched: dict[SeatKey, list[Where]] = {}
         self._due: dict[SeatKey, asyncio.TimerHandle] = {}
         partitions.on_phase.append(self._on_phase)
+        mesh.on_parted.append(self._tell_again)
+        mesh.others.on_lost.append(self._forget)
         mesh.handlers |= {
             Report: self._report,
             Demand: self._demand,
@@ -116,7 +120,25 @@ class Seats:
         seat = self._seats.get((entry.name, entry.generation, stage))
         return seat is not None and seat.home.hungry
 
+    def _tell_again(self, address: str) -> None:
+        """A home there may have forgotten what it was told, or be another."""
+        for entry in self.host.entries.values():
+            stages = entry.definition.stages
+            home = self.host.roster.stage_home
+            self.changed(entry, {s for s in stages if home(entry.name, s) == address})
+
     # the home
+
+    def _forget(self, gone: Owner) -> None:
+        """A peer is lost: its rows, its claims, and what was ordered from it."""
+        address = gone.peer
+        for seat in self._seats.values():
+            counts = seat.counts.pop(address, None)
+            seat.lost += counts.outstanding("rows") if counts is not None else 0
+            for claim in [c for c in seat.demands if c.peer == address]:
+                del seat.demands[claim]
+            seat.home.forget(address)
+            self._pump(seat)
 
     async def _seat(self, partition: str, generation: int, stage: str) -> Seat:
         key = (partition, generation, stage)
@@ -142,6 +164,7 @@ class Seats:
 
     async def _report(self, caller: Caller, body: Report) -> Body:
         seat = await self._seat(body.partition, body.generation, body.stage)
+        seat.home.admit(caller.address)
         counts = Counts(*msgspec.structs.astuple(body.counts))
         if body.where is None:
             seat.counts[caller.address] = counts
@@ -180,7 +203,7 @@ class Seats:
                 case Complete(claim):
                     self._settle(seat, claim, "complete")
                 case Ended(claim):
-                    self._settle(seat, claim, "ended")
+                    self._settle(seat, claim, "lost" if seat.lost else "ended")
                 case Unmeetable(claim):
                     self._settle(seat, claim, "unmeetable")
                 case Return(claim):

@@ -41,7 +41,10 @@ class Reporting:
         if body.partition is None:
             return StatsDone(await self._plane())
         parts = await self.mesh.call_all(body)
-        return StatsDone(_sum([p.stats for p in parts]))
+        total = _sum([p.stats for p in parts])
+        if total.get("rows"):
+            total["bytes_per_row"] = total["metadata_bytes"] / total["rows"]
+        return StatsDone(total)
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:
         if body.partition is None:
@@ -117,8 +120,9 @@ def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if isinstance(value, dict):
                 total[name] = _sum([total.get(name, {}), value])
             elif isinstance(value, int | float) and not isinstance(value, bool):
-                same = name in ("generation", "bytes_per_row")
-                total[name] = value if same or name not in total else total[name] + value
+                total[name] = (
+                    value if name == "generation" or name not in total else total[name] + value
+                )
             else:
                 total.setdefault(name, value)
     return total

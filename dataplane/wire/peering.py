@@ -196,10 +196,11 @@ class Supplied(Body, tag=116):
 class Settled(Body, tag=117):
     """From a stage's home to the claim's peer: all of it was granted, or no row can come.
 
-    `return`: what was granted so far goes back, the claim goes on waiting."""
+    `return`: what was granted so far goes back, the claim goes on waiting. `lost`: no row can come,
+    and some were lost with their peer."""
 
     number: int
-    outcome: Literal["complete", "ended", "unmeetable", "dropped", "return"]
+    outcome: Literal["complete", "ended", "lost", "unmeetable", "dropped", "return"]
 
 
 class Watch(Body, tag=118):

@@ -90,7 +90,9 @@ async def whole_surface() -> None:
         assert len(left) == 3 and ref.keys == list("abcd")
         assert list((await far.get(keys=["d", "c"]))["z"]) == ["d", "c"]
         assert (await far.get(where=tag("n") == 9)).keys == ["c"]
-        assert (await far.stats())["rows"] == 3 and (await here.stats())["peer"] == "a"
+        stats = await far.stats()
+        assert stats["rows"] == 3 and stats["bytes_per_row"] == stats["metadata_bytes"] / 3
+        assert (await here.stats())["peer"] == "a"
         await far.seal()
         await part.reset("s")
         seen = []

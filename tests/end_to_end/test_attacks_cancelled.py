@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from dataplane import DataplaneError, Plane, aio
-from tests.end_to_end.attacks import CancelledAt, leaks, no_leaks, used_bytes
+from tests.end_to_end.attacks import CancelledAt, no_leaks, used_bytes
 from tests.end_to_end.conftest import Cluster, until
 from tests.end_to_end.hosts import running
 
@@ -90,10 +90,7 @@ def test_a_cancelled_call_leaves_nothing_behind(
         cluster.connect("b") as b,
         asyncio.Runner(loop_factory=loop) as runner,
     ):
-        at = 1
-        while runner.run(one_cancellation(a, b, call, at, late)):
-            at += 1
-        assert at > 1
+        assert runner.run(cancelled_everywhere(a, b, call, late)) > 1
         with cluster.connect("a") as again:
             part = again.partition(f"q-{call.__name__}", stages={"s": ["x"]})
             part.put({"x": [1]})
@@ -101,37 +98,44 @@ def test_a_cancelled_call_leaves_nothing_behind(
             part.drop()
 
 
-async def one_cancellation(a: Plane, b: Plane, call: Call, at: int, late: bool) -> bool:
-    """Whether the call had so many awaits."""
-    setup = a.partition("p", stages={"s": ["x"], "t": ["y"]})
-    for plane in (a, b):
-        plane.partition("p").put({"x": rows(0)})
+async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool) -> int:
+    """Cancels the call at its first await, its second, …; how many it had."""
+    a.stats(), b.stats()
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     client = await aio.connect("a", plane="test")
-    part = await client.partition("p")
-    work = CancelledAt(call(part), at, late)
+    at = 1
+    while await cancelled(a, b, client, call, at, late):
+        at += 1
+    # The client lives on: what it gave up must come back without its end.
+    no_leaks(a, b)
+    for name in list(a.stats()["partitions"]):
+        a.partition(name).drop()
+    until(lambda: not used_bytes(a) and not used_bytes(b), "every byte came back", 5)
+    await client.close()
+    del client
+    gc.collect()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "its connections closed", 5)
+    return at
+
+
+async def cancelled(a: Plane, b: Plane, client: aio.Plane, call: Call, at: int, late: bool) -> bool:
+    """Whether the call had so many awaits."""
+    name = f"{call.__name__}-{late}-{at}"
+    a.partition(name, stages={"s": ["x"], "t": ["y"]})
+    for plane in (a, b):
+        plane.partition(name).put({"x": rows(0)})
+    work = CancelledAt(call(await client.partition(name)), at, late)
     task = asyncio.ensure_future(waiting(work))
     await asyncio.wait([task], timeout=20)
     assert task.done(), f"not done 20 s after it was cancelled at await {at}"
-    reached = work.reached
-    if reached:
+    if work.reached:
         assert task.cancelled(), task
     else:
         task.result()
     del task
     gc.collect()  # the frames of the traceback
-    # The client lives on: what it gave up must come back without its end.
-    no_leaks(a, b)
-    await client.close()
-    del client, part, work
-    no_leaks(a, b)
-    setup.drop()
-    until(lambda: not used_bytes(a) and not used_bytes(b), f"every byte came back after {at}", 5)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors, "a connection was left open"
-    assert not leaks(a) and not leaks(b)
-    return reached
+    return work.reached
 
 
 async def waiting(work: CancelledAt) -> None:

@@ -26,6 +26,17 @@ def test_arrays_are_read_only_and_lie_in_the_arena(arena: Any) -> None:
                 entry[0] = 1
 
 
+def test_rows_at_irregular_distances_come_one_by_one_and_whole(arena: Any) -> None:
+    rows = np.arange(40 * 1024).reshape(40, 1024)
+    view = arena.view(rows)
+    for order in (np.r_[0:20, 25:40], np.r_[0:40:3], np.r_[5:0:-1], np.r_[3, 1, 4, 1, 5]):
+        part = view.take(order)
+        for entry, row in zip(part, order, strict=True):
+            assert (entry == rows[row]).all() and np.shares_memory(entry, arena.memory)
+        dense = part.dense()
+        assert (dense is None) == (len(set(np.diff(order))) > 1 or order[0] > order[-1])
+
+
 def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
     view = arena.view([{"image": np.arange(6), "text": "abc"}, {"text": "d"}])
     assert np.shares_memory(view[0]["image"], arena.memory)

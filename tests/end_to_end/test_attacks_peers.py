@@ -1,0 +1,240 @@
+"""Peers that die, stop, or come back as another: typed errors in bounded time, others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import DataplaneError, Partition, Plane
+from dataplane.metadata.roster import Roster
+from tests.end_to_end.attacks import no_leaks
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
+
+BOUND_S = 12.0
+"""A peer that is gone is recognised and told of within this."""
+
+
+def failing(call: Callable[[], Any], seconds: float = BOUND_S) -> DataplaneError:
+    """The typed error of a call that ends in bounded time."""
+    began = time.monotonic()
+    with pytest.raises(DataplaneError) as caught:
+        call()
+    assert time.monotonic() - began < seconds, caught.value
+    assert not isinstance(caught.value, dataplane.InternalError), caught.value
+    return caught.value
+
+
+class Addressed(Cluster):
+    """Peers whose addresses are known, so that one can be started again at its own."""
+
+    def launch(self, names: str) -> None:
+        self.addresses = dict(zip(names, free_addresses(len(names)), strict=True))
+
+    def start_one(self, name: str) -> None:
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command += ["--arena", "64MiB", "--listen", self.addresses[name]]
+        command += ["--seeds", ",".join(self.addresses.values())]
+        with open(self.run_dir / f"{name}.log", "ab") as log:
+            self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        path = self.run_dir / PLANE / f"{name}.sock"
+        until(lambda: self._is_up(name, path), f"peer {name} is up")
+
+    def kill(self, name: str) -> None:
+        self.peers[name].kill()
+        self.peers[name].wait()
+
+    def homed(self, name: str) -> str:
+        """A partition whose home, and that of its stage "s", is this peer."""
+        roster = Roster.from_seeds(list(self.addresses.values()))
+        address = self.addresses[name]
+        numbers = (f"h{n}" for n in range(10_000))
+        return next(p for p in numbers if roster.home(p) == roster.stage_home(p, "s") == address)
+
+
+@pytest.fixture
+def hosts(run_dir: Any) -> Any:
+    running = Addressed(run_dir)
+    yield running
+    running.stop()
+
+
+def both(hosts: Addressed, name: str) -> tuple[Plane, Plane, Partition, Partition]:
+    hosts.launch("ab")
+    hosts.start_one("a")
+    hosts.start_one("b")
+    a, b = hosts.connect("a"), hosts.connect("b")
+    part = a.partition(hosts.homed(name), stages={"s": ["x"]})
+    return a, b, part, b.partition(part.name)
+
+
+def test_rows_leased_through_a_dead_peer_come_back(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "a")
+    part.put({"x": list(range(6))}, key=list("abcdef"))
+    held = far.claim("s", rows=4, timeout=10)
+    assert held.keys == list("abcd")
+    hosts.kill("b")
+    assert part.claim("s", rows=6, timeout=BOUND_S).keys == list("abcdef")
+    del held
+    a.close()
+    with contextlib.suppress(DataplaneError):
+        b.close()
+
+
+def test_calls_that_need_a_dead_peer_end_with_a_typed_error(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "b")
+    far.put({"x": [np.zeros(100_000)]}, key=["far"])
+    part.put({"x": [np.zeros(100_000)]}, key=["near"])
+    waiting: list[DataplaneError] = []
+
+    def wait_for_rows() -> None:
+        waiting.append(failing(lambda: part.claim("s", rows=5)))
+
+    def wait_for_counts() -> None:
+        waiting.append(failing(lambda: part.wait("s", rows=50)))
+
+    threads = [threading.Thread(target=t) for t in (wait_for_rows, wait_for_counts)]
+    for thread in threads:
+        thread.start()
+    until(lambda: a.stats()["waiting_claims"] == 1, "the claim waits")
+    hosts.kill("b")
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(waiting) == 2, "both calls without a time-out ended"
+    failing(lambda: part.get(keys=["far"]))
+    failing(lambda: part.seal())
+    failing(lambda: part.claim("s", rows=5, timeout=1))
+    assert a.stats()["peer"] == "a"
+    a.close()
+    with contextlib.suppress(DataplaneError):
+        b.close()
+
+
+def test_a_peer_that_was_started_anew_is_met_anew(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "a")
+    far.put({"x": [np.zeros(100_000)]}, key=["far"])
+    ref = far.put({"x": [np.zeros(100_000)]})
+    part.put({"x": [np.ones(100_000)]}, key=["near"])
+    hosts.kill("b")
+    hosts.start_one("b")
+    with hosts.connect("b") as again:
+        back = again.partition(part.name)
+        back.put({"x": [np.full(100_000, 2.0)]}, key=["new"])
+        assert (part.get(keys=["new"])["x"][0] == 2).all()
+        assert (part.get(keys=["near"])["x"][0] == 1).all()
+        failing(lambda: a.get(ref))
+        batch = part.claim("s", rows=2, timeout=10)
+        assert sorted(batch.keys) == ["near", "new"]
+        batch.ack()
+        del batch
+        part.seal()
+        # What was lost is not passed over in silence.
+        assert isinstance(failing(lambda: part.claim("s", rows=1)), dataplane.RowsLost)
+        no_leaks(a, again)
+    a.close()
+    with contextlib.suppress(DataplaneError):
+        b.close()
+
+
+def test_a_stopped_peer_holds_up_nobody_for_long(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "a")
+    far.put({"x": [np.zeros(100_000)]}, key=["far"])
+    part.put({"x": [np.ones(100_000)]}, key=["near"])
+    hosts.peers["b"].send_signal(signal.SIGSTOP)
+    try:
+        failing(lambda: part.get(keys=["far"]))
+        assert part.get(keys=["near"]).keys == ["near"]
+        assert part.claim("s", rows=1, timeout=BOUND_S).keys == ["near"]
+    finally:
+        hosts.peers["b"].send_signal(signal.SIGCONT)
+
+    def goes_on() -> bool:
+        with contextlib.suppress(dataplane.Unavailable):  # of a call on the broken connection
+            return far.get(keys=["near"]).keys == ["near"]
+        return False
+
+    until(goes_on, "it goes on where it was")
+    assert part.get(keys=["far"], timeout=20).keys == ["far"]
+    a.close()
+    b.close()
+
+
+def test_a_claim_waits_through_its_homes_new_start(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "a")
+    del far
+    home = a.stats()["address"]
+    names = (f"w{n}" for n in range(10_000))
+    roster = Roster.from_seeds(list(hosts.addresses.values()))
+    name = next(n for n in names if roster.home(n) == home and roster.stage_home(n, "s") != home)
+    stage = a.partition(name, stages={"s": ["x"]})
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(stage.claim("s", rows=1, timeout=60).keys))
+    thread.start()
+    until(lambda: a.stats()["waiting_claims"] == 1, "the claim waits")
+    hosts.kill("b")
+    hosts.start_one("b")
+    with hosts.connect("b") as again:
+        again.partition(name).put({"x": [1]}, key=["late"])
+        thread.join(30)
+    assert got == [["late"]]
+    a.close()
+    with contextlib.suppress(DataplaneError):
+        b.close()
+
+
+def test_a_peer_that_starts_late_is_waited_for(hosts: Addressed) -> None:
+    hosts.launch("ab")
+    hosts.start_one("a")
+    with hosts.connect("a") as a:
+        name = hosts.homed("b")
+        made: list[Any] = []
+
+        def make() -> None:
+            part = a.partition(name, stages={"s": ["x"]})
+            part.put({"x": [1]}, key=["k"])
+            made.append(part.claim("s", rows=1, timeout=20).keys)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        hosts.start_one("b")
+        thread.join(30)
+        assert made == [["k"]]
+
+
+PUTS = """
+    import dataplane, numpy as np, itertools
+    part = dataplane.connect().partition("{name}")
+    for i in itertools.count():
+        part.put({{"x": np.full((1, 1 << 20), i % 256, np.uint8)}}, timeout=60)
+        if i == 3:
+            print("putting", flush=True)
+"""
+
+
+def test_an_owner_that_dies_while_it_is_read_fails_the_read_and_no_more(hosts: Addressed) -> None:
+    a, b, part, far = both(hosts, "a")
+    producer = hosts.worker(PUTS.format(name=part.name), DATAPLANE_PEER="b")
+    assert line(producer) == "putting"
+    with pytest.raises(DataplaneError) as caught:
+        for _ in range(400):
+            if _ == 20:
+                hosts.peers["b"].kill()
+            part.claim("s", rows=1, timeout=2, lease=30).ack()
+    assert not isinstance(caught.value, dataplane.InternalError)
+    ref = part.put({"x": [np.ones(9000)]})
+    assert a.get(ref)["x"][0].sum() == 9000
+    del far
+    no_leaks(a, seconds=15)
+    a.close()
+    with contextlib.suppress(DataplaneError):
+        b.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import struct
@@ -173,6 +174,8 @@ class Connection(asyncio.Protocol):
         handler = self._door.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
+        wait_s = request.deadline_ms / 1000 + GRACE_S if request.deadline_ms else math.inf
+        call_deadline.set(self._door.host.now() + wait_s)
         try:
             outcome = handler(self._session, request, request.body)
         except Exception as exc:
@@ -186,9 +189,6 @@ class Connection(asyncio.Protocol):
 
     async def _finish(self, request: Request, outcome: Awaitable[Body]) -> None:
         assert self._session is not None
-        if request.deadline_ms:
-            wait_s = request.deadline_ms / 1000 + GRACE_S
-            call_deadline.set(self._door.host.now() + wait_s)
         try:
             body = await outcome
         except Exception as exc:

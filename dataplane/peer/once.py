@@ -7,6 +7,7 @@ carried out, and is tried again.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Hashable
 
 from dataplane.metadata.operations import Operations
@@ -20,12 +21,13 @@ class Once:
 
     def __init__(self, answers: Operations[Body]) -> None:
         self.answers = answers
-        self._under_way: dict[tuple[Hashable, int], asyncio.Future[None]] = {}
+        self._under_way: dict[tuple[Hashable, int], asyncio.Future[Body]] = {}
 
     def run(self, who: Hashable, op: int, floor: int, start: Start) -> Body | Awaitable[Body]:
         """The answer to operation `op`: remembered, or what `start` does. At once where it can."""
-        if (who, op) in self._under_way:
-            return self._after(who, op, floor, start)
+        first = self._under_way.get((who, op))
+        if first is not None:
+            return self._after(first, who, op, floor, start)
         before = self.answers.recall(who, op)
         if before is not None:
             return before
@@ -33,26 +35,19 @@ class Once:
         if isinstance(outcome, Body):
             self.answers.remember(who, op, floor, outcome)
             return outcome
-        ended = self._under_way[who, op] = asyncio.get_running_loop().create_future()
-        return self._finish(who, op, floor, outcome, ended)
+        # A callback and not a `finally`: a task that is cancelled before it began runs neither.
+        work = self._under_way[who, op] = asyncio.ensure_future(outcome)
+        work.add_done_callback(functools.partial(self._ended, who, op, floor))
+        return work
 
-    async def _finish(
-        self,
-        who: Hashable,
-        op: int,
-        floor: int,
-        outcome: Awaitable[Body],
-        ended: asyncio.Future[None],
+    def _ended(self, who: Hashable, op: int, floor: int, work: asyncio.Future[Body]) -> None:
+        del self._under_way[who, op]
+        if not work.cancelled() and work.exception() is None:
+            self.answers.remember(who, op, floor, work.result())
+
+    async def _after(
+        self, first: asyncio.Future[Body], who: Hashable, op: int, floor: int, start: Start
     ) -> Body:
-        try:
-            reply = await outcome
-            self.answers.remember(who, op, floor, reply)
-            return reply
-        finally:
-            del self._under_way[who, op]
-            ended.set_result(None)
-
-    async def _after(self, who: Hashable, op: int, floor: int, start: Start) -> Body:
-        await asyncio.wait([self._under_way[who, op]])
+        await asyncio.wait([first])
         outcome = self.run(who, op, floor, start)
         return outcome if isinstance(outcome, Body) else await outcome

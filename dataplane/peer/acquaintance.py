@@ -55,9 +55,9 @@ class Acquaintances:
         self._names[hello.address] = hello.name
         self._lost.discard(hello.address)
 
-    def knows(self, hello: PeerHello) -> bool:
-        """Whether it is still the one that was met last at its address."""
-        return self._known.get(hello.address) == hello.incarnation
+    def incarnation(self, address: str) -> int | None:
+        """Of the peer that was met there last, unless it is lost."""
+        return self._known.get(address)
 
     def lose(self, address: str) -> None:
         log.warning("peer %s at %s is lost", self._names.pop(address, "?"), address)
@@ -89,7 +89,8 @@ class Acquaintances:
         if hello.address not in self.host.roster.members:
             raise RosterMismatch(f"{hello.address} is not one of this plane's seeds")
         taken = {n: a for a, n in self._names.items()} | {mine.name: mine.address}
-        renamed = self.knows(hello) and self._names[hello.address] != hello.name
+        same = self._known.get(hello.address) == hello.incarnation
+        renamed = same and self._names[hello.address] != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
                 f"two peers of plane {mine.plane!r} are called {hello.name!r}: "

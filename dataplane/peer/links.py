@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from dataplane.errors import DataplaneError
+from dataplane.errors import Unavailable
 from dataplane.wire import limits
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import PeerHello
@@ -22,6 +22,13 @@ from dataplane.wire.peering import PeerHello
 HEARTBEAT_MS = 1_000
 """A peer that is silent for three of them has gone away: stopped, or cut off."""
 MAX_QUEUED_MESSAGES = 10_000
+
+
+class LinkBroken(Unavailable):
+    """The connection ended before the answer came.
+
+    For the mesh, which asks again or says so as Unavailable.
+    """
 
 
 def tune(socket: zmq.asyncio.Socket) -> None:
@@ -48,7 +55,7 @@ class Link:
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
     reader: asyncio.Task[None] | None = None
-    ended: DataplaneError | None = None
+    ended: Unavailable | None = None
     """why nothing is answered here any more"""
 
     @staticmethod
@@ -81,7 +88,7 @@ class Link:
         finally:
             self.answers.pop(rid, None)
 
-    def close(self, why: DataplaneError) -> None:
+    def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""
         self.ended = why
         if self.reader is not None:
@@ -94,6 +101,6 @@ class Link:
                 answer.set_exception(self._failure(why))
 
     @staticmethod
-    def _failure(why: DataplaneError) -> DataplaneError:
+    def _failure(why: Unavailable) -> Unavailable:
         """Each call gets an error of its own: it keeps the frames that it went through."""
         return type(why)(why.message, **why.details)

@@ -33,22 +33,20 @@ from dataplane.metadata.operations import Operations
 from dataplane.peer.acquaintance import Acquaintances
 from dataplane.peer.door import failed
 from dataplane.peer.host import Host, call_deadline
-from dataplane.peer.links import Link, tune
-from dataplane.peer.once import Once
+from dataplane.peer.links import Link, LinkBroken, tune
+from dataplane.peer.once import REPEATABLE, Once, may_repeat
 from dataplane.peer.sessions import Session
 from dataplane.wire import peering
 from dataplane.wire.messages import (
     Body,
-    Close,
-    Drop,
     Failed,
-    Finish,
-    Put,
     Request,
-    Reset,
-    Tag,
 )
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Release
+from dataplane.wire.peering import (
+    PeerHello,
+    PeerReply,
+    PeerRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +56,7 @@ LOST_S = 5.0
 REJOIN_S = 2.0
 """How long a call to a lost peer waits for its return."""
 RETRY_S = 0.5
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Release)
-"""Operations of clients, answered once however often they are forwarded."""
+RECONNECT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +84,8 @@ class Mesh:
         self._router: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._once = Once(Operations())
+        self._closing = False
+        self._looked_for: set[str] = set()
         self._told = itertools.count(1)
         self._telling: set[int] = set()
         self.on_parted: list[Callable[[str], None]] = []
@@ -124,6 +123,7 @@ class Mesh:
             log.error("a background task failed", exc_info=failure)
 
     async def close(self) -> None:
+        self._closing = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -157,8 +157,7 @@ class Mesh:
         else:
             try:
                 async with asyncio.timeout(timeout_s):
-                    link = await self._link(address)
-                    reply = await self._ask(link, body, who, timeout_s)
+                    reply = await self._exchange(address, body, who, timeout_s)
             except TimeoutError as exc:
                 raise Unavailable(
                     f"peer {self.others.name(address)} at {address} did not answer "
@@ -168,6 +167,17 @@ class Mesh:
         if isinstance(reply, Failed):
             raise from_wire(reply.code, reply.message, reply.details)
         return reply
+
+    async def _exchange(self, address: str, body: Body, who: Caller, timeout_s: float) -> Any:
+        """Again on a new connection where the one before broke and that does no harm; until the
+        peer is lost."""
+        while True:
+            try:
+                return await self._ask(await self._link(address), body, who, timeout_s)
+            except LinkBroken as exc:
+                if self.others.is_lost(address) or not may_repeat(body, who.op):
+                    raise Unavailable(exc.message, **exc.details) from exc
+                await asyncio.sleep(RECONNECT_S)
 
     async def insist(self, address: str, body: Body) -> None:
         """Tell a peer, again and again, unless it is lost. It carries it out once."""
@@ -205,6 +215,8 @@ class Mesh:
         return link.hello
 
     async def _link(self, address: str) -> Link:
+        if self._closing:
+            raise Unavailable(f"peer {self.host.name!r} ends")
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = Link.open(self._context, address)
@@ -229,12 +241,12 @@ class Mesh:
 
     def _break(self, link: Link) -> None:
         """The connection ended: calls under way fail; is the peer still there?"""
-        if self._links.get(link.address) is not link:
+        if self._links.get(link.address) is not link or self._closing:
             return
         del self._links[link.address]
         name = self.others.name(link.address)
         link.close(
-            Unavailable(
+            LinkBroken(
                 f"peer {name} at {link.address} went away in the middle of a call, which may or "
                 "may not have taken effect: repeat it when the peer runs again",
                 address=link.address,
@@ -244,17 +256,32 @@ class Mesh:
             log.warning("the connection to peer %s at %s broke", name, link.address)
             for tell in self.on_parted:
                 tell(link.address)
-            self.spawn(self._look_for(link.hello))
+        incarnation = self.others.incarnation(link.address)
+        if incarnation is not None and link.address not in self._looked_for:
+            self._looked_for.add(link.address)
+            self.spawn(self._look_for(link.address, incarnation))
 
-    async def _look_for(self, before: PeerHello) -> None:
+    async def _look_for(self, address: str, incarnation: int) -> None:
+        """Is it still there, after its connection broke?"""
         try:
-            await self.hello(before.address, LOST_S)
+            async with asyncio.timeout(LOST_S):
+                while not await self._greets(address):
+                    await asyncio.sleep(RECONNECT_S)
         except (TimeoutError, DataplaneError):
-            if self.others.knows(before):
-                self.others.lose(before.address)
-                link = self._links.get(before.address)
+            if self.others.incarnation(address) == incarnation:
+                self.others.lose(address)
+                link = self._links.get(address)
                 if link is not None and link.hello is None:
                     self._break(link)  # who waits for it to be there waits no longer
+        finally:
+            self._looked_for.discard(address)
+
+    async def _greets(self, address: str) -> bool:
+        try:
+            await self._link(address)
+        except LinkBroken:
+            return False
+        return True
 
     async def _ask(self, link: Link, body: Body, who: Caller, timeout_s: float) -> Any:
         rid = next(self._rids)

@@ -11,7 +11,11 @@ import functools
 from collections.abc import Awaitable, Callable, Hashable
 
 from dataplane.metadata.operations import Operations
-from dataplane.wire.messages import Body
+from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
+from dataplane.wire.peering import Grant, Order, Release, Settled
+
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Release)
+"""Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[[], Body | Awaitable[Body]]
 
@@ -51,3 +55,10 @@ class Once:
         await asyncio.wait([first])
         outcome = self.run(who, op, floor, start)
         return outcome if isinstance(outcome, Body) else await outcome
+
+
+def may_repeat(body: Body, op: int) -> bool:
+    """Whether a request to a peer that was perhaps carried out may be sent once more."""
+    if isinstance(body, REPEATABLE):
+        return op > 0
+    return not isinstance(body, Order | Grant | Settled)

@@ -118,7 +118,6 @@ class Peer:
 
     async def start(self, socket_path: str) -> None:
         if not self.host.solo:
-            self.mesh.listen()
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
             engine = BulkEngine(
                 self.host.arena.rw_fd,
@@ -131,6 +130,7 @@ class Peer:
             )
             await engine.start()
             self.pulls.engine = engine
+            self.mesh.listen()  # now that a greeting can say where bytes are read
         self.door.open(socket_path)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -177,6 +177,8 @@ def test_a_claim_waits_through_its_homes_new_start(hosts: Addressed) -> None:
     roster = Roster.from_seeds(list(hosts.addresses.values()))
     name = next(n for n in names if roster.home(n) == home and roster.stage_home(n, "s") != home)
     stage = a.partition(name, stages={"s": ["x"]})
+    with pytest.raises(dataplane.ClaimTimeout):
+        stage.claim("s", rows=1, timeout=0.1)  # from here on the two peers know each other
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(stage.claim("s", rows=1, timeout=60).keys))
     thread.start()

@@ -203,10 +203,6 @@ class Mesh:
         members = self.host.roster.members
         return await asyncio.gather(*(self.call(m, body, **kwargs) for m in members))
 
-    def hello_of(self, address: str) -> PeerHello | None:
-        link = self._links.get(address)
-        return link.hello if link else None
-
     async def hello(self, address: str, timeout_s: float = CALL_S) -> PeerHello:
         """Who answers at an address."""
         async with asyncio.timeout(timeout_s):

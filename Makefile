@@ -2,15 +2,97 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: bench test check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
 
 bench: $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video,math --planes dataplane,controller --hosts 2 --prompts 8 --seed 0 --json bench/out/report.json
 
+bench-memory: $(VENV)/.bench-installed
+	$(BIN)/python -m bench run --trace video --planes dataplane,controller,ray-driver --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
+	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
+	$(BIN)/python -m bench report bench/out/limited.json bench/out/memory.json -o bench/out/memory.html
+
+# Of Debian: a browser, in which a test opens the bench's report; etcd, which keeps rosters; `ip` of
+# iproute2, which makes the test bed's network.
+system-packages:
+	$(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium etcd-server iproute2
+
+bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
+
+bench-compare: $(VENV)/.compare-installed
+	$(BIN)/python -m bench compare --json bench/out/compare.json
+
+# Most tests wait for processes, so several run at a time, file by file.
+# Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it.
+TEST_WORKERS ?= 2
 test: $(VENV)/.test-installed
-	$(BIN)/coverage run -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --reruns 1
+
+coverage: $(VENV)/.test-installed
+	$(BIN)/coverage run -m pytest --reruns 1
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
+
+# Hosts as network namespaces of this machine; HOSTS, RATE=10gbit (by tc) as you like.
+HOSTS ?= 3
+testbed: $(VENV)/.test-installed
+	$(BIN)/python -m deploy.testbed --hosts $(HOSTS) $(if $(RATE),--rate $(RATE)) --trace math,image --json bench/out/testbed.json
+
+SEEDS ?= 2000
+simulate: $(VENV)/.test-installed
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Any calls in any order against a model, on one real peer and on three.
+SURFACE_EXAMPLES ?= 200
+surface: $(VENV)/.test-installed
+	SURFACE_EXAMPLES=$(SURFACE_EXAMPLES) $(BIN)/python -m pytest -q tests/end_to_end/test_surface_model.py
+
+SOAK_MINUTES ?= 10
+soak: $(VENV)/.bench-installed
+	$(BIN)/python -m bench soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
+
+# The whole grid of damages and moments on real processes; some cells need CAP_NET_ADMIN.
+chaos: $(VENV)/.test-installed
+	CHAOS=1 $(BIN)/python -m pytest -q tests/chaos tests/end_to_end/test_chaos_calls.py
+
+# Coverage-guided, FUZZ_SECONDS for each decoder; what was worth something is kept in .fuzz.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= local peers bulk journal objects columns filters manifest traces
+fuzz: $(VENV)/.fuzz-installed
+	for target in $(FUZZ_TARGETS); do $(BIN)/python -m tests.fuzz $$target $(FUZZ_SECONDS) || exit 1; done
+
+test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
+	$(BIN)/python -m pytest -q tests/bench/test_compare.py tests/bench/test_compare_planes.py tests/bench/test_ray_planes.py
+
+test-deploy: $(VENV)/.deploy-installed $(BIN)/promtool
+	$(BIN)/python -m pytest -q tests/deploy/test_container.py tests/deploy/test_kubernetes.py tests/deploy/test_monitoring.py
+
+# Of Debian's prometheus package only its checker: nothing is installed or started.
+$(BIN)/promtool: $(BIN)/python
+	mkdir -p $(VENV)/debian && cd $(VENV)/debian && apt-get download --quiet prometheus
+	dpkg-deb --extract $(VENV)/debian/prometheus_*.deb $(VENV)/debian
+	mv $(VENV)/debian/usr/bin/promtool $@ && rm -r $(VENV)/debian
+
+# Engines of transport lie apart: with one beside them, peers of all other tests would choose it.
+ENGINES := $(VENV)/engines
+test-ucx: $(VENV)/.engines-installed
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q --reruns 1 tests/engines
+
+$(VENV)/.engines-installed: $(VENV)/.test-installed
+	rm -rf $(ENGINES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(ENGINES) 'nixl-cu13>=1.5,<2' \
+	  'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' 'libucx-cu13>=1.21,<1.22' 'librmm-cu13>=26.10,<26.11' 'rapids-logger>=0.3,<0.4'
+	touch $@
+
+# With the Python that it is given: a machine with a GPU may have no network, see docs/gpu.md.
+test-gpu:
+	$(PYTHON) -m pytest -rs -m gpu tests/gpu
+
+# Real raylets on this machine, about a minute; what it installs is no part of the other tests.
+test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
+	$(BIN)/python -m pytest -q tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -7,6 +7,7 @@ of what the trainers read, and the two are compared when the run is over.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,57 +17,89 @@ _EXAMPLES = 5
 
 @dataclass(slots=True)
 class Ledger:
-    """`samples`: rows of a group; `fields`: what a trainer must have got of each row."""
+    """`samples`: rows of a group; `fields`: what a trainer must have got of each row.
+
+    dropped: the groups that must not be trained, and why: `filtered` or `aborted`. copies: how
+    many tensor-parallel ranks read each row.
+    """
 
     prompts: int
     samples: int
     fields: list[str]
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    copies: int = 1
     _produced: dict[Row, dict[str, int]] = field(default_factory=dict)
-    _trained: list[tuple[list[Row], dict[str, list[int]]]] = field(default_factory=list)
+    _trained: list[tuple[int, list[Row], dict[str, list[int]]]] = field(default_factory=list)
+    _dropped: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def expected_rows(self) -> int:
-        return self.prompts * self.samples
+        return (self.prompts - len(self.dropped)) * self.samples
 
     @property
     def trained_rows(self) -> int:
-        return sum(len(rows) for rows, _ in self._trained)
+        return sum(len(rows) for rank, rows, _ in self._trained if rank == 0)
+
+    @property
+    def dropped_rows(self) -> dict[str, int]:
+        """Rows that were dropped, by what became of them."""
+        groups = Counter(fate for _, fate in self._dropped)
+        return {fate: groups[fate] * self.samples for fate in ("filtered", "aborted")}
 
     def record(self, event: dict[str, Any]) -> None:
-        """A `produced` or `trained` event of a worker; others are none of the ledger's business."""
+        """An event of a worker about rows; others are none of the ledger's business."""
         rows = [(int(p), int(s)) for p, s in event.get("rows", ())]
         if event["event"] == "produced":
             for name, digests in event["digests"].items():
                 for row, digest in zip(rows, digests, strict=True):
                     self._produced.setdefault(row, {})[name] = digest
         elif event["event"] == "trained":
-            self._trained.append((rows, event["digests"]))
+            self._trained.append((event.get("tp", 0), rows, event["digests"]))
+        elif event["event"] == "filtered":
+            self._dropped += [(int(prompt), "filtered") for prompt in event["prompts"]]
+        elif event["event"] == "aborted":
+            self._dropped.append((int(event["prompt"]), "aborted"))
 
     def problems(self) -> list[str]:
         """Every way in which the trained rows differ from what was put; empty when all is well."""
-        found = [*self._missing(), *self._groups(), *self._contents()]
+        found = [*self._missing(), *self._drops(), *self._groups(), *self._contents()]
         more = len(found) - _EXAMPLES
         return found[:_EXAMPLES] + ([f"and {more} more"] if more > 0 else [])
 
     def _missing(self) -> list[str]:
-        seen = Counter(row for rows, _ in self._trained for row in rows)
-        expected = {(p, s) for p in range(self.prompts) for s in range(self.samples)}
+        kept = [prompt for prompt in range(self.prompts) if prompt not in self.dropped]
+        expected = {(p, s) for p in kept for s in range(self.samples)}
+        found = []
+        for rank in range(self.copies):
+            seen = Counter(row for r, rows, _ in self._trained if r == rank for row in rows)
+            found += [
+                *(f"row {row} was never trained" for row in sorted(expected - seen.keys())),
+                *(f"row {row} was {self._absent(row)}" for row in sorted(seen.keys() - expected)),
+                *(f"row {row} was trained {n} times" for row, n in seen.items() if n > 1),
+            ]
+        return found
+
+    def _absent(self, row: Row) -> str:
+        return f"{self.dropped[row[0]]}, and trained" if row[0] in self.dropped else "never put"
+
+    def _drops(self) -> list[str]:
+        told, expected = Counter(self._dropped), set(self.dropped.items())
         return [
-            *(f"row {row} was never trained" for row in sorted(expected - seen.keys())),
-            *(f"row {row} was never put" for row in sorted(seen.keys() - expected)),
-            *(f"row {row} was trained {n} times" for row, n in seen.items() if n > 1),
+            *(f"group {p} should have been {fate}" for p, fate in sorted(expected - told.keys())),
+            *(f"group {p} was {fate} wrongly" for p, fate in sorted(told.keys() - expected)),
+            *(f"group {p} was {fate} {n} times" for (p, fate), n in told.items() if n > 1),
         ]
 
     def _groups(self) -> list[str]:
         return [
             f"a batch mixes or splits groups: {len(rows)} rows of prompts {sorted(prompts)}"
-            for rows, _ in self._trained
+            for _, rows, _ in self._trained
             if len(prompts := {p for p, _ in rows}) != 1 or len(set(rows)) != self.samples
         ]
 
     def _contents(self) -> list[str]:
         found = []
-        for rows, columns in self._trained:
+        for _, rows, columns in self._trained:
             if columns.keys() != set(self.fields):
                 found.append(f"fields {sorted(columns)} arrived instead of {sorted(self.fields)}")
             for name, digests in columns.items():

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.trace import PATCH_VALUES, Prompt, Task
+from bench.traces import PATCH_VALUES, Prompt, Task
 
 Choice = Literal["needed", "all"]
 Shape = tuple[int, ...]
@@ -39,51 +39,68 @@ _TEXT = (
 _MEDIA = (
     Field("pixel_values", 7, "float32", shared=True),
     Field("image_grid_thw", 8, "int64", shared=True),
-    Field("raw_frames", 9, "float32", shared=True),
 )
-SCORES = (Field("reward", 10, "float32"), Field("token_level_scores", 11, "float32"))
+_FRAMES = Field("raw_frames", 9, "float32", shared=True)
+_REWARD = (Field("reward", 10, "float32"), Field("token_level_scores", 11, "float32"))
+_REFERENCE = (Field("ref_log_prob", 12, "float32"),)
+ADDED = {"reward": _REWARD, "reference": _REFERENCE}  # by the stages on the way
 
 DEDUP = ("pixel_values", "raw_frames")
 _REWARD_NEEDS = ("uid", "responses", "response_mask")
-_TRAINER_LEAVES = ("raw_frames",)  # once there are pixel_values nobody reads the frames again
+_MODELS_LEAVE = ("raw_frames",)  # once there are pixel_values nobody reads the frames again
 
 
 def rollout_fields(task: Task) -> tuple[Field, ...]:
     """What a rollout worker writes for each row."""
-    return (*_TEXT, *_MEDIA) if task.name == "video" else _TEXT
+    if not task.media:
+        return _TEXT
+    return (*_TEXT, *_MEDIA, _FRAMES) if task.videos else (*_TEXT, *_MEDIA)
+
+
+def all_fields(task: Task) -> tuple[Field, ...]:
+    """All fields that a row has in the end."""
+    return (*rollout_fields(task), *_REWARD, *_REFERENCE)
+
+
+def opening_fields(task: Task) -> tuple[Field, ...]:
+    """What is there of a row before its response: the prompt's media, once a group."""
+    return tuple(f for f in rollout_fields(task) if f.name == "uid" or f.shared)
 
 
 def stage_fields(task: Task, columns: Choice) -> dict[str, list[str]]:
     """What each stage is sent: `needed`, or everything that is there, as verl does."""
     written = [field.name for field in rollout_fields(task)]
-    scores = [field.name for field in SCORES]
+    everything = [field.name for field in all_fields(task)]
     if columns == "all":
-        return {"reward": written, "train": written + scores}
-    needed = [name for name in written if name not in _TRAINER_LEAVES]
-    return {"reward": list(_REWARD_NEEDS), "train": needed + scores}
+        scored = written if task.survive is None else [*written, "reward"]
+        return {"reward": written, "reference": scored, "train": everything}
+    model = [name for name in written if name not in (*_MODELS_LEAVE, "old_log_probs")]
+    if task.survive is not None:  # it waits for the groups that the reward stage leaves
+        model.append("reward")
+    train = [name for name in everything if name not in _MODELS_LEAVE]
+    return {"reward": list(_REWARD_NEEDS), "reference": model, "train": train}
 
 
 def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:
     """The shape of one row's value."""
-    response = prompt.response_tokens[sample]
+    response = prompt.samples[sample].tokens
     total = prompt.prompt_tokens + response
-    clip = prompt.clip
     match field.name:
         case "uid":
             return (2,)
         case "reward":
             return (1,)
         case "position_ids":  # three axes where there are media (mRoPE)
-            return (3, total) if clip else (total,)
+            return (3, total) if prompt.media else (total,)
         case "input_ids" | "attention_mask":
             return (total,)
-        case "responses" | "response_mask" | "old_log_probs" | "token_level_scores":
-            return (response,)
-    if clip is None:
-        raise ValueError(f"{field.name} is a field of media, and prompt {prompt.index} has none")
-    if field.name == "image_grid_thw":
-        return (1, 3)
-    return (clip.pixel_rows, PATCH_VALUES) if field.name == "pixel_values" else clip.frames
+        case "pixel_values":
+            return (prompt.pixel_rows, PATCH_VALUES)
+        case "image_grid_thw":
+            return (len(prompt.media), 3)
+        case "raw_frames":
+            return prompt.media[0].frames
+    return (response,)
 
 
 def value_bytes(field: Field, prompt: Prompt, sample: int) -> int:
@@ -92,7 +109,7 @@ def value_bytes(field: Field, prompt: Prompt, sample: int) -> int:
 
 def group_bytes(fields: tuple[Field, ...], prompt: Prompt, dedup: bool) -> int:
     """Bytes of one group's values; with dedup a shared value counts once."""
-    samples = len(prompt.response_tokens)
+    samples = len(prompt.samples)
     total = 0
     for field in fields:
         once = dedup and field.name in DEDUP

@@ -21,10 +21,10 @@ def describe() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
     }
 
 
@@ -36,7 +36,7 @@ def _line(path: str, name: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """What the host has, or what the memory cgroup allows where that is less."""
     total = int(_line("/proc/meminfo", "MemTotal").split()[0]) * 1024
     for path in _CGROUP_LIMITS:
@@ -45,7 +45,8 @@ def _memory_bytes() -> int:
     return total
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

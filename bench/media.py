@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bench.columns import Field, shape_of
-from bench.trace import Prompt
+from bench.traces import Prompt, Sample
 
 Array = NDArray[Any]
 
@@ -35,7 +35,7 @@ class Source:
 
     def column(self, field: Field, prompt: Prompt) -> list[Array]:
         """One value a row; a shared value is one array, n times."""
-        samples = range(len(prompt.response_tokens))
+        samples = range(len(prompt.samples))
         if field.shared:
             return [self.value(field, prompt, 0)] * len(samples)
         return [self.value(field, prompt, sample) for sample in samples]
@@ -44,15 +44,19 @@ class Source:
         shape = shape_of(field, prompt, sample)
         if field.name == "uid":
             return np.array([prompt.index, sample], np.int64)
-        if field.name in ("attention_mask", "response_mask"):
+        if field.name == "attention_mask":
             return np.ones(shape, np.int64)
+        if field.name == "response_mask":
+            return response_mask(prompt.samples[sample])
         if field.name == "position_ids":
             return np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1]), shape))
         if field.name == "image_grid_thw":
-            assert prompt.clip is not None
-            return np.array([prompt.clip.grid], np.int64)
+            return np.array([medium.grid for medium in prompt.media], np.int64)
         out = self._room(field, shape)
-        fill(out, (self.seed, prompt.index, 0 if field.shared else sample + 1, field.number))
+        if field.shared:  # equal media have equal bytes, wherever in the trace they come
+            fill(out, (self.seed, field.number, *(medium.content for medium in prompt.media)))
+        else:
+            fill(out, (self.seed, prompt.index, sample + 1, field.number))
         return out
 
     def _room(self, field: Field, shape: tuple[int, ...]) -> Array:
@@ -61,6 +65,12 @@ class Source:
         if buffer is None or buffer.size < size:
             return np.empty(shape, field.dtype)
         return buffer[:size].view(field.dtype).reshape(shape)
+
+
+def response_mask(sample: Sample) -> Array:
+    """1 where the model wrote, 0 where a tool did."""
+    lengths = [n for turn in sample.turns for n in (turn.tokens, turn.tool_tokens)]
+    return np.repeat(np.tile(np.array([1, 0], np.int64), len(sample.turns)), lengths)
 
 
 def fill(out: Array, key: tuple[int, ...]) -> None:

@@ -1,19 +1,27 @@
 """How much memory each process of a run takes, sampled about ten times a second by the runner.
 
-A process counts with its proportional set size without shared memory; arenas (memfds) count once,
-with the pages that the kernel holds for them, whoever maps them. Never summed RSS.
+A process counts with its proportional set size without shared memory; arenas (memfds, and Ray's
+object stores in /dev/shm) count once, for the first process that has them, with the pages that
+exist, whoever maps them. Never summed RSS. A host with a limit (bench.limits) counts with what the
+kernel charges it for.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from bench.limits import HostLimit
 
 INTERVAL_S = 0.1
+_REST = 9  # times what a look at the processes took, before the next one
+_MAX_POINTS = 2_000  # of a curve; a longer run keeps every second one, and so on
 ARENA = "arena"
+_ARENAS = ("/memfd:", "/dev/shm/plasma")
 
 
 def process_bytes(pid: int) -> int:
@@ -28,12 +36,12 @@ def process_bytes(pid: int) -> int:
 
 
 def memfds(pid: int) -> dict[tuple[int, int], int]:
-    """The memfds that a process has open: (device, inode) → bytes of pages that exist."""
+    """Memory files that a process has open: (device, inode) → bytes of pages that exist."""
     held: dict[tuple[int, int], int] = {}
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             try:
-                if str(descriptor.readlink()).startswith("/memfd:"):
+                if str(descriptor.readlink()).startswith(_ARENAS):
                     stat = descriptor.stat()
                     held[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
             except FileNotFoundError:
@@ -43,8 +51,15 @@ def memfds(pid: int) -> dict[tuple[int, int], int]:
     return held
 
 
-def children(pid: int) -> list[int]:
-    """Child processes, where the kernel tells them."""
+def descendants(pid: int) -> list[int]:
+    """Child processes and all below them, where the kernel tells them."""
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        found += _children(parent)
+    return found[1:]
+
+
+def _children(pid: int) -> list[int]:
     try:
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         return [int(child) for child in listed.split()]
@@ -53,14 +68,23 @@ def children(pid: int) -> list[int]:
 
 
 class Sampler:
-    """Keeps the peak of every process, of the arenas and of their sum at one instant."""
+    """Keeps the curve and the peak of every process, of the arenas and of their sum."""
 
-    def __init__(self, pids: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, pids: Callable[[], dict[str, int]], limits: Sequence[HostLimit] = ()
+    ) -> None:
         self._pids = pids
+        self._limits = limits
         self._stop = threading.Event()
+        self._looking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+        self._points: list[tuple[float, dict[str, int], list[int]]] = []
+        self._latest: dict[str, int] = {}
+        self._processes_due = 0.0
+        self._interval_s = INTERVAL_S
         self.peak_bytes: dict[str, int] = {}
         self.peak_total_bytes = 0
+        self.peak_host_bytes = [0] * len(limits)
         self.samples = 0
         self.sampling_seconds = 0.0
 
@@ -74,31 +98,67 @@ class Sampler:
         self._stop.set()
         self._thread.join()
 
+    def curve(self, start: float) -> dict[str, Any]:
+        """Bytes over the seconds since `start` (monotonic): a list a process and a limited host.
+
+        None where a process did not run; processes are looked at less often where that is dear, and
+        keep their figure until the next time. `hosts` is what the kernel charged each host for.
+        """
+        names = sorted({name for _, now, _ in self._points for name in now})
+        return {
+            "seconds": [round(at - start, 3) for at, _, _ in self._points],
+            "processes": {name: [now.get(name) for _, now, _ in self._points] for name in names},
+            "hosts": [
+                [held[host] for _, _, held in self._points] for host in range(len(self._limits))
+            ],
+        }
+
     def _run(self) -> None:
         while True:
             start = time.monotonic()
-            self.sample()
+            self.sample(processes=start >= self._processes_due)
             cost = time.monotonic() - start
             self.sampling_seconds += cost
-            # Walking the page tables of many gigabytes takes time that belongs to the run.
-            if self._stop.wait(max(INTERVAL_S - cost, 9 * cost)):
+            if self._stop.wait(max(self._interval_s - cost, 0)):
                 return
 
-    def sample(self) -> None:
-        """One look at all processes, and their children under their parent's name."""
-        arenas: dict[tuple[int, int], int] = {}
+    def sample(self, processes: bool = True) -> None:
+        """One look at the hosts' counters and, unless told not to, at all processes."""
+        with self._looking:
+            self._sample(processes)
+
+    def _sample(self, processes: bool) -> None:
+        held = [limit.held_bytes() for limit in self._limits]
+        self.peak_host_bytes = [max(pair) for pair in zip(held, self.peak_host_bytes, strict=True)]
+        if processes:
+            start = time.monotonic()
+            self._look()
+            end = time.monotonic()
+            # Walking the page tables of many gigabytes takes time that belongs to the run.
+            self._processes_due = end + _REST * (end - start)
+        self.samples += 1
+        self._points.append((time.monotonic(), self._latest, held))
+        if len(self._points) > _MAX_POINTS:
+            self._points = self._points[::2]
+            self._interval_s *= 2
+
+    def _look(self) -> None:
+        """Every process, with all below it under its name."""
+        arenas: dict[tuple[int, int], tuple[str, int]] = {}
         now: dict[str, int] = {}
         for name, pid in self._pids().items():
             now[name] = 0
-            for member in (pid, *children(pid)):
+            for member in (pid, *descendants(pid)):
                 now[name] += process_bytes(member)
-                arenas |= memfds(member)
-        if arenas:
-            now[ARENA] = sum(arenas.values())
-        for name, nbytes in now.items():
-            self.peak_bytes[name] = max(nbytes, self.peak_bytes.get(name, 0))
+                for arena, nbytes in memfds(member).items():
+                    arenas.setdefault(arena, (f"{ARENA} of {name}", nbytes))
+        for owner, nbytes in arenas.values():
+            now[owner] = now.get(owner, 0) + nbytes
         self.peak_total_bytes = max(self.peak_total_bytes, sum(now.values()))
-        self.samples += 1
+        self._latest = now
+        shared = {ARENA: sum(nbytes for _, nbytes in arenas.values())} if arenas else {}
+        for name, nbytes in (now | shared).items():
+            self.peak_bytes[name] = max(nbytes, self.peak_bytes.get(name, 0))
 
 
 def oom_kills() -> int:

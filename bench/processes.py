@@ -25,6 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.1
 _LOG_LINES = 12
 _FAREWELL_S = 5.0
+_DYING_S = 2.0
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -109,12 +110,25 @@ class Crew:
             if m.process.returncode is None
         }
 
-    def tell(self, name: str) -> None:
+    def killed(self, count: int) -> list[str]:
+        """Who ended by SIGKILL before anybody here sent one: `count` names, or fewer where it was
+        somebody's child.
+
+        Waits a moment: a process that was killed with gigabytes is not gone at once.
+        """
+        deadline = time.monotonic() + _DYING_S
+        while True:
+            dead = [m for m in self.members.values() if m.process.poll() == -signal.SIGKILL]
+            if len(dead) >= count or time.monotonic() > deadline:
+                return [member.name for member in dead]
+            time.sleep(_TICK_S / 10)
+
+    def tell(self, name: str, line: str) -> None:
         """Send a worker the line that it waits for."""
         stdin = self.members[name].process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # dead already: the next events() says so
-            stdin.write(b"go\n")
+            stdin.write(f"{line}\n".encode())
             stdin.flush()
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -154,7 +168,7 @@ class Crew:
         services = [m for m in running if not m.speaks]
         for member in services:
             # Not Popen.terminate: that reaps, and then the id might be somebody else's below.
-            os.kill(member.process.pid, signal.SIGTERM)
+            os.kill(member.process.pid, signal.SIGINT)
         deadline = time.monotonic() + _FAREWELL_S
         while not all(_is_zombie(m) for m in services) and time.monotonic() < deadline:
             time.sleep(_TICK_S / 10)

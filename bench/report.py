@@ -31,7 +31,7 @@ def table(runs: list[dict[str, Any]], machine: dict[str, Any]) -> Table:
     """One line a run, 80 columns wide. GB are 10⁹ bytes."""
     cores = f"{machine['cores']} cores, {machine['memory_bytes'] / _GB:.0f} GB"
     shown = Table(
-        title=f"rollout → reward → trainers, on {cores}",
+        title=f"rollout → reward, reference → trainers, on {cores}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -51,7 +51,7 @@ def _cells(run: dict[str, Any]) -> list[str]:
     ok = run["status"] == "ok"
     return [
         f"{run['trace']}/{run['plane']}\ndedup {_switch(run['dedup'])}, {run['columns']}",
-        f"[{'green' if ok else 'red'}]{run['status']}[/]",
+        f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
         f"{run['rows']}" if ok else f"{run['rows']}\nof {run['rows_expected']}",
         f"{seconds:.2f}" if seconds else "–",
         f"{run['bytes_unique'] / _GB:.2f}",
@@ -74,6 +74,9 @@ def show(console: Console, runs: list[dict[str, Any]], machine: dict[str, Any]) 
         style="dim",
     )
     for run in runs:
+        for line in _flow(run):
+            console.print(f"{_label(run)}: {line}", style="dim")
+    for run in runs:
         costs = ", ".join(
             f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["bench_seconds"].items()
         )
@@ -83,8 +86,24 @@ def show(console: Console, runs: list[dict[str, Any]], machine: dict[str, Any]) 
             console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)
 
 
+def _flow(run: dict[str, Any]) -> Iterator[str]:
+    """What only some runs have: a pace, dropped rows, ranks that share what a host pulls."""
+    if run["plane_share"] is not None:
+        yield (
+            f"at {run['pace']:g} × the recorded speed {run['plane_share']:.1%} of the time is the "
+            f"plane's and the bench's own ({run['paced_seconds']:.2f} s without them)"
+        )
+    if any(run["rows_dropped"].values()):
+        told = ", ".join(f"{rows} {fate}" for fate, rows in run["rows_dropped"].items())
+        yield f"rows dropped: {told}"
+    if run["tp"] > 1 and run["status"] == "ok":
+        pulled = ", ".join(f"{nbytes / _GB:.2f} GB" for nbytes in run["pulled_bytes"])
+        yield f"with {run['tp']} ranks a trainer the hosts pulled {pulled or 'what is not known'}"
+
+
 def _label(run: dict[str, Any]) -> str:
-    return f"{run['trace']}/{run['plane']} (dedup {_switch(run['dedup'])})"
+    dedup = _switch(run["dedup"])
+    return f"{run['trace']}/{run['plane']} (dedup {dedup}, {run['columns']} columns)"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,19 @@ from typing import Any
 
 import msgspec
 
+from bench import figures
 from bench.check import Ledger
-from bench.columns import DEDUP, SCORES, Choice, group_bytes, rollout_fields
+from bench.columns import DEDUP, Choice, all_fields, group_bytes, rollout_fields
+from bench.compare import cpu
+from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
+from bench.limits import check as check_limits
 from bench.memory import Sampler, oom_kills
+from bench.pace import ideal_seconds
+from bench.places import Places
 from bench.planes import PLANES, Plane
-from bench.planes.base import Job, Moved, Worker
+from bench.planes.base import Job, Moved, Service, Unsupported, Worker
 from bench.processes import Crew, ProcessDied
-from bench.trace import TASKS
+from bench.traces import TASKS
 
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
@@ -50,7 +57,15 @@ class Settings:
     dedup: bool | None = None
     columns: Choice = "needed"
     arena_bytes: int | None = None
+    memory_limit_bytes: int | None = None  # of each host
     timeout_s: float = 240.0
+    steps: int = 1
+    staleness: int = 0
+    abort: float = 0.0  # share of the groups that are cancelled while they are written
+    pace: float = 0.0  # recorded seconds in one; 0: none are waited for
+    tp: int = 1  # tensor-parallel ranks of each trainer
+    trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
+    places: Places | None = None  # hosts with a network of their own
 
 
 def variants(settings: Settings) -> list[tuple[str, bool]]:
@@ -67,23 +82,37 @@ def variants(settings: Settings) -> list[tuple[str, bool]]:
 def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> dict[str, Any]:
     """One run of one plane, as a plain dict for the report."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = _job(settings, dedup, folder)
-        ledger = Ledger(job.prompts, job.task.samples, job.stages()["train"])
+        job = job_of(settings, dedup, folder)
+        fates = {prompt.index: job.fate(prompt) for prompt in job.generate()}
+        dropped = {index: fate for index, fate in fates.items() if fate != "trained"}
+        ledger = Ledger(len(fates), job.samples, job.stages()["train"], dropped, job.tp)
         run = _Run(job, PLANES[name](job), ledger, time.monotonic() + settings.timeout_s, progress)
+        run.places = settings.places
+        if missing := PLANES[name].missing():
+            return run.result(name, "not installed", f"it needs {', '.join(missing)}")
         kills = oom_kills()
         try:
             run.perform()
             problems = ledger.problems()
             status = "error" if problems else "ok"
+        except NoLimits as exc:
+            problems, status = [str(exc)], "not run"
+        except MachineFull as exc:
+            problems, status = [str(exc)], "disturbed"
         except (ProcessDied, RunTimeout) as exc:
             problems = [str(exc)]
             status = "oom" if _ran_out_of_memory(exc, kills) else "error"
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
+        if run.killed:
+            status = "oom"
+            whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
+            problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
         return run.result(name, status, "\n".join(problems))
 
 
-def _job(settings: Settings, dedup: bool, folder: str) -> Job:
+def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
+    """The job of a run; services and workers find its files in `folder`."""
     task = TASKS[settings.trace]
     job = Job(
         trace=settings.trace,
@@ -94,14 +123,45 @@ def _job(settings: Settings, dedup: bool, folder: str) -> Job:
         dedup=dedup,
         columns=settings.columns,
         arena_bytes=settings.arena_bytes or 0,
+        memory_limit_bytes=settings.memory_limit_bytes or 0,
         folder=folder,
         parent=os.getpid(),
+        steps=settings.steps,
+        staleness=settings.staleness,
+        trace_file=_recorded(settings, folder),
+        abort=settings.abort,
+        pace=settings.pace,
+        tp=settings.tp,
+        addresses=addresses_of(settings),
     )
     if settings.arena_bytes:
         return job
+    if settings.memory_limit_bytes:  # what a peer takes by itself
+        return msgspec.structs.replace(job, arena_bytes=settings.memory_limit_bytes // 4)
     largest = group_bytes(rollout_fields(task), job.largest_group(), dedup)
     arena = max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
     return msgspec.structs.replace(job, arena_bytes=arena)
+
+
+def addresses_of(settings: Settings) -> list[str]:
+    places = settings.places
+    return [places.address(host) for host in range(settings.hosts)] if places else []
+
+
+def _recorded(settings: Settings, folder: str) -> str:
+    """The part of the trace files that the run is about, where every process can read it."""
+    if not settings.trace_files:
+        return ""
+    from bench.traces import load, parquet
+
+    name, prompts = load.load(settings.trace_files, settings.trace, settings.seed)
+    prompts = load.cut(prompts, settings.steps, settings.prompts)
+    if len(sizes := {len(prompt.samples) for prompt in prompts}) > 1:
+        why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
+        raise parquet.TraceError(settings.trace_files[0], why)
+    path = Path(folder) / "trace.parquet"
+    parquet.write(path, name, settings.seed, prompts)
+    return str(path)
 
 
 def _ran_out_of_memory(exc: Exception, kills_before: int) -> bool:
@@ -124,53 +184,102 @@ class _Run:
         self._progress = progress
         self._ready: Said = {}
         self._done: Said = {}
+        self._opened = time.monotonic()  # the curve's zero where the workers never started
         self._started: float | None = None
         self._ended: float | None = None
         self._moved = Moved()
-        self._sampler: Sampler | None = None
+        self._sampler = Sampler(dict)
+        self._limits: list[HostLimit] = []
+        self.places: Places | None = None
+        self.killed: dict[str, Any] | None = None
+        self._rollouts_done: Counter[int] = Counter()  # by step
+        self._trainers_done: Counter[int] = Counter()
+        self._step_starts: dict[int, float] = {}  # of the first rollout worker
+        self._step_ends: list[float] = []
+        self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
 
     def perform(self) -> None:
+        """The whole run, under the limits that the job asks for."""
+        if self._job.tp > 1 and not self._plane.fans_out:
+            raise Unsupported(f"{self._plane.name} sends no batch to several ranks: leave --tp out")
+        if not self._job.memory_limit_bytes:
+            self._perform()
+            return
+        with limited_hosts(self._job.hosts, self._job.memory_limit_bytes) as self._limits:
+            self._perform()
+
+    def _perform(self) -> None:
         crew = Crew(Path(self._job.folder))
-        self._sampler = Sampler(crew.pids)
+        self._sampler = Sampler(crew.pids, self._limits)
         with crew, self._sampler:
             try:
                 self._services(crew)
                 workers = self._workers(crew)
+                self._sampler.sample()  # a run may be over before the sampler looks again
+                before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
                 self._started = time.monotonic()
                 for worker in workers:
-                    crew.tell(worker)
+                    crew.tell(worker, "policy 0")
                 self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
                 self._ended = max(self._done[worker]["end"] for worker in workers)
+                self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
+                self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
                 speaking = {s.name for s in self._plane.services() if s.speaks}
                 self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
                 self._moved = self._plane.moved(self._done)
+                check_limits(self._limits)
+            except Exception:
+                self.killed = self._killed(crew)
+                if not self.killed:  # a kill below the limit explains what else went wrong
+                    check_limits(self._limits)
+                raise
             finally:
                 self._ended = self._ended or time.monotonic()
                 self._plane.close()
 
+    def _cpu_of_services(self, crew: Crew) -> cpu.Spent:
+        """Processor seconds so far of whom nobody else counts: those that speak count their own."""
+        pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
+        return cpu.cpu_seconds(pids) | {(os.getpid(), "runner"): time.process_time()}
+
+    def _killed(self, crew: Crew) -> dict[str, Any] | None:
+        """Whom the kernel killed at its host's limit, if anybody, and when."""
+        for host, limit in enumerate(self._limits):
+            if (kills := limit.kills()) and limit.met_limit():
+                at = time.monotonic() - (self._started or self._opened)
+                return {"host": host, "processes": crew.killed(kills), "seconds": at}
+        return None
+
+    def _start(self, crew: Crew, service: Service) -> None:
+        argv = self.places.wrap(service.host, service.argv) if self.places else service.argv
+        argv = self._limits[service.host].wrap(argv) if self._limits else argv
+        crew.start(service.name, argv, service.env, service.speaks)
+
     def _services(self, crew: Crew) -> None:
         for service in self._plane.services():
-            crew.start(service.name, service.argv, service.env, service.speaks)
+            self._start(crew, service)
         self._listen(crew, "the plane to start", lambda: self._plane.reachable(self._ready))
 
     def _workers(self, crew: Crew) -> set[str]:
         job = self._job
-        crowd = (("rollout", job.hosts), ("reward", job.hosts), ("train", job.trainers))
+        crowd = {role: job.hosts for role in ("rollout", "reward", "reference")}
+        crowd["train"] = job.trainers * job.tp
         workers = [
             Worker(
                 job=job,
                 plane=self._plane.name,
                 role=role,
                 rank=rank,
-                host=rank % job.hosts,
-                address=self._plane.address(rank % job.hosts),
+                host=job.host_of(role, rank),
+                address=self._plane.address(job.host_of(role, rank)),
             )
-            for role, count in crowd
+            for role, count in crowd.items()
             for rank in range(count)
         ]
         for worker in workers:
             spec = msgspec.json.encode(worker).decode()
-            crew.start(worker.name, [sys.executable, "-m", "bench.worker", spec])
+            argv = [sys.executable, "-m", "bench.worker", spec]
+            self._start(crew, Service(worker.name, argv, speaks=True, host=worker.host))
         names = {worker.name for worker in workers}
         self._listen(crew, "the workers to attach", lambda: self._ready.keys() >= names)
         return names
@@ -183,8 +292,19 @@ class _Run:
                         self._ready[name] = event
                     case "done":
                         self._done[name] = event
+                    case "rolling":
+                        at = event["at"] - (self._started or 0.0)
+                        self._step_starts.setdefault(int(event["step"]), at)
+                    case "cancel":
+                        self._plane.cancel(int(event["step"]), int(event["prompt"]))
+                        crew.tell(name, f"cancelled {event['prompt']}")
+                    case "rolled":
+                        self._rolled(int(event["step"]))
+                    case "stepped":
+                        self._stepped(crew, event)
                     case _:
                         self._ledger.record(event)
+            check_limits(self._limits)
             self._progress(self._ledger.trained_rows, self._ledger.expected_rows)
             if time.monotonic() > self._deadline:
                 trained = f"{self._ledger.trained_rows} of {self._ledger.expected_rows} rows"
@@ -193,9 +313,23 @@ class _Run:
                     + "".join(f"\n{m.name}:\n{m.tail()}" for m in crew.members.values() if m.tail())
                 )
 
+    def _rolled(self, step: int) -> None:
+        """A rollout worker has finished a step; after the last of them it gets no further rows."""
+        self._rollouts_done[step] += 1
+        if self._rollouts_done[step] == self._job.hosts:
+            self._plane.rolled(step)
+
+    def _stepped(self, crew: Crew, event: dict[str, Any]) -> None:
+        """A trainer has finished a step; after the last of them the next policy is out."""
+        step = int(event["step"])
+        self._trainers_done[step] += 1
+        if self._trainers_done[step] == self._job.trainers * self._job.tp:
+            self._step_ends.append(event["at"] - (self._started or 0.0))
+            for rank in range(self._job.hosts):
+                crew.tell(f"rollout-{rank}", f"policy {step + 1}")
+
     def result(self, plane: str, status: str, error: str) -> dict[str, Any]:
         job, sampler = self._job, self._sampler
-        assert sampler is not None
         seconds = (self._ended - self._started) if self._ended and self._started else None
         return {
             "plane": plane,
@@ -204,41 +338,52 @@ class _Run:
             "error": error,
             "rows": self._ledger.trained_rows,
             "rows_expected": self._ledger.expected_rows,
+            "rows_dropped": self._ledger.dropped_rows,
             "bytes_unique": sum(self._unique_bytes()),
             "bytes_moved": self._moved.total,
-            "moved": msgspec.to_builtins(self._moved),
+            "moved": {
+                k: v for k, v in msgspec.structs.asdict(self._moved).items() if k != "pulled"
+            },
+            "pulled_bytes": self._moved.pulled,  # by host
             "seconds": seconds,
+            "step_starts": [at for _, at in sorted(self._step_starts.items())],
+            "step_ends": self._step_ends,
+            **self._paced(seconds),
             "peak_memory_bytes": sampler.peak_bytes,
             "peak_total_bytes": sampler.peak_total_bytes,
+            "peak_host_bytes": sampler.peak_host_bytes,
+            "memory_limit_bytes": job.memory_limit_bytes or None,
+            "memory_curve": sampler.curve(self._started or self._opened),
+            "killed": self.killed,
             "dedup": job.dedup,
             "columns": job.columns,
             "hosts": job.hosts,
             "trainers": job.trainers,
+            "tp": job.tp,
             "prompts": job.prompts,
-            "samples": job.task.samples,
+            "steps": job.steps,
+            "staleness": job.staleness,
+            "samples": job.samples,
             "seed": job.seed,
             "arena_bytes": job.arena_bytes,
-            "workers": {name: self._worker_times(event) for name, event in self._done.items()},
-            "bench_seconds": self._own_cost(),
+            "workers": {
+                name: figures.worker_times(event, self._started or 0.0)
+                for name, event in self._done.items()
+            },
+            "cpu_seconds": self._cpu_seconds,
+            "latency_ms": figures.latency(self._done),
+            "bench_seconds": figures.own_cost(self._done, sampler.sampling_seconds),
             "memory_samples": sampler.samples,
         }
 
+    def _paced(self, seconds: float | None) -> dict[str, float | None]:
+        """The plane's share: what is not recorded time, the bench's own work included."""
+        ideal = ideal_seconds(self._job)
+        share = max(0.0, 1 - ideal / seconds) if ideal and seconds else None
+        return {"pace": self._job.pace, "paced_seconds": ideal, "plane_share": share}
+
     def _unique_bytes(self) -> Iterator[int]:
-        fields = (*rollout_fields(self._job.task), *SCORES)
-        return (group_bytes(fields, prompt, dedup=True) for prompt in self._job.generate())
-
-    def _worker_times(self, event: dict[str, Any]) -> dict[str, Any]:
-        start = self._started or 0.0
-        return {
-            "seconds": event.get("seconds", {}),
-            "span": [event[name] - start for name in ("start", "end") if name in event],
-        }
-
-    def _own_cost(self) -> dict[str, float]:
-        """CPU-bound work of the bench itself inside the timed part, summed over the workers."""
-        cost = {"generate": 0.0, "digest": 0.0, "check": 0.0}
-        for event in self._done.values():
-            for name in cost:
-                cost[name] += event.get("seconds", {}).get(name, 0.0)
-        cost["memory_sampling"] = self._sampler.sampling_seconds if self._sampler else 0.0
-        return cost
+        """Of the groups that are trained."""
+        fields = all_fields(self._job.task)
+        trained = (p for p in self._job.generate() if self._job.fate(p) == "trained")
+        return (group_bytes(fields, prompt, dedup=True) for prompt in trained)

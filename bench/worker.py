@@ -14,4 +14,5 @@ from bench.processes import die_with
 if __name__ == "__main__":
     worker = msgspec.json.decode(sys.argv[1], type=Worker)
     die_with(worker.job.parent)
-    flow.main(worker, PLANES[worker.plane].attach)
+    plane = PLANES[worker.plane]
+    flow.main(worker, plane.pieces, plane.attach)

@@ -1,4 +1,6 @@
-"""The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs.
+"""The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
+`dataplane probe` tries what carries values between hosts, `dataplane token` makes the secret that
+peers of several machines share.
 
 Errors are one line on standard error and exit code 2.
 """
@@ -9,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +20,13 @@ from typing import Any
 
 from dataplane.errors import DataplaneError, PeerNotFound
 from dataplane.launch import config, discovery, rundir
+from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import PeerConfig
+from dataplane.launch.device import find_device_arena
+from dataplane.launch.metrics import find_metrics, parse_metrics
+from dataplane.launch.spill import find_spill, parse_spill
+from dataplane.launch.token import new_token, read_token
+from dataplane.launch.transport import find_transport, parse_transport
 
 _WATCH_PERIOD_S = 2.0
 
@@ -43,7 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--name", default="a", help="its name on this host (default: %(default)s)")
     peer.add_argument("--listen", metavar="tcp://HOST:PORT", help="where other peers reach it")
     peer.add_argument("--seeds", metavar="ADDR,ADDR", help="all peers' addresses, or none")
+    peer.add_argument("--join", action="store_true", help="join a plane that runs, as no seed")
+    peer.add_argument("--roster", metavar="etcd://HOST:PORT", help="let etcd keep the roster")
     peer.add_argument("--arena", metavar="SIZE", help="memory for rows, such as 8GiB")
+    peer.add_argument("--spill", metavar="DIR[:SIZE]", help="where values go when it is full")
+    peer.add_argument("--device-arena", metavar="SIZE", help="GPU memory for rows, of each GPU")
+    peer.add_argument("--transport", metavar="T", help="auto, required:NAME, off:NAME,NAME or off")
+    peer.add_argument("--bulk-tls", action="store_true", help="encrypt values between hosts")
+    peer.add_argument("--metrics", metavar="HOST:PORT", help="show them to Prometheus there")
+    peer.add_argument("--client-bytes", metavar="SIZE", help="what one client may hold of it")
+    peer.add_argument("--token-file", metavar="F", help="the secret that all peers share")
     peer.add_argument("--plane", help="the plane's name (default: uid and job id)")
     peer.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     peer.add_argument("--linger", metavar="S", help="leave so long after the last client")
@@ -57,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", action="store_true", help="again every two seconds")
     status.add_argument("--json", action="store_true", help="one JSON object, for programs")
     status.set_defaults(run=_status)
+
+    probe = commands.add_parser("probe", help="try what carries values between the hosts")
+    probe.add_argument("--peer", help="ask this one of the host's peers")
+    probe.add_argument("--plane", help="the plane's name (default: uid and job id)")
+    probe.add_argument("--require", metavar="NAME", help="exit 1 unless it works between all")
+    probe.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    probe.set_defaults(run=_probe)
+
+    token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
+    token.set_defaults(run=_token)
     return parser
 
 
@@ -74,25 +102,52 @@ def _peer(arguments: argparse.Namespace) -> int:
 
 def peer_config(arguments: argparse.Namespace) -> PeerConfig:
     """The configuration that the arguments and, where they are silent, the variables give."""
-    config.refuse_reserved()
-    given = config.parse_seeds(arguments.seeds) if arguments.seeds else None
-    seeds = discovery.find_seeds() if given is None else given
-    listen = arguments.listen or (discovery.own_seed(seeds) if arguments.seeds is None else None)
+    if arguments.seeds:
+        place = discovery.Place(config.parse_seeds(arguments.seeds), arguments.listen)
+    else:
+        place = discovery.find_place()
     linger = arguments.linger or os.environ.get("DATAPLANE_LINGER")
     unread = arguments.linger_unread or linger
+    arena_bytes = (
+        config.parse_size(arguments.arena) if arguments.arena else config.default_arena_bytes()
+    )
+    token = read_token(arguments.token_file) if arguments.token_file else config.find_token()
     return PeerConfig(
         plane=arguments.plane or discovery.plane_name(),
         name=arguments.name,
-        listen=listen,
-        seeds=seeds,
-        arena_bytes=(
-            config.parse_size(arguments.arena) if arguments.arena else config.default_arena_bytes()
-        ),
+        listen=arguments.listen or place.listen,
+        seeds=place.seeds,
+        arena_bytes=arena_bytes,
         run_dir=rundir.run_dir() if arguments.run_dir is None else arguments.run_dir,
         linger_s=config.parse_seconds(linger) if linger else None,
         linger_unread_s=config.parse_seconds(unread) if unread else None,
         embedded=arguments.embedded,
+        join=arguments.join or (place.join and not arguments.listen),
+        roster=config.parse_roster(arguments.roster or os.environ.get("DATAPLANE_ROSTER", "")),
+        token=token,
+        spill=(
+            parse_spill(arguments.spill, arena_bytes)
+            if arguments.spill
+            else find_spill(arena_bytes)
+        ),
+        metrics=(
+            parse_metrics(arguments.metrics, token) if arguments.metrics else find_metrics(token)
+        ),
+        transport=(
+            parse_transport(arguments.transport) if arguments.transport else find_transport()
+        ),
+        client_bytes=config.find_client_bytes(arguments.client_bytes),
+        bulk_tls=arguments.bulk_tls or find_bulk_tls(),
+        device_arena=find_device_arena(arguments.device_arena),
     )
+
+
+def _token(arguments: argparse.Namespace) -> int:
+    out = sys.stdout.fileno()
+    if stat.S_ISREG(os.fstat(out).st_mode):
+        os.fchmod(out, 0o600)  # before anything is in it
+    print(new_token(), flush=True)
+    return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -106,6 +161,14 @@ def _status(arguments: argparse.Namespace) -> int:
         if not arguments.watch:
             return 0
         time.sleep(_WATCH_PERIOD_S)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane import cli_probe
+
+    report = cli_probe.probe(arguments.plane or discovery.plane_name(), arguments.peer)
+    return cli_probe.show(report, arguments.require, arguments.json)
 
 
 def _collect(plane: str, name: str | None) -> dict[str, Any]:

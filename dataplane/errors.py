@@ -19,6 +19,11 @@ class DataplaneError(Exception):
         self.details = details
 
 
+def counted(n: int, one: str, many: str = "") -> str:
+    """How messages count: "1 row", "3 rows"; with a verb, "1 row lacks", "3 rows lack"."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
 # finding and reaching a peer
 
 
@@ -42,7 +47,7 @@ class AddressInUse(ConnectError):
     """The listen address belongs to another process."""
 
 
-class ListenRefused(ConnectError):
+class TokenMissing(ConnectError):
     """A listen address that is not loopback was asked for without a cluster token."""
 
 
@@ -56,6 +61,11 @@ class InvalidConfig(DataplaneError, ValueError):
 
 class PeerLost(ConnectError):
     """The peer went away in the middle of a call; the call may or may not have taken effect."""
+
+
+class PeerLeaves(PeerLost):
+    """The peer leaves the plane; the call may or may not have taken effect. What the peer has moves
+    to other hosts, where the call can be repeated."""
 
 
 class ClientClosed(ConnectError):
@@ -189,8 +199,16 @@ class BackPressure(DataplaneError):
     """The arena is full; the message says what is needed and who holds the bytes."""
 
 
+class SpillFull(BackPressure):
+    """The arena is full, and the disk that it spills to has no room either."""
+
+
 class ValueTooLarge(DataplaneError):
     """One row, or one group's part, is larger than its share of the arena."""
+
+
+class DeviceMissing(DataplaneError):
+    """A GPU, or what is needed to use its memory, is not there; the message says what."""
 
 
 class DeadlineExceeded(DataplaneError, TimeoutError):
@@ -204,8 +222,23 @@ class TransferFailed(DataplaneError):
     """A bulk transfer broke off unconfirmed: nothing of it counts, and it may be retried."""
 
 
+class TransportMissing(DataplaneError):
+    """A transport that was required does not work here; the message says what is missing."""
+
+
 class TicketRefused(DataplaneError):
     """The owner does not honour the ticket of a bulk read."""
+
+
+# checkpoints
+
+
+class CheckpointFailed(DataplaneError):
+    """A checkpoint could not be written, or read; nothing is left of one that was not finished."""
+
+
+class CheckpointCorrupt(DataplaneError):
+    """A file of a checkpoint is torn, altered or missing: `details["file"]`. Nothing came back."""
 
 
 class InternalError(DataplaneError):

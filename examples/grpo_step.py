@@ -1,6 +1,8 @@
 """One GRPO step over the data plane, with every stage as a process of its own.
 
-    python examples/grpo_step.py
+    python examples/grpo_step.py                        # all stages, on this host
+    python examples/grpo_step.py train                  # one of them: what deploy/ starts on hosts
+    python examples/grpo_step.py rollout 0/2            # the first half of the prompts
 
 Rollout writes groups of responses, reward adds scores, the trainer reads whole groups and computes
 group-relative advantages (Shao et al. 2024, arXiv 2402.03300, eq. 4.1.2).
@@ -9,6 +11,7 @@ group-relative advantages (Shao et al. 2024, arXiv 2402.03300, eq. 4.1.2).
 from __future__ import annotations
 
 import multiprocessing
+import sys
 
 import numpy as np
 
@@ -23,11 +26,11 @@ def partition(plane: dataplane.Plane) -> dataplane.Partition:
     return plane.partition("step-0", stages=STAGES, group_size=GROUP_SIZE, groups=GROUPS)
 
 
-def rollout() -> None:
+def rollout(nth: int = 0, of: int = 1) -> None:
     rng = np.random.default_rng(0)
     with dataplane.connect() as plane:
         part = partition(plane)
-        for prompt in range(GROUPS):
+        for prompt in range(nth, GROUPS, of):
             lengths = rng.integers(200, 4_000, GROUP_SIZE)
             tokens = [rng.integers(0, 150_000, n, np.int64) for n in lengths]
             part.put(
@@ -50,7 +53,23 @@ def train() -> None:
                 print(group.id, np.round(advantages, 2))
 
 
+def alone(stage: str, part: str = "0/1") -> None:
+    """One stage, as its host's only process: its peer stays until the trainer has had every row."""
+    with dataplane.connect() as plane:
+        match stage:
+            case "rollout":
+                rollout(*map(int, part.split("/")))
+            case "reward":
+                reward()
+            case "train":
+                train()
+        partition(plane).wait("train", below=1)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        alone(*sys.argv[1:])
+        raise SystemExit(0)
     spawn = multiprocessing.get_context("spawn")
     stages = [spawn.Process(target=stage) for stage in (rollout, reward, train)]
     for stage in stages:

@@ -1,21 +1,55 @@
-"""What every test shares: a private run directory, and no launcher's variables."""
+"""What every test shares: a private run directory, no launcher's variables, and a look at what it
+left behind."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import leaks
+
+# Tests start hundreds of processes, which share compiled modules whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FAILED = pytest.StashKey[bool]()
+"""whether a test has failed already"""
 
 _LAUNCHERS = ("DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_")
 _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The first fixture of a test, so that it looks when all others are done."""
+    before = leaks.now()
+    yield
+    if request.node.stash.get(FAILED, False):
+        return  # its traceback keeps what it had, and one failure is enough
+    (request.node.funcargs or {}).clear()  # what the fixtures made lives no longer than the test
+    found = leaks.left(before)
+    assert not found, "the test left behind: " + "; ".join(found)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests must not join a plane of the machine or job that they run in."""
     for name in os.environ:
         if name.startswith(_LAUNCHERS) or name in _TORCHRUN:
@@ -28,4 +62,6 @@ def run_dir(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> Iterator[Path
     path = Path(tempfile.mkdtemp(prefix="dp-"))
     monkeypatch.setenv("DATAPLANE_RUN_DIR", str(path))
     yield path
+    found = leaks.settled(lambda: leaks.processes_of(path))
     shutil.rmtree(path)
+    assert not found, "the test left running: " + "; ".join(found)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from bench.planes.base import Plane
 from bench.planes.controller import ControllerPlane
 from bench.planes.dataplane_plane import DataplanePlane
+from bench.planes.ray_driver import RayDriverPlane
+from bench.planes.ray_store import RayStorePlane
+from bench.planes.transfer_queue import TransferQueuePlane
 
 PLANES: dict[str, type[Plane]] = {
     "dataplane": DataplanePlane,
     "controller": ControllerPlane,
+    "ray-driver": RayDriverPlane,
+    "ray-store": RayStorePlane,
+    "transfer_queue": TransferQueuePlane,
 }
 
 __all__ = ["PLANES", "Plane"]

@@ -1,24 +1,43 @@
 """The interface between the bench and a plane: what the runner starts, and what a worker holds.
 
 The runner sees a `Plane` (services to start, where workers find them, what they moved); a worker
-sees an `Endpoint` (put groups, take batches). Neither side ever sees another plane's types.
+sees an `Endpoint` (put rows, take batches). Neither side ever sees another plane's types.
+
+A run is `Job.steps` steps. Prompts are numbered through all of them; each belongs to one step, and
+the rows of a step meet only rows of the same step. Stages: `reward` and `reference` add fields to
+whole groups, `train` gets a group when both have; see `Job.phases`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from bench.columns import Choice, group_bytes, rollout_fields, stage_fields
-from bench.trace import TASKS, Prompt, Task, generate
+from bench.machine import version
+from bench.traces import TASKS, Prompt, Task, generate
 
 Array = NDArray[Any]
 Columns = Mapping[str, Sequence[Array]]
+Fate = Literal["trained", "filtered", "aborted"]
+
+_ABORTS = 1 << 34  # a stream of random numbers of its own
+
+
+class Cancelled(Exception):
+    """Rows that were being put had been dropped: whoever makes them can stop."""
+
+
+class Unsupported(Exception):
+    """This plane cannot do what the run needs."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +51,53 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     dedup: bool
     columns: Choice
     arena_bytes: int
+    memory_limit_bytes: int = 0  # of each host; 0: none
     folder: str  # of this run: sockets, logs
     parent: int  # the runner's pid; every process dies with it
+    steps: int = 1
+    staleness: int = 0  # steps that rollout may be ahead of the trainers' last finished one
+    trace_file: str = ""  # a Parquet trace in `folder`; without one it is generated
+    abort: float = 0.0  # share of the groups that are cancelled while they are being written
+    pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
+    tp: int = 1  # tensor-parallel ranks that read each trainer's batches
+    addresses: list[str] = []  # of the hosts, where they have a network; else loopback
 
     @property
     def task(self) -> Task:
         return TASKS[self.trace]
 
-    def generate(self) -> list[Prompt]:
-        return generate(self.task, self.prompts, self.seed)
+    @property
+    def samples(self) -> int:
+        """Rows of a group."""
+        return len(self.generate()[0].samples)
+
+    def generate(self) -> Sequence[Prompt]:
+        """The prompts of all steps, in order: number i of them has index i."""
+        return _prompts(self.trace, self.trace_file, self.prompts, self.seed, self.steps)
+
+    def of_step(self, step: int) -> list[Prompt]:
+        return [prompt for prompt in self.generate() if prompt.step == step]
+
+    def fate(self, prompt: Prompt) -> Fate:
+        """What becomes of a group: the trace and the seed say it, so the check knows it too.
+
+        A group of one row is never aborted: nobody would come late.
+        """
+        if self.abort and self.samples > 1 and _aborted(prompt.index, self.seed, self.abort):
+            return "aborted"
+        filtered = self.task.survive is not None and not prompt.survives
+        return "filtered" if filtered else "trained"
+
+    def phases(self) -> tuple[tuple[str, ...], ...]:
+        """Stages that can work at the same time, in order: where groups are filtered by their
+        rewards, the reference model sees only those that are left."""
+        if self.task.survive is not None:
+            return (("reward",), ("reference",), ("train",))
+        return (("reward", "reference"), ("train",))
+
+    def host_of(self, role: str, rank: int) -> int:
+        """Tensor-parallel ranks of one trainer are on one host."""
+        return (rank // self.tp if role == "train" else rank) % self.hosts
 
     def stages(self) -> dict[str, list[str]]:
         return stage_fields(self.task, self.columns)
@@ -50,13 +107,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.generate(), key=lambda prompt: group_bytes(fields, prompt, self.dedup))
 
 
+@cache
+def _prompts(
+    trace: str, trace_file: str, prompts: int, seed: int, steps: int
+) -> tuple[Prompt, ...]:
+    if not trace_file:
+        return tuple(generate(TASKS[trace], prompts, seed, steps))
+    from bench.traces import parquet  # costs an import that generated traces need not pay
+
+    return tuple(parquet.read(Path(trace_file))[1])
+
+
+def _aborted(index: int, seed: int, share: float) -> bool:
+    return float(np.random.default_rng((seed, _ABORTS, index)).random()) < share
+
+
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process. `address` is what the plane says about where its services are."""
 
     job: Job
     plane: str
-    role: str  # rollout, reward or train
-    rank: int
+    role: str  # rollout, reward, reference or train
+    rank: int  # of a trainer: its number × tp + the tensor-parallel rank
     host: int
     address: dict[str, Any]
 
@@ -64,13 +136,21 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.role}-{self.rank}"
 
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.job.tp if self.role == "train" else 0
+
 
 class Moved(msgspec.Struct, frozen=True):
-    """Payload bytes that a plane copied; a copy between hosts counts as `across`, and only so."""
+    """Payload bytes that a plane copied; a copy between hosts counts as `across`, and only so.
+
+    pulled: of those, the ones that came to each host, where the plane knows it.
+    """
 
     copied_in: int = 0
     across: int = 0
     copied_out: int = 0
+    pulled: list[int] = []
 
     @property
     def total(self) -> int:
@@ -79,12 +159,16 @@ class Moved(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process that a plane needs. `speaks`: it prints events, the first of them `ready`."""
+    """A process that a plane needs. `speaks`: it prints events, the first of them `ready`.
+
+    It lives on `host`, and under that host's memory limit.
+    """
 
     name: str
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     speaks: bool = False
+    host: int = 0
 
 
 class Batch(ABC):
@@ -96,27 +180,58 @@ class Batch(ABC):
 
     @abstractmethod
     def add(self, columns: Columns) -> None:
-        """New fields for these rows."""
+        """New fields for these rows, once."""
+
+    def drop(self, prompts: Collection[int]) -> None:
+        """These groups are out: no stage gets them any more. The batch is the other groups."""
+        raise Unsupported(f"{type(self).__name__} drops no groups")
 
     def rows(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each row, as the rollout worker wrote them into `uid`."""
         return [(int(uid[0]), int(uid[1])) for uid in self.column("uid")]
 
 
+class Group(Batch):
+    """A batch of one group whose columns are there; what was done to it, the plane says later."""
+
+    def __init__(self, prompt: int, columns: Mapping[str, Sequence[Array]]) -> None:
+        self.prompt = prompt
+        self.added: dict[str, Sequence[Array]] = {}
+        self.dropped = False
+        self._columns = columns
+
+    def column(self, field: str) -> Sequence[Array]:
+        return self._columns[field]
+
+    def add(self, columns: Columns) -> None:
+        self.added.update(columns)
+
+    def drop(self, prompts: Collection[int]) -> None:
+        self.dropped = True  # it is the only group of this batch
+
+
 class Endpoint(ABC):
     """A worker's end of a plane."""
 
     @abstractmethod
-    def put(self, prompt: int, columns: Columns) -> None:
+    def put(self, step: int, prompt: int, columns: Columns) -> None:
         """One whole group. The caller may overwrite the arrays afterwards."""
 
-    @abstractmethod
-    def finish(self) -> None:
-        """This rollout worker has put all its groups."""
+    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
+        """Some fields of some rows of a group, where the plane takes `pieces`.
+
+        The first call for a group names all its rows. A field that is there is replaced. Raises
+        Cancelled when the group was dropped meanwhile.
+        """
+        raise Unsupported(f"{type(self).__name__} takes whole groups only")
 
     @abstractmethod
-    def batches(self, stage: str) -> Iterator[Batch]:
-        """Batches of a stage until it is drained; `train` gets one whole group at a time.
+    def finish(self, step: int) -> None:
+        """This rollout worker has put all its groups of the step."""
+
+    @abstractmethod
+    def batches(self, step: int, stage: str) -> Iterator[Batch]:
+        """Batches of a stage until the step is drained: whole groups, for `train` one at a time.
 
         Asking for the next batch says that the last one is done.
         """
@@ -134,12 +249,18 @@ class Plane(ABC):
     """The runner's side of a plane, for one run."""
 
     name: ClassVar[str]
-    dedup_variants: ClassVar[
-        tuple[bool, ...]
-    ]  # what runs where neither --dedup nor --no-dedup is given
+    packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
+    dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
+    pieces: ClassVar[bool] = False  # put_rows and cancel; without it groups are put when complete
+    fans_out: ClassVar[bool] = False  # `train` batches go to all tensor-parallel ranks (job.tp > 1)
 
     def __init__(self, job: Job) -> None:
         self.job = job
+
+    @classmethod
+    def missing(cls) -> list[str]:
+        """Those of its packages that are not installed."""
+        return [package for package in cls.packages if version(package) is None]
 
     @abstractmethod
     def services(self) -> list[Service]: ...
@@ -151,6 +272,13 @@ class Plane(ABC):
     @abstractmethod
     def address(self, host: int) -> dict[str, Any]:
         """What a worker on this host needs in order to attach."""
+
+    def cancel(self, step: int, prompt: int) -> None:
+        """Drop a group that is being put in pieces; whoever puts the next one learns of it."""
+        raise Unsupported(f"{self.name} takes whole groups only")
+
+    def rolled(self, step: int) -> None:  # noqa: B027  # many planes need not know it
+        """All rollout workers have finished the step: it gets no further rows."""
 
     @abstractmethod
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:

@@ -2,7 +2,7 @@
 
 Modelled design: verl's classic driver (`DataProto` in a single controller). It gathers the output
 of all workers of a stage, holds the whole batch until that stage is complete, then sends each
-worker of the next stage its slice, one stage after the other.
+worker of the next stage its slice: one stage after the other, but reward and reference together.
 
 Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
 concatenation, no padding and no reordering (whole groups are dealt to the least loaded rank, so no
@@ -21,16 +21,32 @@ import queue
 import socket
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from bench.columns import SCORES, Field, group_bytes, rollout_fields
+from bench.columns import Field, all_fields, group_bytes
 from bench.events import emit
-from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Moved, Plane, Service, Worker
+from bench.planes.base import (
+    Array,
+    Batch,
+    Cancelled,
+    Columns,
+    Endpoint,
+    Group,
+    Job,
+    Moved,
+    Plane,
+    Service,
+    Worker,
+)
 from bench.planes.frames import (
+    Buffer,
     Frame,
     Landing,
     pack,
@@ -39,10 +55,10 @@ from bench.planes.frames import (
     send,
     unpack,
 )
-from bench.trace import Prompt
+from bench.traces import Prompt
 
-_STAGES = ("reward", "train")
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
+_NOTHING: Array = np.zeros(0, np.int64)  # of a row that is not there yet
 
 
 def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> int:
@@ -55,7 +71,10 @@ class ControllerPlane(Plane):
 
     name = "controller"
     dedup_variants = (False, True)
+    pieces = True
+    fans_out = True
     _port = 0
+    _sock: socket.socket | None = None  # of the runner, where it has something to say
 
     @property
     def _path(self) -> str:
@@ -74,30 +93,24 @@ class ControllerPlane(Plane):
     def address(self, host: int) -> dict[str, Any]:
         return {"path": self._path} if host == 0 else {"port": self._port}
 
+    def cancel(self, step: int, prompt: int) -> None:
+        if self._sock is None:
+            self._sock = socket.socket(socket.AF_UNIX)
+            self._sock.connect(self._path)
+            send(self._sock, Frame("hello", name="driver-0"))
+        send(self._sock, Frame("drop", step=step, prompt=prompt))
+        receive_table(self._sock)  # it is done
+
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)
 
     def close(self) -> None:
-        """The runner holds nothing of it."""
+        if self._sock:
+            self._sock.close()
 
     @classmethod
     def attach(cls, worker: Worker) -> Endpoint:
         return ControllerEndpoint(worker)
-
-
-class ControllerBatch(Batch):
-    """One group in the worker's receive buffer."""
-
-    def __init__(self, prompt: int, columns: dict[str, list[Array]]) -> None:
-        self.prompt = prompt
-        self.added: dict[str, Sequence[Array]] = {}
-        self._columns = columns
-
-    def column(self, field: str) -> Sequence[Array]:
-        return self._columns[field]
-
-    def add(self, columns: Columns) -> None:
-        self.added.update(columns)
 
 
 class ControllerEndpoint(Endpoint):
@@ -113,28 +126,37 @@ class ControllerEndpoint(Endpoint):
             self._sock = socket.create_connection(("127.0.0.1", worker.address["port"]))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = set(job.stages().get(worker.role, ()))
-        fields = [f for f in (*rollout_fields(job.task), *SCORES) if f.name in sent]
+        fields = [f for f in all_fields(job.task) if f.name in sent]
         sizes = [_reserve(job, fields, [prompt]) for prompt in job.generate()] if sent else [1]
         self._landing = Landing(max(sizes))
         send(self._sock, Frame("hello", name=worker.name))
 
-    def put(self, prompt: int, columns: Columns) -> None:
-        frame, parts = pack("rows", columns, self._dedup, prompt=prompt)
+    def put(self, step: int, prompt: int, columns: Columns) -> None:
+        frame, parts = pack("rows", columns, self._dedup, step=step, prompt=prompt)
         send(self._sock, frame, parts)
 
-    def finish(self) -> None:
-        send(self._sock, Frame("end"))
+    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
+        named = {"step": step, "prompt": prompt, "samples": list(samples)}
+        send(self._sock, *pack("rows", columns, self._dedup, **named))
+        if receive_table(self._sock)[0].kind == "dropped":
+            raise Cancelled(f"the group of prompt {prompt} was dropped")
 
-    def batches(self, stage: str) -> Iterator[Batch]:
+    def finish(self, step: int) -> None:
+        send(self._sock, Frame("end", step=step))
+
+    def batches(self, step: int, stage: str) -> Iterator[Batch]:
         while True:
             frame, nbytes = receive_table(self._sock)
             if frame.kind == "end":
                 return
             room = self._landing.reuse(nbytes)
             receive_payload(self._sock, room)
-            batch = ControllerBatch(frame.prompt, unpack(frame, room))
+            batch = Group(frame.prompt, unpack(frame, room))
             yield batch
-            done, parts = pack("rows", batch.added, self._dedup, prompt=frame.prompt)
+            if batch.dropped:
+                send(self._sock, Frame("drop", step=step, prompt=frame.prompt))
+                continue
+            done, parts = pack("rows", batch.added, self._dedup, step=step, prompt=frame.prompt)
             send(self._sock, done, parts)
 
     def close(self) -> None:
@@ -144,9 +166,11 @@ class ControllerEndpoint(Endpoint):
 class Connection:
     """One worker as the controller sees it. `received` and `sent` count payload bytes."""
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    def __init__(self, sock: socket.socket, name: str, job: Job) -> None:
         self.sock = sock
-        self.name = name
+        self.role, rank = name.split("-")
+        self.rank = int(rank)
+        self.host = job.host_of(self.role, self.rank)
         self.remote = sock.family == socket.AF_INET
         self.received = self.sent = 0
 
@@ -154,41 +178,115 @@ class Connection:
         self.sent += send(self.sock, frame, parts)
 
 
+class Stock:
+    """The whole batch of one step, and the memory that it lands in."""
+
+    def __init__(self, job: Job, step: int, landing: Landing) -> None:
+        fields = all_fields(job.task)
+        prompts = job.of_step(step)
+        self._samples = job.samples
+        self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
+        self._weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
+        self._landing = landing
+        self._lock = threading.Lock()
+
+    def keep(self, nbytes: int) -> Buffer:
+        with self._lock:
+            return self._landing.keep(nbytes)
+
+    def merge(self, frame: Frame, columns: dict[str, list[Array]]) -> bool:
+        """Take these columns, of the rows that the frame names; False for a dropped group."""
+        group = self._groups.get(frame.prompt)
+        if group is None:
+            return False
+        for name, values in columns.items():
+            if frame.samples:
+                column = group.setdefault(name, [_NOTHING] * self._samples)
+                for sample, value in zip(frame.samples, values, strict=True):
+                    column[sample] = value
+            else:
+                group[name] = values
+        return True
+
+    def drop(self, prompt: int) -> None:
+        del self._groups[prompt]
+
+    def columns(self, prompt: int, fields: Sequence[str]) -> dict[str, list[Array]]:
+        return {field: self._groups[prompt][field] for field in fields}
+
+    def deal(self, workers: int) -> list[list[int]]:
+        """Whole groups, each to the worker that has the fewest bytes so far."""
+        hands: list[list[int]] = [[] for _ in range(workers)]
+        loads = [0] * workers
+        for prompt in self._groups:
+            worker = loads.index(min(loads))
+            hands[worker].append(prompt)
+            loads[worker] += self._weights[prompt]
+        return hands
+
+
 class Controller:
-    """The whole batch, and the threads that fill it and send it on."""
+    """The batches of the steps in flight, and the threads that fill them and send them on."""
 
     def __init__(self, job: Job, path: str) -> None:
         self._job = job
-        prompts = job.generate()
-        fields = (*rollout_fields(job.task), *SCORES)
-        self._landing = Landing(_reserve(job, fields, prompts))
-        self._landing_lock = threading.Lock()
-        self._weight = [group_bytes(fields, prompt, job.dedup) for prompt in prompts]
-        self._batch: list[dict[str, list[Array]]] = [{} for _ in prompts]
+        fields = all_fields(job.task)
+        reserve = max(_reserve(job, fields, job.of_step(step)) for step in range(job.steps))
+        in_flight = min(job.steps, job.staleness + 1)
+        # Under a memory limit pages come with the rows: else it might die before the first of them.
+        touch = not job.memory_limit_bytes
+        self._landings = [Landing(reserve, touch) for _ in range(in_flight)]
+        self._stocks: dict[int, Stock] = {}
+        self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
-        # Every event of every thread: "group" and "end" by worker, or the exception that ended it.
-        self._events: queue.SimpleQueue[tuple[str, str] | BaseException] = queue.SimpleQueue()
+        # Every event of every thread: its kind and step, or the exception that ended the thread.
+        self._events: queue.SimpleQueue[tuple[str, int] | BaseException] = queue.SimpleQueue()
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(path)
         self._tcp = socket.create_server(("127.0.0.1", 0))
 
     def run(self) -> Moved:
-        """Serve one step."""
+        """Serve all steps, one after the other; rollout may be ahead by the staleness."""
         self._unix.listen()
         emit("ready", port=self._tcp.getsockname()[1])
-        self._accept(2 * self._job.hosts + self._job.trainers)
-        self._wait("end", self._job.hosts)
-        for stage in _STAGES:
-            workers = [c for name, c in self._connections.items() if name.startswith(stage)]
-            for worker, prompts in zip(workers, self._deal(len(workers)), strict=True):
-                self._thread(self._dispatch, worker, stage, prompts)
-            self._wait("group", len(self._batch))
-        return self._moved()
-
-    def _accept(self, workers: int) -> None:
         for listener in (self._unix, self._tcp):
             threading.Thread(target=self._greet, args=(listener,), daemon=True).start()
-        self._wait("hello", workers)
+        self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers * self._job.tp)
+        cpu_start = time.process_time()
+        for step in range(self._job.steps):
+            self._wait("end", step, self._job.hosts)
+            stock = self._stock(step)
+            for stages in self._job.phases():
+                awaited = {stage: self._stage(step, stage, stock) for stage in stages}
+                for stage, batches in awaited.items():
+                    self._wait(stage, step, batches)
+            del self._stocks[step]
+        self.cpu_seconds = time.process_time() - cpu_start
+        return self._moved()
+
+    def _stock(self, step: int) -> Stock:
+        """The step's batch. Whoever it takes the memory from was trained: the policy said so."""
+        with self._lock:
+            if step not in self._stocks:
+                landing = self._landings[step % len(self._landings)]
+                landing.rewind()
+                self._stocks[step] = Stock(self._job, step, landing)
+            return self._stocks[step]
+
+    def _stage(self, step: int, stage: str, stock: Stock) -> int:
+        """Send the stage its groups; returns how many batches will be answered.
+
+        All tensor-parallel ranks of a trainer are sent the same, each by itself, as verl does.
+        """
+        copies = self._job.tp if stage == "train" else 1
+        workers = [c for c in self._connections.values() if c.role == stage]
+        hands = stock.deal(len(workers) // copies)
+        for worker in workers:
+            hand = hands[worker.rank // copies]
+            self._thread(self._dispatch, worker, step, stage, hand)
+        return copies * sum(map(len, hands))
 
     def _greet(self, listener: socket.socket) -> None:
         while True:
@@ -196,8 +294,8 @@ class Controller:
             if sock.family == socket.AF_INET:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             name = receive_table(sock)[0].name
-            connection = self._connections[name] = Connection(sock, name)
-            self._events.put(("hello", name))
+            connection = self._connections[name] = Connection(sock, name, self._job)
+            self._events.put(("hello", 0))
             self._thread(self._gather, connection)
 
     def _thread(self, target: Any, *args: Any) -> None:
@@ -209,71 +307,74 @@ class Controller:
 
         threading.Thread(target=guarded, daemon=True).start()
 
-    def _wait(self, kind: str, count: int) -> None:
-        """Until `count` events of this kind have come. What else comes is out of order: a bug."""
-        while count:
+    def _wait(self, kind: str, step: int, count: int) -> None:
+        """Until `count` events of this kind and step have come; those of later steps are kept."""
+        while self._seen[kind, step] < count:
             event = self._events.get()
             if isinstance(event, BaseException):
                 raise event
-            if event[0] != kind:
-                raise RuntimeError(f"{event[1]} said {event[0]} while {kind} was awaited")
-            count -= 1
+            self._seen[event] += 1
 
     def _gather(self, worker: Connection) -> None:
         """Merge what one worker sends into the batch."""
-        producer = worker.name.startswith("rollout")
         while True:
             try:
                 frame, nbytes = receive_table(worker.sock)
             except EOFError:
                 return  # the runner sees a worker's death, and knows whether it was in order
-            if frame.kind == "end":
-                self._events.put(("end", worker.name))
-                continue
-            with self._landing_lock:
-                room = self._landing.keep(nbytes)
-            receive_payload(worker.sock, room)
-            worker.received += sum(frame.parts)
-            self._batch[frame.prompt].update(unpack(frame, room))
-            if not producer:
-                self._events.put(("group", worker.name))
+            stock = self._stock(frame.step)
+            match frame.kind:
+                case "end":
+                    self._events.put(("end", frame.step))
+                    continue
+                case "drop":
+                    stock.drop(frame.prompt)
+                    if worker.role == "driver":
+                        worker.send(Frame("dropped"))
+                case "rows":
+                    self._merge(worker, frame, nbytes, stock)
+            if worker.role != "rollout":
+                self._events.put((worker.role, frame.step))
 
-    def _deal(self, workers: int) -> list[list[int]]:
-        """Whole groups, each to the worker that has the fewest bytes so far."""
-        hands: list[list[int]] = [[] for _ in range(workers)]
-        loads = [0] * workers
-        for prompt, weight in enumerate(self._weight):
-            worker = loads.index(min(loads))
-            hands[worker].append(prompt)
-            loads[worker] += weight
-        return hands
+    def _merge(self, worker: Connection, frame: Frame, nbytes: int, stock: Stock) -> None:
+        room = stock.keep(nbytes)
+        receive_payload(worker.sock, room)
+        worker.received += sum(frame.parts)
+        kept = stock.merge(frame, unpack(frame, room))
+        if frame.samples:  # whoever makes rows one by one must know whether they are wanted
+            worker.send(Frame("kept" if kept else "dropped"))
 
-    def _dispatch(self, worker: Connection, stage: str, prompts: list[int]) -> None:
+    def _dispatch(self, worker: Connection, step: int, stage: str, prompts: list[int]) -> None:
         fields = self._job.stages()[stage]
+        stock = self._stock(step)
         for prompt in prompts:
-            columns = {field: self._batch[prompt][field] for field in fields}
-            worker.send(*pack("rows", columns, self._job.dedup, prompt=prompt))
-        worker.send(Frame("end"))
+            columns = stock.columns(prompt, fields)
+            worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
+        worker.send(Frame("end", step=step))
 
     def _moved(self) -> Moved:
         local = [c for c in self._connections.values() if not c.remote]
         remote = [c for c in self._connections.values() if c.remote]
+        pulled = [sum(c.sent for c in remote if c.host == host) for host in range(self._job.hosts)]
+        pulled[0] += sum(c.received for c in remote)
         return Moved(
             copied_in=sum(c.received for c in local),
-            across=sum(c.received + c.sent for c in remote),
+            across=sum(pulled),
             copied_out=sum(c.sent for c in local),
+            pulled=pulled,
         )
 
 
 def main(job_json: str, path: str) -> None:
-    """The controller's process: one step, then its counters, then the end."""
+    """The controller's process: all steps, then its counters, then the end."""
     from bench.processes import die_with
 
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
-    moved = Controller(job, path).run()
+    controller = Controller(job, path)
+    moved = msgspec.to_builtins(controller.run())
     Path(path).unlink(missing_ok=True)
-    emit("done", moved=msgspec.to_builtins(moved))
+    emit("done", moved=moved, cpu_seconds={"controller": controller.cpu_seconds})
 
 
 if __name__ == "__main__":

@@ -8,18 +8,31 @@ the bench runs without it.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from bench.columns import DEDUP
-from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Moved, Plane, Service, Worker
+from bench.planes.base import (
+    Array,
+    Batch,
+    Cancelled,
+    Columns,
+    Endpoint,
+    Job,
+    Moved,
+    Plane,
+    Service,
+    Worker,
+)
+from bench.planes.fan_out import Follower, Leader
 from bench.processes import leashed
 
 _REWARD_ROWS = 64
-_PARTITION = "step-0"
 
 
 def _host_name(host: int) -> str:
@@ -35,16 +48,29 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def _token(folder: str) -> str:
+    """A new cluster token's file: peers that others could reach want one."""
+    path = Path(folder) / "token"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return str(path)
+
+
 class DataplanePlane(Plane):
     """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
 
     name = "dataplane"
     dedup_variants = (True,)
+    pieces = True
+    fans_out = True
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._plane_name = f"bench-{job.parent}"
-        self._addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(job.hosts)]
+        hosts = job.addresses or ["127.0.0.1"] * job.hosts
+        ports = zip(hosts, free_ports(job.hosts), strict=True)
+        self._addresses = [f"tcp://{host}:{port}" for host, port in ports]
+        self._token = _token(job.folder) if job.addresses else None
         self._clients: list[Any] = []
 
     def services(self) -> list[Service]:
@@ -62,7 +88,8 @@ class DataplanePlane(Plane):
         for name, value in options.items():
             argv += [name, value]
         env = {"DATAPLANE_RUN_DIR": self.job.folder}
-        return Service(f"peer-{_host_name(host)}", leashed(argv), env)
+        env |= {"DATAPLANE_TOKEN_FILE": self._token} if self._token else {}
+        return Service(f"peer-{_host_name(host)}", leashed(argv), env, host=host)
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
         """Connects to the peers one by one; each that answers is kept for its counters."""
@@ -80,10 +107,15 @@ class DataplanePlane(Plane):
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Clients copy into the arena and know what; peers pull; what is read is never copied."""
-        return Moved(
-            copied_in=sum(event["moved"]["copied_in"] for event in done.values()),
-            across=sum(client.stats()["pulled_bytes"] for client in self._clients),
-        )
+        pulled = [int(client.stats()["pulled_bytes"]) for client in self._clients]
+        copied = sum(event["moved"]["copied_in"] for event in done.values())
+        return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
+
+    def cancel(self, step: int, prompt: int) -> None:
+        self._clients[0].partition(f"step-{step}").drop(groups=[prompt])
+
+    def rolled(self, step: int) -> None:
+        self._clients[0].partition(f"step-{step}").seal()
 
     def close(self) -> None:
         for client in self._clients:
@@ -117,6 +149,9 @@ class DataplaneBatch(Batch):
         self._batch.add(**columns)
         self.added += sum(value.nbytes for values in columns.values() for value in values)
 
+    def drop(self, prompts: Collection[int]) -> None:
+        self._batch.drop(groups=list(prompts))
+
 
 class DataplaneEndpoint(Endpoint):
     """A worker's client."""
@@ -124,37 +159,83 @@ class DataplaneEndpoint(Endpoint):
     def __init__(self, worker: Worker) -> None:
         job = worker.job
         self._plane = _connect(worker.address)
-        self._partition = self._plane.partition(
-            _PARTITION,
-            stages=job.stages(),
-            group_size=job.task.samples,
-            groups=job.prompts,
-            free="acked",
-        )
+        self._job = job
+        self._partitions: dict[int, Any] = {}
         self._dedup = [name for name in DEDUP if job.dedup]
-        self._samples = min(job.task.samples, _REWARD_ROWS)
         self._copied = 0
+        self._trainer = worker.rank // job.tp
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        self._follows = worker.tp_rank > 0
+        if worker.role == "train" and job.tp > 1 and not self._follows:
+            self._leader = Leader(job.folder, self._trainer, job.tp - 1)
 
-    def put(self, prompt: int, columns: Columns) -> None:
+    def _partition(self, step: int) -> Any:
+        if step not in self._partitions:
+            job = self._job
+            self._partitions[step] = self._plane.partition(
+                f"step-{step}", stages=job.stages(), group_size=job.samples, free="acked"
+            )
+        return self._partitions[step]
+
+    def put(self, step: int, prompt: int, columns: Columns) -> None:
+        shared = self._count(columns)
+        self._partition(step).put(dict(columns), group=prompt, dedup=shared)
+
+    def put_rows(self, step: int, prompt: int, samples: Sequence[int], columns: Columns) -> None:
+        from dataplane.errors import RowsDropped
+
+        keys = [prompt * self._job.samples + sample for sample in samples]
+        shared = self._count(columns)
+        try:
+            self._partition(step).put(
+                dict(columns), key=keys, group=prompt, dedup=shared, replace=True
+            )
+        except RowsDropped as exc:
+            raise Cancelled(str(exc)) from exc
+
+    def _count(self, columns: Columns) -> list[str]:
+        """Counts what a put copies; returns the columns whose values it stores once."""
         shared = [name for name in self._dedup if name in columns]
-        self._partition.put(dict(columns), group=prompt, dedup=shared)
         for name, values in columns.items():
             self._copied += sum(v.nbytes for v in (values[:1] if name in shared else values))
+        return shared
 
-    def finish(self) -> None:
-        """Nothing to do: the partition seals itself at its last group."""
+    def finish(self, step: int) -> None:
+        """Nothing to do: the runner seals the partition when all workers have finished."""
 
-    def batches(self, stage: str) -> Iterator[Batch]:
-        many = {"groups": 1}
-        if stage != "train":  # from one group's rows on: a full batch may never fit into the arena
-            many = {"rows": _REWARD_ROWS, "min": self._samples}
-        for batch in self._partition.stream(stage, **many):
+    def batches(self, step: int, stage: str) -> Iterator[Batch]:
+        if self._follows:
+            yield from self._followed(step)
+            return
+        # A full batch of a reward worker may never fit into the arena: from one group on.
+        groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
+        for batch in self._partition(step).stream(stage, groups=groups, min=1):
+            if self._leader:
+                self._leader.tell(batch.keys)
             taken = DataplaneBatch(batch)
+            del batch  # what is not held any more makes room while the next one is waited for
             yield taken
             self._copied += taken.added
+            del taken
+            if self._leader:
+                self._leader.wait()
+        if self._leader:
+            self._leader.tell(None)
+
+    def _followed(self, step: int) -> Iterator[Batch]:
+        """The leader's batches, read without a lease while the leader holds one."""
+        self._follower = self._follower or Follower(self._job.folder, self._trainer)
+        fields = self._job.stages()["train"]
+        while keys := self._follower.hear():
+            yield DataplaneBatch(self._partition(step).get(keys, fields))
+            self._follower.answer()
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied)
 
     def close(self) -> None:
+        for end in (self._leader, self._follower):
+            if end:
+                end.close()
         self._plane.close()

@@ -28,6 +28,7 @@ _MAGIC = b"BCF1"
 _ALIGN = 64
 _IOVECS = 512
 _MADV_POPULATE_WRITE = 23
+_MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
 _MAX_TABLE_BYTES = 1 << 26
 
 
@@ -40,10 +41,15 @@ class ColumnTable(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """`parts`: byte lengths in order; each part starts at a multiple of 64 of the payload."""
+    """`parts`: byte lengths in order; each part starts at a multiple of 64 of the payload.
+
+    samples: the rows of the group that this is about, where it is not about all of them.
+    """
 
     kind: str
+    step: int = 0
     prompt: int = -1
+    samples: list[int] = []
     name: str = ""
     columns: dict[str, ColumnTable] = {}
     parts: list[int] = []
@@ -59,10 +65,14 @@ def aligned(nbytes: int) -> int:
 
 
 class Landing:
-    """Memory for received payloads, mapped and touched before it is needed."""
+    """Memory for received payloads, mapped and, unless told not to, touched before it is needed."""
 
-    def __init__(self, reserve: int) -> None:
-        self._free = _mapped(aligned(max(reserve, 1)))
+    def __init__(self, reserve: int, touch: bool = True) -> None:
+        self._free = self._all = _mapped(aligned(max(reserve, 1)), touch)
+
+    def rewind(self) -> None:
+        """All room is free again: whatever was kept may be overwritten."""
+        self._free = self._all
 
     def keep(self, nbytes: int) -> Buffer:
         """Room that stays the caller's. More than was reserved is mapped anew."""
@@ -78,14 +88,16 @@ class Landing:
         return self._free[:nbytes]
 
 
-def _mapped(nbytes: int) -> Buffer:
-    region = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _mapped(nbytes: int, touch: bool = True) -> Buffer:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if touch else _MAP_NORESERVE)
+    region = mmap.mmap(-1, max(nbytes, 1), flags)
     region.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(region, np.uint8)
-    try:
-        region.madvise(_MADV_POPULATE_WRITE)
-    except OSError:  # a kernel before 5.14: touch every page instead
-        room[::4096] = 0
+    if touch:
+        try:
+            region.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14: touch every page instead
+            room[::4096] = 0
     return room[:nbytes]
 
 

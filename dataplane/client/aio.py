@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dataplane.client import arguments, core, reads
+from dataplane.client import arguments, checkpoint, core, reads, restore
 from dataplane.client.aio_batch import Rows
 from dataplane.client.aio_partition import Partition
 from dataplane.client.connection import (
-    GRACE_S,
     REMIND_S,
     Connection,
     answer,
@@ -26,11 +28,15 @@ from dataplane.client.connection import (
     remind,
     unwrap,
 )
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step, Tell
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step
+from dataplane.client.devices import wish_of
+from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import framed, further, open_session, told
+from dataplane.client.opening import open_session
+from dataplane.client.outgoing import Outgoing
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
+from dataplane.errors import PeerLost
 from dataplane.wire.messages import Body
 
 OFFLOAD_BYTES = 1 << 20
@@ -39,21 +45,23 @@ OFFLOAD_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-def connect(name: str | None = None, *, plane: str | None = None) -> Connecting:
+def connect(
+    name: str | None = None, *, plane: str | None = None, devices: str | None = None
+) -> Connecting:
     """As `dataplane.connect`: `await connect()`, or `async with connect() as plane`."""
-    return Connecting(name, plane)
+    return Connecting(name, plane, devices)
 
 
 class Connecting:
     """A plane that is being connected to."""
 
-    def __init__(self, name: str | None, plane: str | None) -> None:
-        self._name, self._plane = name, plane
+    def __init__(self, name: str | None, plane: str | None, devices: str | None) -> None:
+        self._open_session = partial(open_session, name, plane, wish_of(devices))
         self._opened: Plane | None = None
 
     async def _open(self) -> Plane:
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(None, open_session, self._name, self._plane)
+        opening = loop.run_in_executor(None, self._open_session)
         try:
             return Plane(await asyncio.shield(opening))
         except asyncio.CancelledError:
@@ -108,12 +116,16 @@ class Plane:
         groups: int | None = None,
         free: str | None = None,
         place: str = "local",
+        replicas: int = 1,
+        host_bytes: int | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
         """As `dataplane.Plane.partition`."""
         handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(stages, group_size, groups, free, place)
+        definition = core.definition_of(
+            stages, group_size, groups, free, place, replicas, host_bytes
+        )
         if definition is not None:
             await self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)
@@ -133,6 +145,18 @@ class Plane:
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """What this peer holds, as nested dicts."""
         return await self.run(core.stats(None, timeout))
+
+    async def checkpoint(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> None:
+        """As `dataplane.Plane.checkpoint`; work on files is off the event loop."""
+        await self.run(checkpoint.checkpoint(self._session, directory, timeout))
+
+    async def restore(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> list[str]:
+        """As `dataplane.Plane.restore`; work on files is off the event loop."""
+        return await self.run(restore.restore(self._session, directory, timeout))
 
     async def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""
@@ -176,30 +200,32 @@ class Plane:
                 failure = exc
 
     async def _perform(self, step: Step) -> Any:
-        if isinstance(step, Offload):
-            return await offload(step)
-        session = self._session
-        connection = session.connections.idle() or await _further(session)
+        return await (self._call(step) if isinstance(step, Call) else offload(step))
+
+    async def _call(self, step: Call) -> Body:
+        """On another connection to the same incarnation of the peer where one breaks."""
+        session, began = self._session, time.monotonic()
+        connection = session.connections.idle() or await _further(session, step.deadline_s)
+        outgoing: Outgoing | None = None
         try:
-            if isinstance(step, Tell):
-                await _post(connection, told(session, step))
-                return None
-            return await self._call(connection, step)
+            outgoing = Outgoing(session, step, began)
+            while True:
+                try:
+                    return await exchange(
+                        connection, outgoing.frame, outgoing.rid, outgoing.limit_s(), step.waiting
+                    )
+                except PeerLost as exc:
+                    outgoing.broke(exc)
+                connection = await _further(session, outgoing.limit_s())
         finally:
             session.connections.give_back(connection)
-
-    async def _call(self, connection: Connection, step: Call) -> Body:
-        session = self._session
-        request, frame, limit_s = framed(session, connection, step)
-        try:
-            return await exchange(connection, frame, request.rid, limit_s, step.waiting)
-        finally:
-            session.answered(request)
+            if outgoing is not None:
+                outgoing.done()
 
 
-async def _further(session: Session) -> Connection:
+async def _further(session: Session, limit_s: float | None) -> Connection:
     """One more connection; if nobody waits for it any more, it is kept for later calls."""
-    opening = asyncio.get_running_loop().run_in_executor(None, further, session)
+    opening = asyncio.get_running_loop().run_in_executor(None, further, session, limit_s)
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -226,17 +252,6 @@ async def offload(step: Offload) -> Any:
                 await asyncio.wait([working])
             except asyncio.CancelledError:
                 continue
-        raise
-
-
-async def _post(connection: Connection, frame: bytearray) -> None:
-    """Send one-way frames."""
-    try:
-        connection.sock.setblocking(False)
-        async with asyncio.timeout(GRACE_S):
-            await asyncio.get_running_loop().sock_sendall(connection.sock, frame)
-    except BaseException as exc:
-        connection.fail(exc)
         raise
 
 

@@ -10,9 +10,10 @@ from dataplane.client.aio_batch import Batch, Rows, Run, Stream
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
+from dataplane.client.losses import AsyncLost
+from dataplane.client.putting import put
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
-from dataplane.client.writing import put
 from dataplane.metadata.where import Where
 from dataplane.wire.tables import Name, Scalar
 
@@ -39,11 +40,12 @@ class Partition:
         tags: TagValues | None = None,
         dedup: Collection[str] = (),
         replace: bool = False,
+        overflow: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
         """As `dataplane.Partition.put`."""
         return await self._run(
-            put(self._handle, columns, key, group, tags, dedup, replace, timeout)
+            put(self._handle, columns, key, group, tags, dedup, replace, overflow, timeout)
         )
 
     async def tag(
@@ -152,6 +154,10 @@ class Partition:
     ) -> None:
         """As `dataplane.Partition.wait`."""
         await self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+
+    def lost(self, timeout: float | None = None) -> AsyncLost:
+        """As `dataplane.Partition.lost`, with `async for`."""
+        return AsyncLost(self._run, self._handle, timeout)
 
     # looking
 

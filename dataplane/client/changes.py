@@ -70,10 +70,10 @@ def drop(
     name, size = handle.name, handle.session.max_rows
     bodies: list[Drop]
     if keys is not None:
-        parts = chunks(name_list(keys, "key"), size)
+        parts = chunks(name_list(keys, "key", ordered=False), size)
         bodies = [Drop(name, generation, rows=named_rows(part)) for part in parts]
     elif groups is not None:
-        parts = chunks(name_list(groups, "group"), size)
+        parts = chunks(name_list(groups, "group", ordered=False), size)
         bodies = [Drop(name, generation, groups=part) for part in parts]
     else:
         bodies = [Drop(name, generation, where=arguments.filter_of(where))]

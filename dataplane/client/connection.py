@@ -1,12 +1,14 @@
 """Connections to this host's peer: one call at a time on each, strictly request and reply.
 
 Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
-peer; nothing is retried. The event loop's side of the same sockets is in `client/aio.py`.
+peer; a connection that breaks is PeerLost, and the shells send the call again on another. The event
+loop's side of the same sockets is in `client/aio.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -28,8 +30,9 @@ from dataplane.wire.messages import Body, Failed, Reply, Request
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How long after a call's deadline the peer's own answer is still awaited."""
+GRACE_S = 1.0
+"""How long after a call's deadline the peer's own answer is still awaited: longer than the peer
+needs to say that the time is up, so that only a peer that does nothing at all is given up."""
 REMIND_S = 60.0
 """A call that may wait for ever says in the log what it waits for, this often."""
 
@@ -101,6 +104,12 @@ class Connection:
     def close(self) -> None:
         self.sock.close()
 
+    def ended(self) -> bool:
+        """Whether the peer's side is closed; asked between calls."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def leave(self) -> None:
         """Nobody waits for the answer any more. The peer sees the end and cancels the call; an
         answer that is on its way already is read by the housekeeper, who undoes what it gives."""
@@ -164,14 +173,6 @@ class Connection:
         self.close()
         if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
             raise peer_lost(self.peer) from exc
-
-    def post(self, frame: bytearray) -> None:
-        """Send one-way frames."""
-        try:
-            self.send(frame, GRACE_S)
-        except BaseException as exc:
-            self.fail(exc)
-            raise
 
     def send(self, frame: bytearray, limit_s: float | None) -> None:
         self.sock.settimeout(limit_s)

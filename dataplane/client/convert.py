@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dataplane.client.device_tensors import tensors_of
+from dataplane.client.device_views import DeviceColumn
 from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import Array, dtype_name
@@ -28,9 +30,12 @@ _AS_INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
 def to_numpy(column: ColumnView) -> Array | list[Any]:
     """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
 
-    The array is a read-only view where the rows lie at a regular distance, else a packed copy.
+    The array is a read-only view where the rows lie at a regular distance in host memory, else a
+    packed copy.
     Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
     """
+    if isinstance(column, DeviceColumn):
+        column = column.on_host()
     if column.uniform is not None:
         dense = column.dense()
         return _packed(column) if dense is None else dense
@@ -60,6 +65,10 @@ def to_torch(
 
     if layout not in ("auto", "padded", "jagged", "list"):
         raise InvalidValue(f"no layout: {layout!r}; it is auto, padded, jagged or list")
+    if isinstance(column, DeviceColumn):
+        if column.device_kind == "cuda" and str(device).startswith("cuda"):
+            return tensors_of(column, layout, padding, view, device)
+        column = column.on_host()
     if not column.holds_arrays:
         return _object_tensors(column, layout, view, device)
     if view:
@@ -68,15 +77,11 @@ def to_torch(
         return _tensor(_packed(column)).to(device)
     if layout == "padded":
         return _tensor(_padded(column, padding)).to(device)
-    rows = _rows(column)
     if layout != "jagged":
-        return [_tensor(row).to(device) for row in rows]
-    if len({(row.dtype, row.shape[1:]) for row in rows}) > 1 or rows[0].ndim == 0:
-        raise InvalidValue(f"{column.field}: jagged rows differ in their first length only")
-    ends = np.cumsum([0, *(len(row) for row in rows)])
-    values = _tensor(np.concatenate(rows)).to(device)
+        return [_tensor(row).to(device) for row in _rows(column)]
+    rows, ends = _joined(column)
     offsets = torch.from_numpy(ends).to(device)
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return torch.nested.nested_tensor_from_jagged(_tensor(rows).to(device), offsets)
 
 
 def to_arrow(
@@ -145,6 +150,19 @@ def _rows(column: ColumnView) -> list[Array]:
         rows.append(items[at : at + view.size].reshape(view.shape))
         at += view.size
     return rows
+
+
+def _joined(column: ColumnView) -> tuple[Array, Array]:
+    """The rows one behind the other in one private array, copied once, and where each begins and
+    ends (one number more than there are rows)."""
+    views = list(column)
+    if len({(view.dtype, view.shape[1:]) for view in views}) > 1 or views[0].ndim == 0:
+        raise InvalidValue(f"{column.field}: jagged rows differ in their first length only")
+    ends = np.cumsum([0, *map(len, views)])
+    array = np.empty((ends[-1], *views[0].shape[1:]), views[0].dtype)
+    if array.size:
+        column.pack(array.reshape(-1).view(np.uint8))
+    return array, ends
 
 
 def _padded(column: ColumnView, padding: float) -> Array:

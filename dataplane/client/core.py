@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dataplane.client import arguments
 from dataplane.client.rows import name_list
@@ -56,13 +56,6 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Send `body`, expect no answer."""
-
-    body: Body
-
-
-@dataclass(frozen=True, slots=True)
 class Offload:
     """Run `work`, which copies `nbytes`: off the event loop where that is much."""
 
@@ -70,7 +63,7 @@ class Offload:
     nbytes: int
 
 
-Step = Call | Tell | Offload
+Step = Call | Offload
 Operation = Generator[Step, Any, T]
 
 
@@ -165,9 +158,12 @@ def definition_of(
     groups: int | None,
     free: str | None,
     place: str,
+    replicas: int,
+    host_bytes: int | None = None,
 ) -> Definition | None:
     """The definition that the arguments of `partition(…)` spell; None where they only attach."""
-    if (stages, group_size, groups, free) == (None, None, None, None) and place == "local":
+    given = (stages, group_size, groups, free, place, replicas, host_bytes)
+    if given == (None, None, None, None, "local", 1, None):
         return None
     if group_size is not None:
         group_size = arguments.count(group_size, "group_size")
@@ -176,16 +172,33 @@ def definition_of(
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
         raise InvalidCall(f"free={free!r}: it is 'acked' or 'drop'")
-    if place != "local":
+    if place not in ("local", "spread"):
         raise InvalidCall(
-            f"place={place!r}: rows stay on the host that puts them, place='local'; 'spread' is "
-            "not there yet, so give each peer an --arena that holds what its producers put"
+            f"place={place!r}: it is 'local', or 'spread' to use other hosts' arenas when this "
+            "one is full"
         )
+    if replicas not in (1, 2):
+        raise InvalidCall(f"replicas={replicas!r}: it is 1, or 2 for a second copy on another peer")
+    if replicas == 2 and place == "spread":
+        raise InvalidCall("place='spread' and replicas=2 do not go together: choose one of them")
+    if host_bytes is not None:
+        host_bytes = arguments.count(host_bytes, "host_bytes")
+    if host_bytes is not None and place == "spread":
+        raise InvalidCall("place='spread' and host_bytes= do not go together: choose one of them")
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
     for stage, fields in arguments.mapping(stages or {}, "stages", form).items():
         named[arguments.text(stage, "a stage")] = arguments.texts(fields, f"stages[{stage!r}]")
-    return Definition(named, group_size, groups, free)  # type: ignore[arg-type]
+    copies: Literal[1, 2] = 2 if replicas == 2 else 1
+    return Definition(
+        named,
+        group_size,
+        groups,
+        free,  # type: ignore[arg-type]
+        place,  # type: ignore[arg-type]
+        copies,
+        host_bytes,
+    )
 
 
 def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> Operation[None]:
@@ -244,6 +257,12 @@ def wait(
     what = f"fewer than {below}" if below else f"{wanted} ready"
     waiting = f"{what} {body.unit} of partition {handle.name!r}, stage {stage!r}"
     yield from wait_for(body, Done, timeout, waiting)
+
+
+def probe(timeout: float | None) -> Operation[dict[str, Any]]:
+    """The ways between all peers, tried anew; see `dataplane probe`."""
+    done = yield from ask(Stats(probe=True), StatsDone, Deadline(timeout))
+    return done.stats
 
 
 def stats(handle: Handle | None, timeout: float | None) -> Operation[dict[str, Any]]:

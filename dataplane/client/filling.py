@@ -80,7 +80,7 @@ def _chosen(strand: Strand) -> Bytes | list[Buffer]:
 
 def _copy_rows(window: Bytes, rows: Bytes, targets: Ints) -> None:
     """Rows of equal length, in as few operations as their places are regular."""
-    steps = np.diff(targets)
+    steps = targets[1:] - targets[:-1]
     if (steps == steps[0]).all():
         _copy_regular(window, rows, int(targets[0]), int(steps[0]))
         return

@@ -5,14 +5,24 @@ from __future__ import annotations
 import array
 import os
 import socket
+from collections.abc import Callable
 
-from dataplane.client.connection import Connection, Opener, answer, peer_lost, unwrap
+from dataplane.client.connection import (
+    GRACE_S,
+    Connection,
+    Opener,
+    answer,
+    no_answer,
+    peer_lost,
+    unwrap,
+)
+from dataplane.client.session import Session
 from dataplane.errors import DataplaneError, ProtocolError, VersionMismatch
 from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
-_HANDSHAKE_S = 20.0
+HANDSHAKE_S = 20.0
 
 
 def negotiate(welcome: Welcome) -> int:
@@ -29,33 +39,62 @@ def negotiate(welcome: Welcome) -> int:
 
 
 def open_connection(
-    opener: Opener, session: int = 0, peer: str = "?"
+    opener: Opener,
+    session: Session | None = None,
+    limit_s: float = HANDSHAKE_S,
+    greet: Callable[[Welcome], list[int]] = lambda welcome: [],
 ) -> tuple[Connection, Welcome, HelloDone, list[int]]:
     """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
-    the caller, when `session` is 0; a further connection of a session lets the kernel drop them."""
+    the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
+    hears what the peer is, and says which device arenas a new session reads in place.
+
+    PeerLost, also where another incarnation answers than the session's; DeadlineExceeded.
+    """
     descriptors: list[int] = []
+    peer = "?" if session is None else session.peer
     try:
         connection = Connection(opener(), peer)
     except OSError as exc:
+        if session is not None:
+            session.peer_is_gone()
         raise peer_lost(peer) from exc
     try:
-        connection.sock.settimeout(_HANDSHAKE_S)
-        welcome = _receive_welcome(connection, descriptors if session == 0 else None)
-        hello = Hello(negotiate(welcome), session)
+        connection.sock.settimeout(limit_s)
+        welcome = _receive_welcome(connection, descriptors if session is None else None)
+        if session is not None and welcome.incarnation != session.incarnation:
+            session.peer_is_gone()
+            raise peer_lost(peer)
+        joined = 0 if session is None else session.id
         rid = connection.next_rid()
-        request = Request(rid, session, 0, 0, welcome.epoch, int(_HANDSHAKE_S * 1e3), hello)
-        connection.send(encode(request), _HANDSHAKE_S)
-        done = unwrap(answer(connection.receive(_HANDSHAKE_S), rid))
+        version = negotiate(welcome)
+        hello = Hello(version, joined, pools=greet(welcome) if session is None else [])
+        request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
+        connection.send(encode(request), limit_s)
+        done = unwrap(answer(connection.receive(limit_s), rid))
         if not isinstance(done, HelloDone):
             raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
     except BaseException as exc:
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
-            raise peer_lost(connection.peer) from exc
-        raise
+        failure = _typed(exc, connection.peer, limit_s)
+        if failure is exc:
+            raise
+        raise failure from exc
     return connection, welcome, done, descriptors
+
+
+def _typed(exc: BaseException, peer: str, limit_s: float) -> BaseException:
+    """What a socket raised in a handshake, as an error of ours; any other as it is."""
+    if isinstance(exc, DataplaneError) or not isinstance(exc, OSError):
+        return exc
+    return no_answer(peer, limit_s) if isinstance(exc, TimeoutError) else peer_lost(peer)
+
+
+def further(session: Session, limit_s: float | None = None) -> Connection:
+    """One more connection of a session, for a call that has so much time left."""
+    most = HANDSHAKE_S if limit_s is None else min(HANDSHAKE_S, max(GRACE_S, limit_s))
+    return open_connection(session.connections.opener, session, most)[0]
 
 
 def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:

@@ -14,20 +14,25 @@ import threading
 import time
 import weakref
 
-from dataplane.client.connection import Connection, frame_of
+from dataplane.client.connection import Connection
 from dataplane.client.extents import IDLE_S
+from dataplane.client.handshake import further
+from dataplane.client.outgoing import REPEATS
 from dataplane.client.session import Session
-from dataplane.errors import DataplaneError
+from dataplane.errors import DataplaneError, DeadlineExceeded
+from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,
     Claimed,
+    Failed,
     Fetched,
     Finish,
     GiveBack,
     Goodbye,
     PutDone,
     ReadDone,
+    Request,
     Reserved,
     Unpin,
 )
@@ -48,12 +53,16 @@ class Housekeeper:
     def __init__(self, session: Session, anchor: Connection) -> None:
         self.session = session
         self._anchor: Connection | None = anchor
+        self._untold: list[Request] = []
+        """what the peer has not said yet that it heard"""
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._deserted = False
         session.tend = self.start
         _living.add(self)
+        if session.devices is not None:
+            self.start()  # it closes them, whatever becomes of the plane
 
     def start(self) -> None:
         if self._thread is not None or self._closing.is_set():
@@ -68,18 +77,29 @@ class Housekeeper:
     def _run(self) -> None:
         session = self.session
         while self._anchor is not None and not self._over():
-            woken = session.await_release(IDLE_S if len(session.leftovers) else None)
+            woken = session.await_release(IDLE_S)
             if self._deserted and session.closed is None:
                 self.close("nothing refers to this client any more")
             elif woken:
                 self._closing.wait(GATHER_S)
+            session.settle_devices()
             due = self._undone() + session.parting(housekeeping=True)
             idle = session.leftovers.take_idle()
             if len(idle):
                 due.append(GiveBack(idle.tobytes()))
             self.tell(due)
-        if self._over():
+            if not woken:
+                self._look()
+        if self._closing.is_set():  # no view is left, or no peer
             self._drop_anchor()
+
+    def _look(self) -> None:
+        """Whether the peer is there, while nobody calls it: the arena of one that died is let go,
+        so that its memory can go to the next."""
+        with self._sending:
+            if self._anchor is not None and self._anchor.ended():
+                self._anchor.close()
+                self._anchor = self._another()
 
     def _undone(self) -> list[Body]:
         """What takes back the answers that came when nobody waited for them any more."""
@@ -99,33 +119,45 @@ class Housekeeper:
         """After close() the anchor stays only for views that are still alive."""
         return self._closing.is_set() and not self.session.pins
 
-    def tell(self, bodies: list[Body]) -> None:
-        """Send one-way messages. A peer that is gone needs no telling."""
-        if not bodies:
-            return
+    def tell(self, bodies: list[Body], limit_s: float = _SEND_S) -> None:
+        """Tell the peer, and hear that it was heard; on another anchor where the connection broke.
+        A peer that is gone needs no telling."""
         with self._sending:
-            anchor = self._anchor
-            if anchor is None:
-                return
-            try:
-                self._discard_answers(anchor)
-                for body in bodies:
-                    anchor.send(encode(self.session.one_way(body)), _SEND_S)
-            except (OSError, DataplaneError) as exc:
-                log.info("peer %r does not take one-way messages: %s", self.session.peer, exc)
-                self._anchor = None
-                anchor.close()
+            self._untold += [self.session.request(body, parting=True) for body in bodies]
+            for _ in range(1 + REPEATS):
+                if not self._untold or self._anchor is None:
+                    return
+                try:
+                    self._tell_all(self._anchor, limit_s)
+                except DeadlineExceeded as exc:
+                    log.info("what peer %r did not hear is told again: %s", self._peer, exc)
+                    return
+                except (OSError, DataplaneError) as exc:
+                    log.info("peer %r is told again: %s", self._peer, exc)
+                    self._anchor.close()
+                    self._anchor = self._another()
 
-    @staticmethod
-    def _discard_answers(anchor: Connection) -> None:
-        """The peer only answers one-way messages that it refused; arrived_reply logs them."""
-        anchor.sock.setblocking(False)
+    def _tell_all(self, anchor: Connection, limit_s: float) -> None:
+        """The peer carries out once what it is told twice."""
+        for request in self._untold:
+            anchor.send(encode(request), limit_s)
+        while (reply := anchor.receive(limit_s)).rid != self._untold[-1].rid:
+            if isinstance(reply.body, Failed):
+                log.info("peer %r: %s", self._peer, reply.body.message)
+        self.session.answered(*self._untold)
+        self._untold.clear()
+
+    def _another(self) -> Connection | None:
+        """Another anchor, where the peer is still the same."""
         try:
-            while True:
-                anchor.count(anchor.sock.recv_into(anchor.inbox.room()))
-                anchor.arrived_reply()
-        except BlockingIOError:
-            return
+            return further(self.session)
+        except DataplaneError as exc:
+            log.info("peer %r is told nothing any more: %s", self._peer, exc)
+            return None
+
+    @property
+    def _peer(self) -> str:
+        return self.session.peer
 
     def close(self, why: str) -> None:
         """End the session in order; live views stay readable, their pins go when they do."""
@@ -136,7 +168,7 @@ class Housekeeper:
         self._goodbye()
         session.connections.close(why)
         self._closing.set()
-        if session.pins and self._thread is not None:
+        if session.pins and self._thread is not None and self._thread.is_alive():
             session.wake()
             return
         session.wake()
@@ -156,29 +188,26 @@ class Housekeeper:
     def _goodbye(self) -> None:
         session = self.session
         leases, session.leases = list(session.leases), set()
+        session.settle_devices(_GOODBYE_S)
         due = self._undone()
         due += [Finish(lease, "release") for lease in leases]
         due += session.parting()
         grants = session.leftovers.take_idle(0)
         if len(grants):
             due.append(GiveBack(grants.tobytes()))
-        self.tell(due)
-        with self._sending:
-            anchor = self._anchor
-            if anchor is None:
-                return
-            try:
-                request = session.one_way(Goodbye(), anchor.next_rid())
-                anchor.exchange(frame_of(request), request.rid, _GOODBYE_S, "")
-            except (OSError, DataplaneError) as exc:
-                log.info("peer %r did not say goodbye: %s", session.peer, exc)
-                self._anchor = None
+        if session.waits_for_devices:
+            # What a device may still write into comes back when this process is proved gone.
+            self.tell(due, _GOODBYE_S)
+        else:
+            self.tell([*due, Goodbye()], _GOODBYE_S)
 
     def _drop_anchor(self) -> None:
         with self._sending:
             anchor, self._anchor = self._anchor, None
         if anchor is not None:
             anchor.close()
+        if self.session.devices is not None:
+            self.session.devices.close()
 
     def poison(self) -> None:
         """In a forked child: close the copies of the sockets, silently."""
@@ -196,7 +225,7 @@ def undo(body: Body) -> list[Body]:
         due.append(Finish(body.lease, "release"))
     if isinstance(body, Reserved | PutDone) and body.extents:
         due.append(GiveBack(body.extents))
-    if isinstance(body, Claimed | Fetched | ReadDone | Reserved) and body.pin:
+    if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:
         due.append(Unpin([body.pin]))
     return due
 

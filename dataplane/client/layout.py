@@ -9,8 +9,8 @@ groups (or single rows) of up to about 1 MiB together, or one larger group alone
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,12 @@ from dataplane.wire.limits import (
 )
 from dataplane.wire.records import U8, VALUE
 
-__all__ = ["Parcel", "fill", "join", "plan"]
+__all__ = ["Parcel", "fill", "join", "plan", "plan_beside"]
 
 PARCEL_BYTES = 1 << 20
 BLOCK_STEP_BYTES = PACK_BLOCK_BYTES - PACK_LIMIT_BYTES
 """A packed value is in the block `its last byte // this`, counted through the parcel: so blocks are
 found for all values at once, follow each other without a gap, and none is over PACK_BLOCK_BYTES."""
-FEW_VALUES = 48
-"""Up to here plain Python beats numpy's fixed cost a call."""
 
 
 def plan(prepared: Prepared, group_index: np.ndarray | None = None) -> list[Parcel]:
@@ -46,22 +44,36 @@ def plan(prepared: Prepared, group_index: np.ndarray | None = None) -> list[Parc
     wherever they are in the put; else rows keep their order. LimitExceeded where one group has
     more rows than a message takes.
     """
-    columns = prepared.columns
-    few = _lay_few(prepared)
-    if few is not None:
-        return [Parcel(few, 0, 1)]
-    row_ends = np.cumsum(_row_bytes(prepared))
+    return plan_beside([prepared], group_index)[0]
+
+
+def plan_beside(
+    parts: Sequence[Prepared], group_index: np.ndarray | None = None
+) -> list[list[Parcel]]:
+    """As `plan`, for fields of the same rows that go to different memories: parcels of each part,
+    which are cut alike."""
+    n = parts[0].n
+    row_bytes = _row_bytes(parts[0])
+    for other in parts[1:]:
+        row_bytes += _row_bytes(other)
+    row_ends = np.cumsum(row_bytes)
     order = None
-    if row_ends[-1] <= PARCEL_BYTES and prepared.n <= MAX_ROWS_PER_MESSAGE:
-        bounds = np.array([0, prepared.n])
+    if row_ends[-1] <= PARCEL_BYTES and n <= MAX_ROWS_PER_MESSAGE:
+        bounds = np.array([0, n])
     elif group_index is None:
-        bounds = _cut(row_ends, np.arange(1, prepared.n + 1))
+        bounds = _cut(row_ends, np.arange(1, n + 1))
     else:
         order, unit_ends = _units(group_index)
         if order is not None:
-            row_ends = np.cumsum(_row_bytes(prepared)[order])
-            columns = [_reordered(column, order) for column in columns]
+            row_ends = np.cumsum(row_bytes[order])
         bounds = _cut(row_ends, unit_ends)
+    return [_parcels(part, order, bounds) for part in parts]
+
+
+def _parcels(prepared: Prepared, order: Ints | None, bounds: Ints) -> list[Parcel]:
+    columns = prepared.columns
+    if order is not None:
+        columns = [_reordered(column, order) for column in columns]
     layout = _lay(prepared, columns, bounds)
     layout.order = order
     return [Parcel(layout, at, at + 1) for at in range(len(bounds) - 1)]
@@ -171,45 +183,84 @@ def _lay(prepared: Prepared, columns: list[PreparedColumn], row_bounds: Ints) ->
     return layout
 
 
-def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
-    """Give every value its range, numbered through the put: in each parcel blocks, then large ones.
+class _Places(NamedTuple):
+    """Where the values of a strip come in their parcels, before it is known where blocks end.
 
-    Returns the ranges' sizes (u8) and the bounds of the parcels in them.
+    counts: values a parcel. ranks: of large values, among the parcel's. mixed: None where all are
+    large; else which are small, what they take, and where that ends in the parcel's blocks.
     """
+
+    counts: Ints
+    ranks: Ints
+    mixed: tuple[np.ndarray, Ints, Ints] | None
+
+
+def _places(strips: list[LaidStrip], parcels: int) -> tuple[list[_Places], Ints, Ints]:
+    """Each strip's places, and per parcel the bytes that are packed and the large values."""
     packed, large = np.zeros(parcels, np.int64), np.zeros(parcels, np.int64)
-    passes: list[tuple[np.ndarray, Ints, Ints, Ints]] = []
+    places: list[_Places] = []
     for strip in strips:
+        bounds = np.asarray(strip.bounds)
+        counts = _steps(bounds)
+        if _is_large(strip):
+            ranks = np.arange(len(strip.records)) + np.repeat(large - bounds[:-1], counts)
+            large += counts
+            places.append(_Places(counts, ranks, None))
+            continue
         sizes = strip.records["nbytes"].astype(np.int64)
         small = sizes < PACK_LIMIT_BYTES
         own = ~small if strip.skip is None else ~(small | strip.skip)
         room = np.where(small, _room(sizes), 0)
         ends, ranks = _from_zero(room), _from_zero(own)
-        at, rank_at = ends[strip.bounds], ranks[strip.bounds]
-        counts = np.diff(strip.bounds)
+        at, rank_at = ends[bounds], ranks[bounds]
         ends = ends[1:] + np.repeat(packed - at[:-1], counts)
         ranks = ranks[:-1] + np.repeat(large - rank_at[:-1], counts)
-        packed += np.diff(at)
-        large += np.diff(rank_at)
-        passes.append((small, room, ends, ranks))
+        packed += _steps(at)
+        large += _steps(rank_at)
+        places.append(_Places(counts, ranks, (small, room, ends)))
+    return places, packed, large
+
+
+def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
+    """Give every value its range, numbered through the put: in each parcel blocks, then large ones.
+
+    Returns the ranges' sizes (u8) and the bounds of the parcels in them.
+    """
+    places, packed, large = _places(strips, parcels)
     blocks = -(-packed // BLOCK_STEP_BYTES)
     range_bounds = _from_zero(blocks + large)
     block_ends = np.zeros(range_bounds[-1] + 1, np.int64)
     sizes = np.zeros(range_bounds[-1], U8)
-    for strip, (small, room, ends, ranks) in zip(strips, passes, strict=True):
-        first = np.repeat(range_bounds[:-1], np.diff(strip.bounds))
+    for strip, (counts, ranks, mixed) in zip(strips, places, strict=True):
+        records = strip.records
+        ranges = ranks + np.repeat(range_bounds[:-1] + blocks, counts)
+        if mixed is None:
+            records["range"], sizes[ranges] = ranges, records["nbytes"]
+            continue
+        small, room, ends = mixed
         inside = np.where(small, (ends - 1) // BLOCK_STEP_BYTES, 0)
-        ranges = first + np.where(small, inside, ranks)
-        ranges += np.where(small, 0, np.repeat(blocks, np.diff(strip.bounds)))
+        ranges = np.where(small, np.repeat(range_bounds[:-1], counts) + inside, ranges)
         _end_blocks(block_ends, ranges[small], ends[small])
         before = np.where(inside > 0, block_ends[ranges - 1], 0)
-        strip.records["range"] = ranges
-        strip.records["delta"] = np.where(small, ends - room - before, 0)
+        records["range"] = ranges
+        records["delta"] = np.where(small, ends - room - before, 0)
         own = ~small if strip.skip is None else ~(small | strip.skip)
-        sizes[ranges[own]] = strip.records["nbytes"][own]
+        sizes[ranges[own]] = records["nbytes"][own]
     is_block = block_ends[:-1] > 0
     starts = np.where(_first_of_parcel(range_bounds), 0, np.roll(block_ends[:-1], 1))
     sizes[is_block] = (block_ends[:-1] - starts)[is_block]
     return sizes, range_bounds
+
+
+def _is_large(strip: LaidStrip) -> bool:
+    """Whether every value is a range of its own: no blocks, then, and nothing to look for."""
+    sizes = strip.records["nbytes"]
+    return strip.skip is None and len(sizes) > 0 and int(sizes.min()) >= PACK_LIMIT_BYTES
+
+
+def _steps(values: Ints) -> Ints:
+    """`np.diff`, which is slow where there are few."""
+    return values[1:] - values[:-1]
 
 
 def _first_of_parcel(range_bounds: Ints) -> np.ndarray:
@@ -223,50 +274,3 @@ def _end_blocks(block_ends: Ints, ranges: Ints, ends: Ints) -> None:
     if len(ranges):
         last = np.append(ranges[1:] != ranges[:-1], True)
         block_ends[ranges[last]] = ends[last]
-
-
-def _lay_few(prepared: Prepared) -> Layout | None:
-    """The same for a put of few values in one parcel and one block; None where it is not one."""
-    columns = prepared.columns
-    strips = [s for c in columns for s in (c.values, c.leaves) if s is not None]
-    if sum(s.count for s in strips) > FEW_VALUES or any(c.dedup for c in columns):
-        return None
-    sizes = [[s.sizes] * s.count if isinstance(s.sizes, int) else s.sizes.tolist() for s in strips]
-    small = [_few_room(n) for each in sizes for n in each if n < PACK_LIMIT_BYTES]
-    large = [n for each in sizes for n in each if n >= PACK_LIMIT_BYTES]
-    packed = sum(small)
-    if packed > BLOCK_STEP_BYTES or (prepared.n > 1 and packed + sum(large) > PARCEL_BYTES // 2):
-        return None
-    place = _FewPlaces(1 if small else 0)
-    laid = iter([_laid_few(strip, each, place) for strip, each in zip(strips, sizes, strict=True)])
-    fields = [
-        LaidColumn(c.field, next(laid), c.leaf_counts, next(laid) if c.leaves else None)
-        for c in columns
-    ]
-    ranges = np.array([packed, *large] if small else large, U8)
-    return Layout(prepared.specs, (0, prepared.n), (0, len(ranges)), ranges, fields)
-
-
-def _few_room(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES or ALIGNMENT_BYTES
-
-
-@dataclass(slots=True)
-class _FewPlaces:
-    """Where the next large and the next packed value go."""
-
-    next_range: int
-    delta: int = 0
-
-
-def _laid_few(strip: Strip, sizes: list[int], place: _FewPlaces) -> LaidStrip:
-    specs = [strip.specs] * strip.count if isinstance(strip.specs, int) else strip.specs.tolist()
-    records = []
-    for size, spec in zip(sizes, specs, strict=True):
-        if size < PACK_LIMIT_BYTES:
-            records.append((0, 0, size, spec, place.delta, 0))
-            place.delta += _few_room(size)
-        else:
-            records.append((place.next_range, 0, size, spec, 0, 0))
-            place.next_range += 1
-    return LaidStrip(strip.source, np.array(records, VALUE), (0, strip.count))

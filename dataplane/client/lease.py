@@ -6,6 +6,7 @@ in the arena at once and travel with the ack, in one message.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from dataplane.client.core import (
     Deadline,
     Handle,
     Operation,
-    Tell,
     ask,
     expect,
     milliseconds,
@@ -200,7 +200,7 @@ class Lease:
     ) -> Operation[None]:
         """End the lease for all rows that are still open, or for those at `rows`.
 
-        Only ack takes what was added along. A release without tags is not answered.
+        Only ack takes what was added along. Releasing a lease that has ended already is no error.
         """
         self.check()
         given = tag_columns(tags, self.n)
@@ -217,7 +217,8 @@ class Lease:
         elif outcome == "ack":
             yield from self._ack(body, at, timeout)
         elif outcome == "release" and not given:
-            yield Tell(body)
+            with contextlib.suppress(LeaseExpired):  # its rows went back before
+                yield from self._send(body, timeout)
         else:
             yield from self._send(body, timeout)
         self._closed_rows(outcome, rows)

@@ -10,10 +10,11 @@ from dataplane.client.batch import Batch, Rows, Run
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
+from dataplane.client.losses import Lost
+from dataplane.client.putting import put
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.stream import Stream
-from dataplane.client.writing import put
 from dataplane.metadata.where import Where
 from dataplane.wire.tables import Name, Scalar
 
@@ -42,6 +43,7 @@ class Partition:
         tags: TagValues | None = None,
         dedup: Collection[str] = (),
         replace: bool = False,
+        overflow: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
         """Write rows: per field a sequence or an array [n, …].
@@ -51,11 +53,17 @@ class Partition:
         row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
         fields that are there (FieldExists otherwise).
 
+        A field whose values all lie on a GPU that the peer has a device arena of is copied into
+        that, on the streams of the values. overflow: "host" puts them into host memory where the
+        device has no room, instead of waiting for some.
+
         Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
         never fit, PutIncomplete when some rows went in and others did not: putting the same again
         is safe with given keys.
         """
-        return self._run(put(self._handle, columns, key, group, tags, dedup, replace, timeout))
+        return self._run(
+            put(self._handle, columns, key, group, tags, dedup, replace, overflow, timeout)
+        )
 
     def tag(
         self,
@@ -173,6 +181,16 @@ class Partition:
         """Until so many rows or groups are ready for the stage, or fewer than `below` of them
         (groups where the partition has a group_size) are not yet done: back-pressure by count."""
         self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+
+    def lost(self, timeout: float | None = None) -> Lost:
+        """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.
+
+        Iterate over it: lists of keys, from the first lost row on, each within seconds of the
+        loss; the rows of a group that lost one are among them. Ends when the partition was
+        dropped, or is sealed and every stage has had every row. timeout: per list; None waits for
+        as long as rows can be lost, otherwise DeadlineExceeded.
+        """
+        return Lost(self._run, self._handle, timeout)
 
     # looking
 

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dataplane.client import arguments, core, reads
+from dataplane.client import arguments, checkpoint, core, reads, restore
 from dataplane.client.batch import Rows
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Operation, Step, Tell
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Operation, Step
+from dataplane.client.devices import wish_of
+from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import framed, further, open_session, told
+from dataplane.client.opening import open_session
+from dataplane.client.outgoing import Outgoing
 from dataplane.client.partition import Partition
 from dataplane.client.ref import Ref
+from dataplane.errors import PeerLost
+from dataplane.wire.messages import Body
 
 T = TypeVar("T")
 
 
-def connect(name: str | None = None, *, plane: str | None = None) -> Plane:
+def connect(
+    name: str | None = None, *, plane: str | None = None, devices: str | None = None
+) -> Plane:
     """Attach to this host's peer, or start an embedded one.
 
     name: which peer, where several run on this host (default: DATAPLANE_PEER). plane: which plane
-    (default: DATAPLANE_PLANE, else uid and job id). Raises PeerNotFound, PeerAmbiguous,
-    SeedsMissing, or another ConnectError that says what to do.
+    (default: DATAPLANE_PLANE, else uid and job id). devices: whether values in the peer's device
+    arenas are read in place, as views of GPU memory: "auto", where this process works on that GPU
+    when it connects; "required", on the current GPU (DeviceMissing otherwise); "off", never: they
+    come by way of the host (default: DATAPLANE_DEVICES, else auto). Raises PeerNotFound,
+    PeerAmbiguous, SeedsMissing, or another ConnectError that says what to do.
     """
-    return Plane(open_session(name, plane))
+    return Plane(open_session(name, plane, wish_of(devices)))
 
 
 class Plane:
@@ -57,6 +69,8 @@ class Plane:
         groups: int | None = None,
         free: str | None = None,
         place: str = "local",
+        replicas: int = 1,
+        host_bytes: int | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
@@ -65,12 +79,16 @@ class Plane:
         stages: per stage the fields that must be there before it gets a row. group_size: a group
         closes with that many rows. groups: seal by itself once so many groups are closed. free:
         "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
-        "acked" where stages are given. place: "local", on the host that puts; another is refused
-        as yet. With a name alone, the partition is attached to on first use, waiting until somebody
-        declares it.
+        "acked" where stages are given. place: "local", on the host that puts; "spread": on
+        others too while that one is full. replicas: 2 keeps a second copy of the bytes on another
+        peer. host_bytes: what its rows may take of one host's arena; a put of new groups beyond it
+        waits as for a full arena (BackPressure), more of groups that are there is let in. With a
+        name alone, the partition is attached to on first use, waiting until somebody declares it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(stages, group_size, groups, free, place)
+        definition = core.definition_of(
+            stages, group_size, groups, free, place, replicas, host_bytes
+        )
         if definition is not None:
             self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)
@@ -90,6 +108,29 @@ class Plane:
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """What this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
         return self.run(core.stats(None, timeout))
+
+    def checkpoint(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> None:
+        """Write all rows, their bytes and what the stages have done to a new directory.
+
+        Every group is in it whole as it stood at one moment, while the plane is used on. Whatever
+        was put before the call is in it, unless it went meanwhile; leased rows are in it as ready
+        ones. timeout None: each request to a peer has its 30 s, all together have no limit. Raises
+        CheckpointFailed, and leaves nothing of that name, where it cannot be finished.
+        """
+        self.run(checkpoint.checkpoint(self._session, directory, timeout))
+
+    def restore(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> list[str]:
+        """Put the rows of a checkpoint back, and return the names of its partitions.
+
+        They live on this host then, whatever the plane they come from. CheckpointCorrupt names a
+        file that is not as it was written; PartitionConflict where a partition is there already;
+        nothing was restored then.
+        """
+        return self.run(restore.restore(self._session, directory, timeout))
 
     def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""
@@ -132,28 +173,24 @@ class Plane:
                 failure = exc
 
     def _perform(self, step: Step) -> Any:
-        if isinstance(step, Call):
-            return self._call(step)
-        if isinstance(step, Tell):
-            return self._tell(step)
-        return step.work()
+        return self._call(step) if isinstance(step, Call) else step.work()
 
-    def _call(self, step: Call) -> Any:
-        session = self._session
-        connection = session.connections.idle() or further(session)
+    def _call(self, step: Call) -> Body:
+        """On another connection to the same incarnation of the peer where one breaks."""
+        session, began = self._session, time.monotonic()
+        connection = session.connections.idle() or further(session, step.deadline_s)
+        outgoing: Outgoing | None = None
         try:
-            request, frame, limit_s = framed(session, connection, step)
-            try:
-                return connection.exchange(frame, request.rid, limit_s, step.waiting)
-            finally:
-                session.answered(request)
+            outgoing = Outgoing(session, step, began)
+            while True:
+                try:
+                    return connection.exchange(
+                        outgoing.frame, outgoing.rid, outgoing.limit_s(), step.waiting
+                    )
+                except PeerLost as exc:
+                    outgoing.broke(exc)
+                connection = further(session, outgoing.limit_s())
         finally:
             session.connections.give_back(connection)
-
-    def _tell(self, step: Tell) -> None:
-        session = self._session
-        connection = session.connections.idle() or further(session)
-        try:
-            connection.post(told(session, step))
-        finally:
-            session.connections.give_back(connection)
+            if outgoing is not None:
+                outgoing.done()

@@ -6,7 +6,7 @@ and its name comes back as it was given. Pure functions over the arguments of ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.session import Session
-from dataplane.errors import InvalidRows
-from dataplane.metadata.names import format_minted_many, hash_names
+from dataplane.errors import InvalidRows, counted
+from dataplane.metadata.names import format_minted, format_minted_many, hash_names
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -111,15 +111,20 @@ def identify(
 def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
         raise InvalidRows(
-            f"{given} {what} ids for {n} rows: give one per row"
+            f"{counted(given, f'{what} id')} for {counted(n, 'row')}: give one per row"
             + (", or a single one for all" if what == "group" else ""),
             given=given,
             rows=n,
         )
 
 
-def name_list(names: Any, what: str, or_none: bool = False) -> list[Any]:
-    """One id or several, as a list of str and int, and of None where a row may be without."""
+def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True) -> list[Any]:
+    """One id or several, as a list of str and int, and of None where a row may be without.
+
+    ordered: they belong to something in their order, which a set does not have.
+    """
+    if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
+        raise InvalidRows(f"{what} is a set, which has no order: give a list, one id a row")
     if isinstance(names, str | int):
         found: list[Any] = [names]
     elif isinstance(names, np.ndarray | np.generic):
@@ -161,6 +166,13 @@ def row_names(rows: Rows) -> list[Name]:
     return format_minted_many(rows.keys)
 
 
+def row_name(rows: Rows, row: int) -> Name:
+    """The key of one of these rows."""
+    if rows.names is not None:
+        return rows.names[row]
+    return format_minted(rows.keys[row * KEY.itemsize : (row + 1) * KEY.itemsize])
+
+
 def group_names(rows: Rows) -> list[Name]:
     """The ids of the groups in `rows.group_keys`."""
     if rows.group_names is not None:
@@ -191,7 +203,8 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             given = [given]
         elif (given := list(given)) and len(given) != n:
             raise InvalidRows(
-                f"tag {name!r} has {len(given)} values for {n} rows: give one per row, or a scalar",
+                f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: give "
+                "one per row, or a scalar",
                 tag=name,
             )
         values = given
@@ -221,7 +234,7 @@ def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str
 
 def group_positions(table: Table, groups: Names) -> Index:
     """The rows of these groups; InvalidRows for a group that is not in the table."""
-    wanted = name_list(groups, "group")
+    wanted = name_list(groups, "group", ordered=False)
     here = {name: at for at, name in enumerate(group_names(table.rows))}
     missing = [name for name in wanted if name not in here]
     if missing:

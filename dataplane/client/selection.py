@@ -7,7 +7,7 @@ made on first use, are read-only, and keep their bytes pinned for as long as any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from dataplane.client import convert
 from dataplane.client.core import Handle
+from dataplane.client.device_views import view_of
 from dataplane.client.reads import tag_values
-from dataplane.client.rows import group_names, row_groups, row_names
+from dataplane.client.rows import group_names, row_groups, row_name, row_names
 from dataplane.client.views import ColumnView
 from dataplane.errors import NotFetched
 from dataplane.memory.mapping import Pin
@@ -130,9 +131,13 @@ class Selection:
 
     def _view(self, field: str) -> ColumnView:
         source, table, pin = self._fetched[field]
-        return ColumnView(
-            source, table.specs, self._handle.session.reads.base_array(pin), self.keys
-        )
+        session = self._handle.session
+        base = session.reads.base_array(pin)
+        # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
+        name_of = partial(row_name, self._rows)
+        if session.devices is not None and session.devices.in_place:
+            return view_of(source, table.specs, base, name_of, session.devices)
+        return ColumnView(source, table.specs, base, name_of)
 
     def nbytes(self, field: str) -> int:
         """Bytes of a fetched field, without what objects hold besides their arrays."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.connection import Connection, Connections
+from dataplane.client.devices import Devices
 from dataplane.client.extents import Leftovers
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
@@ -39,6 +40,7 @@ class Session:
         connections: Connections,
         reads: ReadMap,
         writes: WriteMaps,
+        devices: Devices | None = None,
     ) -> None:
         self.id = done.session
         self.plane = welcome.plane
@@ -52,12 +54,17 @@ class Session:
         connections.orphaned = self._orphaned
         self.reads = reads
         self.writes = writes
+        self.arena_bytes = welcome.arena_bytes
+        self.devices = devices
+        """the device arenas of the peer, where it has some and this client looks at them"""
         self.leftovers = Leftovers()
         self.familiar = Familiar()
         self.leases: set[int] = set()
         self.closed: str | None = None
         self.tend: Callable[[], None] = lambda: None
         """starts the housekeeper; called where there is something to keep house for"""
+        self.close_arena: Callable[[], object] = lambda: None
+        """closes the arena's descriptor, which is open for `writes`"""
         self._mint = done.mint or [0]
         self._lock = threading.Lock()
         self._next_op = 1
@@ -72,31 +79,28 @@ class Session:
 
     # identity of requests and rows
 
-    def request(self, rid: int, body: Body, deadline_ms: int = 0) -> Request:
-        """The envelope of a request, under a new operation id. One-way bodies have rid 0."""
+    def request(
+        self, body: Body, deadline_ms: int = 0, *, one_way: bool = False, parting: bool = False
+    ) -> Request:
+        """The envelope of a request under a new operation id, which also names the answer; one-way
+        bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
+        envelope may be sent again. parting: a closed session may send it too."""
         with self._lock:
-            if self.closed is not None:
+            if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
             op = self._next_op
             self._next_op += 1
-            if rid:
-                self._unanswered[op] = None
+            self._unanswered[op] = None
             # Ids are entered in increasing order, so the first is the lowest.
-            floor = next(iter(self._unanswered), op)
+            floor = next(iter(self._unanswered))
+        rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
-    def one_way(self, body: Body, rid: int = 0) -> Request:
-        """An envelope that also a closed session may send."""
+    def answered(self, *requests: Request) -> None:
+        """These have their answer, or will never be repeated."""
         with self._lock:
-            op = self._next_op
-            self._next_op += 1
-            floor = next(iter(self._unanswered), op)
-        return Request(rid, self.id, op, floor, self.epoch, 0, body)  # type: ignore[arg-type]
-
-    def answered(self, request: Request) -> None:
-        """The request has its answer, or will never be repeated."""
-        with self._lock:
-            self._unanswered.pop(request.op, None)
+            for request in requests:
+                self._unanswered.pop(request.op, None)
 
     def mint_keys(self, n: int) -> npt.NDArray[np.void]:
         """n new row keys on one shard (KEY records); the shards of this host take turns."""
@@ -116,18 +120,48 @@ class Session:
             with self._lock:
                 self._pins += len(held)
             # SimpleQueue.put is reentrant, so the collector may call it anywhere.
-            weakref.finalize(pin, _put_all, self._released, held).atexit = False
+            devices = self.devices if self.devices is not None and self.devices.in_place else None
+            weakref.finalize(pin, _let_go, self._released, held, devices).atexit = False
             self.tend()
         return pin
 
     def keep(self, extents: npt.NDArray[Any]) -> None:
-        """Granted extents that are not written: for the next put, or back to the peer."""
+        """Granted extents that are not written: for the next put, or back to the peer. Those that
+        were written stay mapped, for as long as the peer is there."""
+        self.tend()
+        if self.devices is not None:
+            on_device = extents["offset"] >= self.arena_bytes
+            if on_device.any():
+                self._excess.put(extents[on_device].tobytes())
+                extents = extents[~on_device]
+                self.wake()
         if len(extents):
             excess = self.leftovers.keep(extents)
             if len(excess):
                 self._excess.put(excess.tobytes())
-            self.tend()
             self.wake()
+
+    def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
+        """Granted extents that a device may still write into go back when it does not any more.
+        copies: what keeps its sources."""
+        assert self.devices is not None
+        self.devices.ends([], extents, copies)
+        self.tend()
+        self.wake()
+
+    def settle_devices(self, timeout_s: float | None = None) -> None:
+        """What waited for the devices to be done is due, if they are. For the housekeeper."""
+        if self.devices is None or not self.devices.ending:
+            return
+        for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
+            _put_all(self._released, pins)
+            if extents is not None:
+                self.keep(extents)
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether `settle_devices` is to be called again."""
+        return self.devices is not None and self.devices.ending
 
     def leased(self, lease: int) -> None:
         self.leases.add(lease)
@@ -192,11 +226,20 @@ class Session:
         """Pins that this client holds."""
         return self._pins
 
+    def peer_is_gone(self) -> None:
+        """The peer died, and its arena is nobody's: of that only what is under live views stays
+        mapped, so that its memory can go to the next peer."""
+        self.leftovers.take_idle(0)
+        self.writes.close()
+        self.reads.close()
+        self.close_arena()
+
     def poison(self) -> None:
         """In a forked child: nothing of the parent's session may be used. Its windows of granted
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
         self.leftovers, self.familiar = Leftovers(), Familiar()
+        self.devices = None
         self.closed = (
             "this client belongs to the parent of this forked process; "
             "call dataplane.connect() in the child"
@@ -241,6 +284,15 @@ def split_keys(column: bytes) -> list[bytes]:
     return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
 
 
+def _let_go(queue: SimpleQueue[int], pins: list[int], devices: Devices | None) -> None:
+    """The views of these pins are gone; streams of this process may still read what they showed."""
+    if devices is None:
+        _put_all(queue, pins)
+    else:
+        devices.ends(pins)
+        queue.put(0)
+
+
 def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:
     for pin in pins:
         queue.put(pin)
@@ -248,8 +300,9 @@ def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:
     taken: list[T] = []
-    while True:
+    while not queue.empty():
         try:
             taken.append(queue.get_nowait())
-        except Empty:
-            return taken
+        except Empty:  # another thread was faster
+            break
+    return taken

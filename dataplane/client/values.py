@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
+from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded, counted
 from dataplane.wire import objects
 from dataplane.wire.arrays import Array, as_array, is_torch, raw, spec_of
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, PACK_LIMIT_BYTES
@@ -61,7 +61,7 @@ class Prepared:
     specs: list[Spec]
 
 
-class _Specs:
+class Specs:
     """Numbers each spec of a put once."""
 
     def __init__(self) -> None:
@@ -86,21 +86,22 @@ def prepare(
     """
     if not isinstance(columns, Mapping):
         raise InvalidRows(f"columns are a mapping of field names to columns, not {columns!r:.60}")
-    sized = {_checked_name(name): _column(name, column) for name, column in columns.items()}
+    sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
     rows = _common_length({name: len(column) for name, column in sized.items()}, n)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(f"{len(sized)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
     for name in dedup:
         if name not in sized:
             raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
-    specs = _Specs()
+    specs = Specs()
     prepared = [_prepare(name, column, specs) for name, column in sized.items()]
     for column in prepared:
         column.dedup = column.field in dedup
     return Prepared(rows, prepared, specs.specs)
 
 
-def _checked_name(name: object) -> str:
+def checked_name(name: object) -> str:
+    """InvalidRows for what cannot name a field."""
     if not isinstance(name, str) or not name or len(name.encode()) > MAX_NAME_BYTES:
         raise InvalidRows(
             f"a field is named by a text of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
@@ -114,7 +115,7 @@ def _common_length(lengths: dict[str, int], n: int | None) -> int:
     expected = n if n is not None else next(iter(lengths.values()))
     if any(length != expected for length in lengths.values()):
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        wanted = f"; the put has {n} rows" if n is not None else ""
+        wanted = f"; the put has {counted(n, 'row')}" if n is not None else ""
         raise InvalidRows(
             f"columns of different lengths: {told}{wanted}; give each one entry a row",
             lengths=lengths,
@@ -169,7 +170,7 @@ class _Rows(list[Array]):
     ndim = 2
 
 
-def _prepare(name: str, column: Sequence[Any] | Array, specs: _Specs) -> PreparedColumn:
+def _prepare(name: str, column: Sequence[Any] | Array, specs: Specs) -> PreparedColumn:
     if isinstance(column, np.ndarray):
         return PreparedColumn(name, _dense(column, specs))
     heads = objects.encode_many(column)
@@ -181,7 +182,7 @@ def _prepare(name: str, column: Sequence[Any] | Array, specs: _Specs) -> Prepare
     return _objects(name, column, specs)
 
 
-def _dense(array: Array, specs: _Specs) -> Strip:
+def _dense(array: Array, specs: Specs) -> Strip:
     n, shape = len(array), array.shape[1:]
     spec = specs.number(spec_of(array.dtype, shape))
     size = array.nbytes // n
@@ -212,7 +213,7 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
         raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
 
 
-def _ragged(arrays: list[Array], specs: _Specs) -> Strip:
+def _ragged(arrays: list[Array], specs: Specs) -> Strip:
     count = len(arrays)
     sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
     forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
@@ -223,12 +224,12 @@ def _ragged(arrays: list[Array], specs: _Specs) -> Strip:
     return Strip(count, [raw(array) for array in arrays], sizes, each)
 
 
-def _heads(heads: list[bytes], specs: _Specs) -> Strip:
+def _heads(heads: list[bytes], specs: Specs) -> Strip:
     sizes = np.fromiter(map(len, heads), np.int64, len(heads))
     return Strip(len(heads), heads, sizes, specs.number(_OBJECT))
 
 
-def _objects(name: str, column: Sequence[Any], specs: _Specs) -> PreparedColumn:
+def _objects(name: str, column: Sequence[Any], specs: Specs) -> PreparedColumn:
     heads: list[bytes] = []
     leaves: list[Array] = []
     counts = np.zeros(len(column), np.int64)

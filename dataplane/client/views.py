@@ -8,7 +8,7 @@ copied out as they are decoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, cast, overload
@@ -50,7 +50,7 @@ class ColumnView(Sequence[Any]):
         "_base",
         "_bytes",
         "_forms",
-        "_keys",
+        "_name_of",
         "_leaf_starts",
         "_leaves",
         "_places",
@@ -62,13 +62,13 @@ class ColumnView(Sequence[Any]):
         source: Column,
         specs: Sequence[Spec],
         base: Array,
-        keys: Sequence[object] | None = None,
+        name_of: Callable[[int], object] | None = None,
     ) -> None:
-        """base: the whole arena, uint8, read-only. keys: for messages. ProtocolError where the
-        records do not fit each other or the arena."""
+        """base: the whole arena, uint8, read-only. name_of: what a row is called in messages.
+        ProtocolError where the records do not fit each other or the arena."""
         self.field = source.field
         self._base, self._bytes = base, memoryview(cast(Any, base))
-        self._keys = keys
+        self._name_of = name_of
         self._forms: list[_Form | Spec] = list(specs)
         self._places: Records = column(source.values, PLACE)
         self._leaves: Records = column(source.leaves, PLACE)
@@ -128,7 +128,8 @@ class ColumnView(Sequence[Any]):
         part = object.__new__(ColumnView)
         part.field, part._base, part._bytes = self.field, self._base, self._bytes
         part._forms, part._places = self._forms, self._places[chosen]
-        part._keys = None if self._keys is None else [self._keys[row] for row in chosen.tolist()]
+        name_of = self._name_of
+        part._name_of = None if name_of is None else lambda row: name_of(int(chosen[row]))
         part._leaves, part._leaf_starts = self._leaves, None
         if self._leaf_starts is not None:
             starts = self._leaf_starts[chosen]
@@ -178,7 +179,7 @@ class ColumnView(Sequence[Any]):
         """The rows as few arrays [n, ...], each where they lie at a regular distance; None where
         that would be many. Their items are made in a third of the time of arrays one by one."""
         offsets = self._places["offset"].astype(np.int64)
-        steps = np.diff(offsets)
+        steps = offsets[1:] - offsets[:-1]
         step = int(steps.min()) if len(steps) else dtype.itemsize * math.prod(shape)
         bounds = [0, *(np.flatnonzero(steps != step) + 1).tolist(), len(offsets)]
         if step < 0 or (len(bounds) > 2 and _ROWS_A_RUN * len(bounds) > len(offsets)):
@@ -259,7 +260,7 @@ class ColumnView(Sequence[Any]):
         return form
 
     def _absent(self, row: int) -> FieldUnknown:
-        named = f"row {row}" if self._keys is None else f"row {self._keys[row]!r}"
+        named = f"row {row}" if self._name_of is None else f"row {self._name_of(row)!r}"
         return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
 
 
@@ -291,10 +292,18 @@ def _form_of(spec: Spec) -> _Form:
 
 def _check_places(places: Records, specs: int, arena_bytes: int) -> None:
     """ProtocolError unless every place lies in the arena and names a spec."""
-    if not len(places):
+    if len(places) < 2:
+        # numpy costs more than the work on a single record
+        for offset, nbytes, spec, flags in places.tolist():
+            if not flags & PLACE_ABSENT and (offset + nbytes > arena_bytes or spec >= specs):
+                raise _outside()
         return
     present = places["flags"] & PLACE_ABSENT == 0
     ends = places["offset"] + places["nbytes"]
     inside = (places["offset"] <= arena_bytes) & (ends <= arena_bytes)
     if not (~present | (inside & (ends >= places["offset"]) & (places["spec"] < specs))).all():
-        raise ProtocolError("a value that lies outside the arena, or has no spec")
+        raise _outside()
+
+
+def _outside() -> ProtocolError:
+    return ProtocolError("a value that lies outside the arena, or has no spec")

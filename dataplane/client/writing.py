@@ -1,4 +1,4 @@
-"""put, and the values that a batch adds: room, copy, message. Operations without I/O.
+"""The runs of a put, and the values that a batch adds: room, copy, message. Without I/O.
 
 A put goes parcel by parcel: as many as fit into one message and into what the peer grants. Room
 that was granted ahead is used first, so a steady producer needs one round trip. Extents that were
@@ -7,39 +7,34 @@ named in a message belong to it, whatever becomes of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import parcel as parcels_of
 from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
+from dataplane.client.few import Few, lay_few
 from dataplane.client.filling import fill
 from dataplane.client.layout import plan
 from dataplane.client.parcel import Parcel
-from dataplane.client.ref import Ref
 from dataplane.client.rows import (
     Identity,
     Index,
-    Names,
-    TagValues,
     group_names,
-    identify,
-    name_list,
     row_names,
-    tag_columns,
     take_tags,
 )
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, prepare
-from dataplane.client.written import Cells, Written
+from dataplane.client.written import Cells, Written, beside
 from dataplane.errors import DataplaneError, PutIncomplete
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
-from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
-from dataplane.wire.tables import Name, Scalar
+from dataplane.wire.records import EXTENT, KEY, RANGE, U4, U8, column
+from dataplane.wire.tables import Scalar
 
 RUN_BYTES = 256 << 20
 """Values of about so many bytes go with one message, but no more than a quarter of the share. Long
@@ -54,54 +49,24 @@ _FEW_SPECS = 64
 _NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
 
 Records = npt.NDArray[Any]
+Continuing = Callable[[], bool]
+"""Whether room is asked for as `continuing`; only looked up where it is asked for."""
 
 
-def put(
-    handle: Handle,
-    columns: Mapping[str, Any],
-    key: Names | None,
-    group: Names | Sequence[Name | None] | None,
-    tags: TagValues | None,
-    dedup: Collection[str],
-    replace: bool,
-    timeout: float | None,
-) -> Operation[Ref]:
-    """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
-    session, deadline = handle.session, Deadline(timeout)
-    names = None if key is None else name_list(key, "key")
-    prepared = prepare(columns, None if names is None else len(names), dedup)
-    n = prepared.n
-    identity = identify(session, n, names, group)
-    tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
-    parcels: list[Parcel] = yield Offload(
-        lambda: plan(prepared, identity.group_index), (n << 6) + (AHEAD_BYTES if dedup else 0)
-    )
-    generation = yield from handle.attach(deadline)
-    work = _Put(handle, generation, identity, tagged, replace, deadline)
-    cost = row_cost(prepared, identity)
-    done = 0
-    while done < len(parcels):
-        try:
-            done += yield from work.run(next_run(session, parcels, done, cost), parcels, done)
-        except Exception as exc:
-            if not work.committed:
-                raise
-            raise work.incomplete(exc) from exc
-    session.familiar.note(identity.familiar_keys())
-    return Ref(
-        session.plane,
-        session.peer,
-        handle.name,
-        generation,
-        identity.keys.tobytes(),
-        None if identity.names is None else tuple(identity.names),
-        tuple(identity.group_names or ()),
-        tuple(prepared_column.field for prepared_column in prepared.columns),
-    )
+class Elsewhere(Protocol):
+    """Fields of a put whose values go to other memory than the host arena, in the same parcels."""
+
+    def upto(self, first: int, last: int) -> int:
+        """How many of these parcels may go together, at least one."""
+
+    def write(
+        self, handle: Handle, generation: int, which: slice, continues: Continuing, until: Deadline
+    ) -> Operation[Written]:
+        """Find room for the values of these parcels, and copy them."""
 
 
 @dataclass(slots=True)
-class _Put:
+class Putting:
     """One put under way."""
 
     handle: Handle
@@ -110,22 +75,69 @@ class _Put:
     tags: dict[str, list[Scalar]]
     replace: bool
     deadline: Deadline
-    committed: int = 0
-    committed_rows: list[Index] | None = None
+    committed_rows: list[Index] = field(default_factory=list)
+    elsewhere: Sequence[Elsewhere] = ()
 
-    def run(self, run: list[Parcel], parcels: list[Parcel], done: int) -> Operation[int]:
-        """One message; the number of parcels that it committed."""
-        session = self.handle.session
-        familiar = self.identity.familiar_keys()[: KEY.itemsize]
-        filled = yield from write_run(
-            self.handle,
-            self.generation,
-            run,
-            lambda: session.familiar.knows(familiar),
-            self.deadline,
+    def put_few(self, few: Few) -> Operation[None]:
+        """All in one message."""
+        written = yield from write_few(
+            self.handle, self.generation, few, self._continues, self.deadline
         )
-        written = filled.written()
-        index = whole(filled.parcel.rows, len(self.identity))
+        ahead = 0 if self.handle.session.leftovers.holds(few.nbytes) else few.nbytes
+        yield from self._send(written, None, ahead)
+
+    def put_parcels(self, parcels: list[Parcel], cost: int | Records) -> Operation[None]:
+        """Run by run; PutIncomplete where one fails behind others."""
+        done = 0
+        while done < len(parcels):
+            try:
+                done += yield from self._run(
+                    next_run(self.handle, parcels, done, cost), parcels, done
+                )
+            except Exception as exc:
+                if not self.committed_rows:
+                    raise
+                raise self._incomplete(exc) from exc
+
+    def _run(self, run: list[Parcel], parcels: list[Parcel], done: int) -> Operation[int]:
+        """One message; the number of parcels that it committed."""
+        for other in self.elsewhere:
+            run = run[: other.upto(done, done + len(run))]
+        filled = yield from write_run(
+            self.handle, self.generation, run, self._continues, self.deadline
+        )
+        rows, written = filled.parcel.rows, filled.written()
+        if self.elsewhere:
+            written = yield from self._with_elsewhere(written, slice(done, done + filled.count))
+        ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
+        yield from self._send(written, whole(rows, len(self.identity)), ahead)
+        self.committed_rows.append(rows)
+        return filled.count
+
+    def _with_elsewhere(self, written: Written, which: slice) -> Operation[Written]:
+        """With the values of these parcels that go to other memory."""
+        session, parts = self.handle.session, [written]
+        try:
+            for other in self.elsewhere:
+                part = yield from other.write(
+                    self.handle, self.generation, which, self._continues, self.deadline
+                )
+                parts.append(part)
+        except BaseException:
+            for part in parts:
+                session.keep(part.ranges)
+            session.pinned(written.pin)
+            raise
+        return beside(parts)
+
+    def _continues(self) -> bool:
+        """Whether this client put, or leased, the same group or row before: the first speaks."""
+        familiar = self.identity.familiar_keys()[: KEY.itemsize]
+        return self.handle.session.familiar.knows(familiar)
+
+    def _send(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
+        """The message of the rows at `index`, and what its answer grants."""
+        session = self.handle.session
         body = Put(
             self.handle.name,
             self.generation,
@@ -139,7 +151,7 @@ class _Put:
             self.replace,
             written.digests.tobytes(),
             written.digest_index.tobytes(),
-            0 if len(written.digests) else self._want(filled, parcels, done),
+            ahead_bytes,
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)
@@ -147,9 +159,6 @@ class _Put:
             session.pinned(written.pin)  # nobody keeps it, so it is released
             raise
         session.keep(column(reply.extents, EXTENT))
-        self.committed += len(filled.parcel)
-        self.committed_rows = [*(self.committed_rows or []), filled.parcel.rows]
-        return filled.count
 
     def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
@@ -159,8 +168,8 @@ class _Put:
             return 0
         return nbytes
 
-    def incomplete(self, exc: Exception) -> PutIncomplete:
-        rows = np.concatenate(self.committed_rows or [np.zeros(0, np.intp)])
+    def _incomplete(self, exc: Exception) -> PutIncomplete:
+        rows = np.concatenate(self.committed_rows)
         there = self.identity.wire(rows)
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
@@ -178,13 +187,17 @@ def write_columns(
     """Copy new fields of n leased rows into the arena; nothing is committed yet."""
     session = handle.session
     prepared = prepare(columns, n, ())
+    few = lay_few(prepared)
+    if few is not None:
+        generation = yield from handle.attach(deadline)
+        return (yield from write_few(handle, generation, few, lambda: True, deadline))
     parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None), n << 6)
     generation = yield from handle.attach(deadline)
     ranges: list[Records] = []
     done = 0
     try:
         while done < len(parcels):
-            run = next_run(session, parcels, done, 0)
+            run = next_run(handle, parcels, done, 0)
             filled = yield from write_run(handle, generation, run, lambda: True, deadline)
             ranges.append(filled.ranges())
             done += filled.count
@@ -220,20 +233,52 @@ class Filled:
 
 
 def next_run(
-    session: Session, parcels: list[Parcel], start: int, cost: int | Records
+    handle: Handle, parcels: list[Parcel], start: int, cost: int | Records
 ) -> list[Parcel]:
-    """The parcels from `start` that go together, at least one.
+    """The parcels from `start` that go together, at least one, and no more than may ever be there.
 
     One that repeats what an earlier one writes waits until that is in and can be asked for.
     """
     if len(parcels) == 1:
         return parcels
-    most = min(RUN_BYTES, session.share_bytes[0] // 4)
+    session, budget = handle.session, handle.definition.host_bytes or RUN_BYTES
+    most = min(RUN_BYTES, session.share_bytes[0] // 4, budget)
     return parcels[start : parcels[start].run(session.max_rows, most, cost, MESSAGE_BYTES)]
 
 
+def write_few(
+    handle: Handle, generation: int, few: Few, continuing: Continuing, deadline: Deadline
+) -> Operation[Written]:
+    """Find room for few values, and copy them."""
+    session = handle.session
+    extents, fresh = session.leftovers.take(few.nbytes), _NO_EXTENTS
+    if extents is None:
+        unit = np.array(few.sizes, U8).tobytes()
+        body = Reserve(handle.name, generation, [unit], continuing())
+        reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
+        extents = fresh = column(reserved.extents, EXTENT)
+    offsets = few.offsets(extents)
+
+    def copy() -> None:
+        _populate(session, fresh)
+        few.copy(offsets, session.writes)
+
+    try:
+        yield Offload(copy, few.nbytes)
+    except BaseException:
+        session.keep(extents)
+        raise
+    written = few.written(offsets)
+    session.keep(remainder(written.ranges["length"], written.ranges["offset"], extents))
+    return written
+
+
 def write_run(
-    handle: Handle, generation: int, run: list[Parcel], continuing: Any, deadline: Deadline
+    handle: Handle,
+    generation: int,
+    run: list[Parcel],
+    continuing: Continuing,
+    deadline: Deadline,
 ) -> Operation[Filled]:
     """Find room for the first of these parcels, share what is known, copy the rest."""
     session = handle.session
@@ -265,10 +310,15 @@ def write_run(
     return Filled(len(run), joined, offsets, shared, pin, nbytes)
 
 
-def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> None:
+def _populate(session: Session, fresh: Records) -> None:
+    """Bring the pages of extents in that were just granted, where there are many."""
     for offset, length in fresh.tolist():
         if length >= _POPULATE_BYTES:
             session.writes.populate(offset, length)
+
+
+def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> None:
+    _populate(session, fresh)
     fill(parcel, offsets, session.writes.view)
 
 

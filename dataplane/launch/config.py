@@ -4,11 +4,18 @@
 |---|---|---|
 | DATAPLANE_PLANE | the plane's name | uid and job id, see `discovery` |
 | DATAPLANE_PEER | the peer to attach to | the only one on this host |
-| DATAPLANE_SEEDS | addresses of all peers, comma-separated; `none`: this host alone | `discovery` |
+| DATAPLANE_SEEDS | addresses of all peers, with commas; `dns://…`; `none` | `discovery`, `dns` |
+| DATAPLANE_ROSTER | `etcd://host:port,host:port`: where the roster is kept | the first seed |
 | DATAPLANE_ARENA | host memory for rows: `8GiB`, `512MiB`, bytes | a quarter of what is allowed |
 | DATAPLANE_LINGER | seconds an embedded peer stays after its last client | 5; 300 with rows |
 | DATAPLANE_RUN_DIR | sockets, locks and logs | see `rundir` |
-| DATAPLANE_SPILL, DATAPLANE_TOKEN_FILE | reserved; refused, not ignored | |
+| DATAPLANE_TOKEN_FILE | the cluster token, see `token` | none: loopback only |
+| DATAPLANE_SPILL | `DIR[:SIZE]`: where values go when the arena is full, see `spill` | none |
+| DATAPLANE_TRANSPORT | `auto`, `required:NAME`, `off:NAME,NAME`, `off`, see `transport` | auto |
+| DATAPLANE_BULK_TLS | `1`: bytes between hosts go through TLS, see `bulk_tls` | 0 |
+| DATAPLANE_METRICS | `HOST:PORT`: where Prometheus reads the peer's metrics, see `metrics` | off |
+| DATAPLANE_DEVICE_ARENA | GPU memory for rows, of each GPU: `2GiB`, see `device` | none |
+| DATAPLANE_CLIENT_BYTES | what one client may hold of the arena, in views and to write into | all |
 """
 
 from __future__ import annotations
@@ -19,11 +26,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dataplane.errors import InvalidConfig, ListenRefused
+import xxhash
+
+from dataplane.errors import InvalidConfig, TokenMissing
+from dataplane.launch.bulk_tls import check_bulk_tls
+from dataplane.launch.dns import SCHEME, seeds_of
+from dataplane.launch.token import Token, read_token
+from dataplane.launch.transport import AUTO, TransportChoice
+
+if TYPE_CHECKING:
+    from dataplane.launch.device import DeviceMemory
+    from dataplane.launch.metrics import MetricsAddress
+    from dataplane.launch.spill import Spill
 
 EMBEDDED = "embedded"
-"""The name of a peer that `connect()` started."""
+"""The name of a peer that `connect()` started; see `embedded_name`."""
 
 LINGER_S = 5.0
 LINGER_UNREAD_S = 300.0
@@ -44,7 +63,14 @@ class PeerConfig:
 
     listen: `tcp://host:port`, None where no other peer exists. seeds: addresses of all peers in the
     plane's order, () for this host alone. linger_s, linger_unread_s: how long the peer stays after
-    its last client left, without and with unread rows; None: until it is stopped.
+    its last client left, without and with unread rows; None: until it is stopped. token: what
+    peers prove to each other with; without one they meet on loopback only. roster: `host:port` of
+    etcd's servers, (): the first seed keeps the roster. join: this peer is no
+    seed, it is let into a plane that runs. spill: where values go that the arena has no room for,
+    if anywhere. metrics: where they are shown, if anywhere. transport: what may carry values
+    between hosts. client_bytes: what one client may hold of the arena at once, in views and in room
+    that it writes into; None: all of it. bulk_tls: values move between hosts through TLS or not at
+    all. device_arena: memory of devices for rows, if any.
     """
 
     plane: str
@@ -56,6 +82,21 @@ class PeerConfig:
     linger_s: float | None = None
     linger_unread_s: float | None = None
     embedded: bool = False
+    token: Token | None = None
+    join: bool = False
+    roster: tuple[str, ...] = ()
+    spill: Spill | None = None
+    metrics: MetricsAddress | None = None
+    transport: TransportChoice = AUTO
+    client_bytes: int | None = None
+    bulk_tls: bool = False
+    device_arena: DeviceMemory | None = None
+
+    @property
+    def arena_name(self) -> str:
+        """What the arena is called in /proc: alike for all lives of one peer, and for no other."""
+        place = xxhash.xxh3_64_hexdigest(os.fsencode(self.run_dir.resolve()))
+        return f"dataplane-{self.plane}-{self.name}-{place}"
 
     def __post_init__(self) -> None:
         check_plane(self.plane)
@@ -63,8 +104,10 @@ class PeerConfig:
         for seed in self.seeds:
             parse_address(seed)
         if self.listen is not None:
-            check_listen(self.listen)
+            check_listen(self.listen, self.token)
         self._check_own_seed()
+        if self.bulk_tls:
+            check_bulk_tls(self.transport)
         if self.arena_bytes < MIN_ARENA_BYTES:
             raise InvalidConfig(
                 f"an arena of {self.arena_bytes} bytes is too small: give at least "
@@ -80,6 +123,14 @@ class PeerConfig:
                 allowed_bytes=allowed,
             )
 
+        if self.client_bytes is not None and self.client_bytes < MIN_CLIENT_BYTES:
+            raise InvalidConfig(
+                f"clients that may hold {self.client_bytes} bytes can do nothing: give at least "
+                f"{MIN_CLIENT_BYTES >> 20}MiB (--client-bytes or DATAPLANE_CLIENT_BYTES)",
+                client_bytes=self.client_bytes,
+                minimum=MIN_CLIENT_BYTES,
+            )
+
     def _check_own_seed(self) -> None:
         """The other peers reach this one at its seed, so one of the seeds must be its address."""
         seeds = ", ".join(self.seeds) or "none"
@@ -87,16 +138,24 @@ class PeerConfig:
             raise InvalidConfig(
                 f"which of the seeds ({seeds}) is this peer? Say so with --listen tcp://host:port"
             )
-        if self.listen is not None and _endpoint(self.listen) not in map(_endpoint, self.seeds):
+        is_seed = self.listen is None or _endpoint(self.listen) in map(_endpoint, self.seeds)
+        if self.join and (is_seed or not self.seeds):
+            raise InvalidConfig(
+                f"a peer that joins is none of the seeds ({seeds}): give it the seeds of the plane "
+                "that runs, and --listen with an address of its own"
+            )
+        if not is_seed and not self.join:
             raise InvalidConfig(
                 f"{self.listen} is not one of the seeds ({seeds}): name every peer of the plane "
-                "in --seeds, this one too, alike for all of them",
+                "in --seeds, this one too, alike for all of them, or add this one to a plane that "
+                "runs with --join",
                 listen=self.listen,
                 seeds=self.seeds,
             )
 
 
 MIN_ARENA_BYTES = 1 << 20
+MIN_CLIENT_BYTES = 1 << 20
 
 
 def parse_size(text: str) -> int:
@@ -132,24 +191,51 @@ def _endpoint(address: str) -> tuple[str, int]:
     return "127.0.0.1" if host.lower() == "localhost" else host.lower(), port
 
 
+def parse_roster(text: str) -> tuple[str, ...]:
+    """`host:port` of each server of `etcd://host:port,host:port`; nothing: ()."""
+    servers = tuple(one.strip() for one in text.removeprefix("etcd://").split(",") if one.strip())
+    if text and not (text.startswith("etcd://") and servers):
+        raise InvalidConfig(f"{text!r} keeps no roster: write etcd://host:port,host:port")
+    for server in servers:
+        parse_address(f"tcp://{server}")
+    return servers
+
+
 def parse_seeds(text: str) -> tuple[str, ...]:
-    """Comma-separated addresses in the plane's order; `none` or nothing: ()."""
+    """Comma-separated addresses in the plane's order; `none` or nothing: (). Those that
+    `dns://NAME:PORT/COUNT` has, which may take time: SeedsMissing."""
     if text.strip().lower() == "none":
         return ()
+    if text.strip().startswith(SCHEME):
+        return seeds_of(text)
     seeds = tuple(seed.strip() for seed in text.split(",") if seed.strip())
     for seed in seeds:
         parse_address(seed)
     return seeds
 
 
-def check_listen(address: str) -> None:
-    """ListenRefused unless the address is loopback: peers do not authenticate each other yet."""
+def check_listen(address: str, token: Token | None) -> None:
+    """TokenMissing where other machines could reach the address and peers prove nothing.
+
+    InvalidConfig for an address that stands for all of a host's: nobody can be reached there.
+    """
     host, _ = parse_address(address)
-    if not is_loopback(host):
-        raise ListenRefused(
-            f"{address} can be reached from other machines, and peers cannot authenticate each "
-            "other without a cluster token, which this version does not have: listen on "
-            "tcp://127.0.0.1:port",
+    if is_loopback(host):
+        return
+    if token is None:
+        raise TokenMissing(
+            f"{address} can be reached from other machines, so its peers need a cluster token: "
+            "make one, dataplane token > F (or head -c 32 /dev/urandom | base64 > F; chmod 600 F), "
+            "and start every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. Slurm: put F in "
+            "the home directory that all nodes share; Ray: copy F to every node and name it in "
+            "runtime_env's env_vars; Kubernetes: mount a Secret with defaultMode 0400. Peers of "
+            "one machine need none on tcp://127.0.0.1:port",
+            address=address,
+        )
+    if host in ("0.0.0.0", "::"):
+        raise InvalidConfig(
+            f"other peers cannot reach {address}: listen on this host's own name or address, the "
+            "one that the seeds have",
             address=address,
         )
 
@@ -169,23 +255,52 @@ def check_peer_name(name: str) -> None:
         )
 
 
+def embedded_name(listen: str | None) -> str:
+    """`embedded`, and in a plane of several hosts what tells it from those of the others."""
+    if listen is None:
+        return EMBEDDED
+    host, _ = parse_address(listen)
+    plain = f"{EMBEDDED}-{host}"
+    digest = xxhash.xxh3_64_hexdigest(host.encode())
+    return plain if _NAME.fullmatch(plain) else f"{EMBEDDED}-{digest}"
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a peer of this name was started by `connect()`."""
+    return name == EMBEDDED or name.startswith(f"{EMBEDDED}-")
+
+
 def check_plane(plane: str) -> None:
     named = isinstance(plane, str) and plane.isprintable() and 0 < len(plane.encode()) <= 200
     if not named:
         raise InvalidConfig(f"{plane!r} cannot name a plane: use 1 to 200 printable characters")
 
 
-def refuse_reserved(environ: Mapping[str, str] = os.environ) -> None:
-    """Settings that promise what this version does not do are refused."""
-    for name, what in (("DATAPLANE_SPILL", "spilling"), ("DATAPLANE_TOKEN_FILE", "tokens")):
-        if environ.get(name):
-            raise InvalidConfig(f"{name} is set, but this version has no {what} yet: unset it")
+def embedded_lingers(environ: Mapping[str, str] = os.environ) -> tuple[float, float]:
+    """Seconds that an embedded peer stays after its last client, without and with unread rows:
+    DATAPLANE_LINGER for both, or the defaults."""
+    given = environ.get("DATAPLANE_LINGER")
+    return (parse_seconds(given),) * 2 if given else (LINGER_S, LINGER_UNREAD_S)
+
+
+def find_token(environ: Mapping[str, str] = os.environ) -> Token | None:
+    """The token in DATAPLANE_TOKEN_FILE; None where that is not set."""
+    given = environ.get("DATAPLANE_TOKEN_FILE")
+    return read_token(given) if given else None
 
 
 def default_arena_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """DATAPLANE_ARENA, or a quarter of the memory that the cgroup or the host allows."""
     given = environ.get("DATAPLANE_ARENA")
     return parse_size(given) if given else allowed_memory_bytes() // 4
+
+
+def find_client_bytes(
+    given: str | None = None, environ: Mapping[str, str] = os.environ
+) -> int | None:
+    """What is given, else DATAPLANE_CLIENT_BYTES; None where neither is there: no limit."""
+    text = given or environ.get("DATAPLANE_CLIENT_BYTES")
+    return parse_size(text) if text else None
 
 
 def allowed_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

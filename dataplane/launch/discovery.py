@@ -5,17 +5,20 @@
 | any | – | DATAPLANE_SEEDS (`none`: this host alone) | DATAPLANE_PLANE |
 | Slurm | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | SLURM_JOB_ID |
 | Kubernetes LeaderWorkerSet | LWS_GROUP_SIZE > 1 | leader and its workers | LWS_LEADER_ADDRESS |
-| Ray | RAY_ADDRESS names another host | that host | RAY_JOB_ID, or that of an initialised ray |
-| torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR | TORCHELASTIC_RUN_ID |
+| Ray | the head is elsewhere, or ray knows of several | the head, others join | RAY_JOB_ID |
+| torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR, others join | TORCHELASTIC_RUN_ID |
 | Kubernetes Indexed Job, JobSet | JOB_COMPLETION_INDEX > 0 | – | host name less its index |
 
 From the top: the plane is named by the first launcher that tells an id, seeds come from the first
 that sees several hosts and names them; where hosts are seen and not named, SeedsMissing.
+"Others join": only the first host is known, so a peer must start there; those of other hosts wait
+for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
+starts one on every host instead.
 
 Chosen for Kubernetes: nothing tells a pod how many pods its Job, JobSet or StatefulSet has, so only
 a LeaderWorkerSet derives seeds; the others want DATAPLANE_SEEDS, which their manifest knows
-(`tcp://<set>-0.<service>:7101,...`). The first pod of an Indexed Job, and a Ray head, cannot see
-from variables that there are others: give them seeds too.
+(`tcp://<set>-0.<service>:7101,...`). The first pod of an Indexed Job cannot see from variables that
+there are others: give it seeds too.
 A derived seed's port is a function of the plane's name, so that two jobs on one host differ.
 """
 
@@ -27,10 +30,11 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
-from dataplane.errors import InvalidConfig, SeedsMissing
+from dataplane.errors import ConnectError, InvalidConfig, SeedsMissing
 from dataplane.launch.config import is_loopback, parse_address, parse_seeds
 
 Environ = Mapping[str, str]
@@ -42,12 +46,23 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ephemeral range of Linux
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a launcher's variables say: its name, the job's id, whether there are several hosts,
-    and the hosts of the seeds where they can be derived."""
+    and those of the seeds where they can be derived. others_join: it has hosts besides them."""
 
     launcher: str
     id: str
     several_hosts: bool
     seed_hosts: tuple[str, ...] = ()
+    others_join: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the peer of this host is in its plane. listen: None where it is no seed and does not
+    join, or has no other peers."""
+
+    seeds: tuple[str, ...]
+    listen: str | None
+    join: bool = False
 
 
 def plane_name(environ: Environ = os.environ) -> str:
@@ -65,13 +80,31 @@ def find_seeds(environ: Environ = os.environ) -> tuple[str, ...]:
     Raises SeedsMissing where the job spans several hosts and nothing says which: a private plane
     on each of them would wait for rows for ever.
     """
+    return _seeds(environ)[0]
+
+
+def find_place(environ: Environ = os.environ) -> Place:
+    """The seeds, and which of them this host's peer is, or where it listens when it joins them.
+
+    Raises SeedsMissing as `find_seeds` does, ConnectError where the first host is not known here.
+    """
+    seeds, others_join = _seeds(environ)
+    listen = own_seed(seeds)
+    if listen is None and others_join:
+        host, port = parse_address(seeds[0])
+        return Place(seeds, f"tcp://{_bracketed(_address_towards(host))}:{port}", join=True)
+    return Place(seeds, listen)
+
+
+def _seeds(environ: Environ) -> tuple[tuple[str, ...], bool]:
+    """The seeds, and whether there are hosts besides theirs."""
     given = environ.get("DATAPLANE_SEEDS")
     if given:
-        return parse_seeds(given)
+        return parse_seeds(given), False
     several = [job for job in jobs(environ) if job.several_hosts]
     if not several:
-        return ()
-    named = next((job.seed_hosts for job in several if job.seed_hosts), None)
+        return (), False
+    named = next((job for job in several if job.seed_hosts), None)
     if named is None:
         launcher = several[0].launcher
         raise SeedsMissing(
@@ -81,7 +114,19 @@ def find_seeds(environ: Environ = os.environ) -> tuple[str, ...]:
             launcher=launcher,
         )
     port = seed_port(plane_name(environ))
-    return tuple(f"tcp://{_bracketed(host)}:{port}" for host in named)
+    seeds = tuple(f"tcp://{_bracketed(host)}:{port}" for host in named.seed_hosts)
+    return seeds, named.others_join
+
+
+def node_peer(environ: Environ = os.environ) -> str | None:
+    """What `dataplane.integrations.ray` calls the peer of this process's Ray node."""
+    node = environ.get("RAY_NODE_ID") or _of_ray("get_node_id")
+    return node_peer_name(node) if node else None
+
+
+def node_peer_name(node: str) -> str:
+    """The name of the peer of a Ray node, whose id is given in hexadecimal."""
+    return f"ray-{node[:16]}"
 
 
 def seed_port(plane: str) -> int:
@@ -170,20 +215,40 @@ def _indexed_job(environ: Environ) -> Job | None:
 
 def _ray(environ: Environ) -> Job | None:
     address = environ.get("RAY_ADDRESS", "")
-    job = environ.get("RAY_JOB_ID") or _initialised_ray_job()
-    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
+    # Workers that were there before their job have an id of ones in the variable.
+    job = _of_ray("get_job_id") or environ.get("RAY_JOB_ID", "").removeprefix("ffffffff")
+    host = _host_of(address) or _host_of(_of_ray("gcs_address"))
     if not job and not host:
         return None
-    elsewhere = bool(host) and not _is_this_host(host)
-    return Job("ray", job, elsewhere, (host,) if elsewhere else ())
+    several = bool(host) and (not _is_this_host(host) or _ray_has_several_hosts())
+    return Job("ray", job, several, (host,) if several else (), others_join=True)
 
 
-def _initialised_ray_job() -> str:
-    """A driver has no RAY_JOB_ID, but its ray knows; ray is asked only where it is imported."""
-    ray = sys.modules.get("ray")
-    if ray is None or not getattr(ray, "is_initialized", bool)():
+def _host_of(address: str) -> str:
+    return address.removeprefix("ray://").rpartition(":")[0].strip("[]")
+
+
+def _of_ray(attribute: str) -> str:
+    """What an initialised ray knows of this process; ray is asked only where it is imported.
+
+    A driver has no RAY_JOB_ID, workers have no RAY_ADDRESS.
+    """
+    ray = _initialised_ray()
+    if ray is None:
         return ""
-    return str(ray.get_runtime_context().get_job_id())
+    found = getattr(ray.get_runtime_context(), attribute, "")
+    return str(found() if callable(found) else found)
+
+
+def _ray_has_several_hosts() -> bool:
+    ray = _initialised_ray()
+    alive = ray.nodes() if ray is not None else []
+    return len({node["NodeManagerAddress"] for node in alive if node["Alive"]}) > 1
+
+
+def _initialised_ray() -> Any:
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and getattr(ray, "is_initialized", bool)() else None
 
 
 def _torchrun(environ: Environ) -> Job | None:
@@ -194,7 +259,7 @@ def _torchrun(environ: Environ) -> Job | None:
     master = environ.get("MASTER_ADDR", "")
     # torchrun's default id is the word "none", which tells no two jobs apart.
     run = environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")
-    return Job("torchrun", run, several, (master,) if master else ())
+    return Job("torchrun", run, several, (master,) if master else (), others_join=True)
 
 
 def _is_this_host(host: str) -> bool:
@@ -208,6 +273,21 @@ def _is_this_host(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _address_towards(host: str) -> str:
+    """The address of this host from which another one is reached. Nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise ConnectError(
+            f"{host}, the first host of this job, is not known here or cannot be reached "
+            f"({exc.strerror or exc}): check names and routes, or set DATAPLANE_SEEDS",
+            host=host,
+        ) from exc
 
 
 def _bracketed(host: str) -> str:

@@ -19,23 +19,33 @@ from pathlib import Path
 
 from dataplane.errors import ConnectError, PeerAmbiguous, PeerNotFound
 from dataplane.launch import discovery, rundir
+from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import (
     EMBEDDED,
-    LINGER_S,
-    LINGER_UNREAD_S,
     PeerConfig,
     default_arena_bytes,
-    parse_seconds,
-    refuse_reserved,
+    embedded_lingers,
+    embedded_name,
+    find_token,
+    is_embedded,
 )
+from dataplane.launch.metrics import find_metrics
+from dataplane.launch.spill import find_spill
+from dataplane.launch.transport import find_transport
 
 START_TIMEOUT_S = 20.0
+MEET_TIMEOUT_S = 300.0
+"""... of a peer that other hosts must let in: the hosts of a job start at different times."""
 _POLL_S = 0.01
 _LOG_TAIL_BYTES = 2_000
 
 # A tiny interpreter in between starts the peer and ends: the peer is then nobody's child, and no
 # zombie of it stays in the client. It needs neither a shell nor a fork of a process with threads.
-_LAUNCHER = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
+# Signals that the client blocks or ignores, as Ray's workers do, would not end the peer either.
+_LAUNCHER = (
+    "import os, sys, signal; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, "
+    "setsigmask=[], setsigdef=[signal.SIGINT, signal.SIGTERM])"
+)
 
 
 def attach(
@@ -47,42 +57,52 @@ def attach(
 
     peer_name: which of several (default DATAPLANE_PEER). Without one: the only peer of the plane,
     or an embedded one that is started. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, or
-    ConnectError when no peer answers within 20 s.
+    ConnectError when no peer answers within 20 s, or 300 s where other hosts have to let it in.
     """
     plane = plane or discovery.plane_name(environ)
     peer_name = peer_name or environ.get("DATAPLANE_PEER") or None
     base = rundir.run_dir(environ)
     folder = rundir.plane_dir(plane, base)
     deadline = time.monotonic() + START_TIMEOUT_S
-    peer = _choose(folder, plane, peer_name)
-    if peer is None:
-        peer = _start_once(embedded_config(plane, base, environ), folder, deadline)
+    peer = _choose(folder, plane, peer_name, environ)
+    if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
+        config = embedded_config(plane, base, environ)
+        if config.seeds:
+            deadline += MEET_TIMEOUT_S - START_TIMEOUT_S
+        peer = peer or _start_once(config, folder, deadline)
     _wait_until_answers(peer, folder, deadline)
     return str(peer.socket)
 
 
 def embedded_config(plane: str, run_dir: Path, environ: Mapping[str, str]) -> PeerConfig:
     """What the embedded peer is started with; everything that can be refused is refused here."""
-    refuse_reserved(environ)
-    seeds = discovery.find_seeds(environ)
-    listen = discovery.own_seed(seeds)
-    if seeds and listen is None:
+    place = discovery.find_place(environ)
+    seeds = place.seeds
+    if seeds and place.listen is None:
         raise ConnectError(
             f"none of the seeds ({', '.join(seeds)}) is an address of this host: start its peer "
             "by hand, dataplane peer --name ... --listen tcp://host:port --seeds ...",
             seeds=seeds,
         )
-    linger = environ.get("DATAPLANE_LINGER")
+    linger_s, linger_unread_s = embedded_lingers(environ)
+    arena_bytes = default_arena_bytes(environ)
+    token = find_token(environ)
     return PeerConfig(
         plane=plane,
-        name=EMBEDDED,
-        listen=listen,
+        name=embedded_name(place.listen),
+        listen=place.listen,
+        join=place.join,
         seeds=seeds,
-        arena_bytes=default_arena_bytes(environ),
+        arena_bytes=arena_bytes,
         run_dir=run_dir,
-        linger_s=parse_seconds(linger) if linger else LINGER_S,
-        linger_unread_s=parse_seconds(linger) if linger else LINGER_UNREAD_S,
+        linger_s=linger_s,
+        linger_unread_s=linger_unread_s,
         embedded=True,
+        token=token,
+        spill=find_spill(arena_bytes, environ),
+        metrics=find_metrics(token, environ),
+        transport=find_transport(environ),
+        bulk_tls=find_bulk_tls(environ),
     )
 
 
@@ -97,18 +117,24 @@ def answers(path: Path) -> bool:
     return True
 
 
-def _choose(folder: Path, plane: str, name: str | None) -> rundir.LivingPeer | None:
+def _choose(
+    folder: Path, plane: str, name: str | None, environ: Mapping[str, str]
+) -> rundir.LivingPeer | None:
     living = {peer.name: peer for peer in rundir.living_peers(folder)}
     names = ", ".join(living) or "none"
     if name is not None:
-        if name not in living and name != EMBEDDED:
+        if name == EMBEDDED:
+            return next((peer for peer in living.values() if is_embedded(peer.name)), None)
+        if name not in living:
             raise PeerNotFound(
                 f"no peer named {name!r} of plane {plane!r} runs on this host (running: {names}): "
                 f"start it, dataplane peer --name {name} --plane {plane}, or name another",
                 name=name,
                 running=list(living),
             )
-        return living.get(name)
+        return living[name]
+    if len(living) > 1 and (own := discovery.node_peer(environ)) in living:
+        return living[own]
     if len(living) > 1:
         raise PeerAmbiguous(
             f"several peers of plane {plane!r} run on this host: {names}; say which, "
@@ -121,14 +147,10 @@ def _choose(folder: Path, plane: str, name: str | None) -> rundir.LivingPeer | N
 def _start_once(config: PeerConfig, folder: Path, deadline: float) -> rundir.LivingPeer:
     """Start the embedded peer, or wait for whoever is doing so."""
     with _start_lock(folder, deadline):
-        peer = _choose(folder, config.plane, None)
+        peer = _choose(folder, config.plane, None, {})
         if peer is None:
             peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
-            alive = _spawn(config, folder)
-            try:
-                _wait_until_answers(peer, folder, deadline, alive)
-            finally:
-                os.close(alive)
+            start(config, deadline - time.monotonic())
         return peer
 
 
@@ -137,8 +159,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
     while (fd := rundir.try_lock(folder / ".starting")) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
-                f"another process has been starting the embedded peer for {START_TIMEOUT_S:.0f} s; "
-                f"its log is {log_path(folder)}",
+                "another process has been starting the embedded peer for too long; its log is "
+                f"{log_path(folder)}",
                 log=str(log_path(folder)),
             )
         time.sleep(_POLL_S)
@@ -148,14 +170,25 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
         os.close(fd)
 
 
-def log_path(folder: Path) -> Path:
-    """Where an embedded peer's output goes; the one before it is kept as `.old`."""
-    return folder / f"{EMBEDDED}.log"
+def log_path(folder: Path, name: str = EMBEDDED) -> Path:
+    """Where a peer's output goes that was started here; the one before it is kept as `.old`."""
+    return folder / f"{EMBEDDED if is_embedded(name) else name}.log"
+
+
+def start(config: PeerConfig, timeout_s: float) -> None:
+    """Start a peer that outlives this process; returns when it answers, else ConnectError."""
+    folder = rundir.plane_dir(config.plane, config.run_dir)
+    peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
+    alive = _spawn(config, folder)
+    try:
+        _wait_until_answers(peer, folder, time.monotonic() + timeout_s, alive)
+    finally:
+        os.close(alive)
 
 
 def _spawn(config: PeerConfig, folder: Path) -> int:
     """Start the peer; a descriptor that reports hang-up when it has ended."""
-    log = log_path(folder)
+    log = log_path(folder, config.name)
     if log.exists():
         log.replace(log.with_suffix(".log.old"))
     alive, held_by_peer = os.pipe()
@@ -186,6 +219,12 @@ def command_line(config: PeerConfig) -> list[str]:
     command += ["--plane", config.plane, "--run-dir", str(config.run_dir)]
     command += ["--arena", str(config.arena_bytes), "--seeds", ",".join(config.seeds) or "none"]
     command += ["--listen", config.listen] if config.listen else []
+    command += ["--join"] if config.join else []
+    command += ["--token-file", str(config.token.path)] if config.token else []
+    command += ["--spill", config.spill.setting] if config.spill else []
+    command += ["--metrics", config.metrics.setting] if config.metrics else []
+    command += ["--transport", str(config.transport)]
+    command += ["--bulk-tls"] if config.bulk_tls else []
     if config.linger_s is not None:
         command += ["--linger", str(config.linger_s)]
     if config.linger_unread_s is not None:
@@ -209,14 +248,15 @@ def _wait_until_answers(
     while not answers(peer.socket):
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:
-            log = log_path(folder)
-            what = "ended at once" if ended else f"does not answer within {START_TIMEOUT_S:.0f} s"
+            log = log_path(folder, peer.name)
+            what = "ended at once" if ended else "does not answer in time"
             if peer.card is not None and not peer.socket.exists():
                 what = (
                     f"(pid {peer.card.pid}) lives, but its socket {peer.socket} is missing: end "
                     "it and start it again"
                 )
-            hint = f"; its log, {log}, ends: {_tail(log)}" if peer.name == EMBEDDED else ""
+            ours = alive is not None or is_embedded(peer.name)
+            hint = f"; its log, {log}, ends: {_tail(log)}" if ours else ""
             raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
         time.sleep(_POLL_S)
 

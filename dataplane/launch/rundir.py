@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
 import time
 import weakref
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ import xxhash
 
 from dataplane.errors import InvalidConfig, PeerNameTaken
 from dataplane.launch.config import check_peer_name, check_plane
+from dataplane.launch.private import private_dir
 
 MAX_SOCKET_PATH_BYTES = 99
 """Linux takes 107; other systems 103."""
@@ -38,6 +38,9 @@ class Card(msgspec.Struct, frozen=True):
     name: str
     pid: int
     address: str | None = None
+
+
+_cards = msgspec.json.Decoder(Card)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +80,7 @@ def plane_dir(plane: str, base: Path | None = None) -> Path:
 
 
 def _private(path: Path) -> Path:
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700, parents=True)
-        found = path.lstat()
-    except OSError as exc:
-        raise InvalidConfig(
-            f"the run directory {path} cannot be made: {exc.strerror}; set DATAPLANE_RUN_DIR to a "
-            "directory that this user can write",
-            path=str(path),
-        ) from exc
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise InvalidConfig(
-            f"{path} must be a directory of uid {os.getuid()} that nobody else can enter "
-            f"(mode 0700, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
-            "remove it, chmod it, or set DATAPLANE_RUN_DIR",
-            path=str(path),
-        )
-    return path
+    return private_dir(path, "run", "DATAPLANE_RUN_DIR", parents=True)
 
 
 class PeerLock:
@@ -226,6 +212,6 @@ def _remove_files(folder: Path, name: str, lock: bool = True) -> None:
 
 def _read_card(folder: Path, name: str) -> Card | None:
     try:
-        return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=Card)
+        return _cards.decode((folder / f"{name}.json").read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None

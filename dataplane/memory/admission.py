@@ -23,7 +23,7 @@ class Admission(IntEnum):
 
 DEFAULT_SHARES = (0.60, 0.25, 0.15)
 
-_PURPOSE = ("opening new groups", "continuing groups", "pulls from other hosts")
+_PURPOSE = ("opening new groups", "continuing groups", "pulls from other hosts and the spill file")
 
 
 class Shares:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,11 @@ class Arena:
         self.rw_fd = rw_fd
         self.ro_fd = ro_fd
         self._map = mmap.mmap(rw_fd, size_bytes)
-        self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
+        self.address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
+        """Where the peer's own mapping begins."""
         self.view = memoryview(self._map)
+        self._mapped = threading.Lock()
+        """held by whoever brings pages in: it must not end under him"""
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> Arena:
@@ -58,22 +62,26 @@ class Arena:
 
     def prefault(self, start: int, length: int) -> bool:
         """Bring pages in before anybody writes; other threads run meanwhile. False where the
-        kernel cannot, which costs speed only."""
+        kernel cannot, or it is closed, which costs speed only."""
         first = start // MAP_UNIT_BYTES * MAP_UNIT_BYTES
-        return populate(self._address + first, min(start + length, self.size_bytes) - first)
+        with self._mapped:
+            if self.rw_fd < 0:
+                return False
+            return populate(self.address + first, min(start + length, self.size_bytes) - first)
 
     def close(self) -> None:
         """Close the descriptors. The peer's mapping goes when the last slice of it does."""
-        if self.rw_fd < 0:
-            return
-        os.close(self.rw_fd)
-        os.close(self.ro_fd)
-        self.rw_fd = self.ro_fd = -1
-        try:
-            self.view.release()
-            self._map.close()
-        except BufferError:
-            pass  # somebody still looks into it; it ends with that view
+        with self._mapped:
+            if self.rw_fd < 0:
+                return
+            os.close(self.rw_fd)
+            os.close(self.ro_fd)
+            self.rw_fd = self.ro_fd = -1
+            try:
+                self.view.release()
+                self._map.close()
+            except BufferError:
+                pass  # somebody still looks into it; it ends with that view
 
 
 def default_arena_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -6,13 +6,14 @@ readers pin it like any other range. Unpinned copies are evicted, least recently
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import Records
+from dataplane.memory.extents import Mask, Records
 from dataplane.memory.ranges import Ranges
 from dataplane.wire.records import RANGE, U8
 
@@ -29,6 +30,7 @@ class PulledCopies:
         self._slots: dict[int, dict[int, int]] = {}  # incarnation -> (generation, range) -> slot
         self._clock = 0
         self._local = np.zeros(_FIRST_ROWS, RANGE)  # generation 0: the slot is unused
+        self._id = np.zeros(_FIRST_ROWS, np.intp)  # of the local range: to count by, it is quicker
         self._remote = np.zeros(_FIRST_ROWS, U8)
         self._owner = np.zeros(_FIRST_ROWS, U8)
         self._nbytes = np.zeros(_FIRST_ROWS, np.int64)
@@ -60,31 +62,40 @@ class PulledCopies:
 
         A copy that is here already stays, and the newcomer's reference is released.
         """
-        nbytes = self._ranges.extents(local)["length"].astype(np.int64)
         known = self._slots.setdefault(incarnation, {})
-        keys, first = np.unique(_keys(remote), return_index=True)
-        fresh = np.zeros(len(remote), np.bool_)
-        fresh[first] = [key not in known for key in keys.tolist()]
-        if fresh.any():
-            slots = self._take_slots(int(np.count_nonzero(fresh)))
-            self._local[slots] = local[fresh]
-            self._remote[slots] = _keys(remote[fresh])
-            self._owner[slots] = incarnation
-            self._nbytes[slots] = nbytes[fresh]
-            self._used_at[slots] = self._tick()
-            self.cached_bytes += int(self._nbytes[slots].sum())
-            known.update(zip(self._remote[slots].tolist(), slots.tolist(), strict=True))
-        if not fresh.all():
+        keys = _keys(remote)
+        # mostly: each once and in order, as a pull asks for them, and none of them here
+        if np.count_nonzero(keys[1:] <= keys[:-1]) or not known.keys().isdisjoint(keys.tolist()):
+            fresh = _fresh(known, keys)
             self._release(local[~fresh])
+            keys, local = keys[fresh], local[fresh]
+        if not len(keys):
+            return
+        slots = self._take_slots(len(keys))
+        nbytes = self._ranges.extents(local)["length"].astype(np.int64)
+        self._local[slots] = local
+        self._id[slots] = local["range"]
+        self._remote[slots] = keys
+        self._owner[slots] = incarnation
+        self._nbytes[slots] = nbytes
+        self._used_at[slots] = self._tick()
+        self.cached_bytes += int(nbytes.sum())
+        known.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
     def evict(self, nbytes: int) -> int:
         """Let go of at least `nbytes` of copies that nobody pins, as far as there are: the bytes
         that became free."""
-        kept = np.flatnonzero(self._local["generation"])
-        kept = kept[self._ranges.refs(self._local[kept]) == 1]
+        kept = np.flatnonzero(self._unread())
         kept = kept[np.argsort(self._used_at[kept], kind="stable")]
         enough = int(np.searchsorted(np.cumsum(self._nbytes[kept]), nbytes)) + 1
         return self._drop(kept[:enough])
+
+    @property
+    def evictable_bytes(self) -> int:
+        """What `evict` could free now."""
+        if not self.cached_bytes:
+            return 0
+        return int(self._nbytes @ self._unread())
 
     def drop_owner(self, incarnation: int) -> int:
         """Let go of all copies of a peer that is gone. The bytes that became free at once; pinned
@@ -94,23 +105,41 @@ class PulledCopies:
         self._slots.pop(incarnation, None)
         return freed
 
+    def drop_dead(self, incarnation: int, alive: Callable[[Records], Mask]) -> int:
+        """Let go of the copies of ranges of a peer that are not alive any more there. The bytes
+        that became free at once."""
+        slots = np.flatnonzero((self._local["generation"] != 0) & (self._owner == incarnation))
+        remote = self._remote[slots].view(RANGE)
+        return self._drop(slots[~alive(remote)]) if len(slots) else 0
+
     def _drop(self, slots: npt.NDArray[np.intp]) -> int:
         if not len(slots):
             return 0
-        owners, keys = self._owner[slots].tolist(), self._remote[slots].tolist()
-        for owner, key in zip(owners, keys, strict=True):
-            del self._slots[owner][key]
+        of, keys = self._owner[slots], self._remote[slots]
+        while len(of):  # one owner after another, each without a loop in Python
+            its = of == of[0]
+            deque(map(self._slots[int(of[0])].__delitem__, keys[its].tolist()), maxlen=0)
+            of, keys = of[~its], keys[~its]
         local = self._local[slots]
         self._local[slots] = 0
+        self._id[slots] = 0
         self.cached_bytes -= int(self._nbytes[slots].sum())
         self._spare.extend(slots.tolist())
         return self._release(local)
+
+    def _unread(self) -> Mask:
+        """Per slot, whether it has a copy to which the cache has the only reference."""
+        # The cache's own references keep these alive: nobody need compare generations.
+        alone = self._ranges.counts_of(self._id) == 1
+        mask: Mask = alone & (self._local["generation"] != 0)
+        return mask
 
     def _take_slots(self, count: int) -> npt.NDArray[np.intp]:
         have = len(self._local)
         if count > len(self._spare):
             more = max(have, count)
             self._local = np.concatenate((self._local, np.zeros(more, RANGE)))
+            self._id = np.concatenate((self._id, np.zeros(more, np.intp)))
             self._remote = np.concatenate((self._remote, np.zeros(more, U8)))
             self._owner = np.concatenate((self._owner, np.zeros(more, U8)))
             self._nbytes = np.concatenate((self._nbytes, np.zeros(more, np.int64)))
@@ -129,6 +158,14 @@ def _keys(ranges: Records) -> npt.NDArray[np.uint64]:
     """Range and generation as one number."""
     keys: npt.NDArray[np.uint64] = np.ascontiguousarray(ranges).view(U8)
     return keys
+
+
+def _fresh(known: dict[int, int], keys: npt.NDArray[np.uint64]) -> Mask:
+    """The first of each key that is not known."""
+    unique, first = np.unique(keys, return_index=True)
+    fresh = np.zeros(len(keys), np.bool_)
+    fresh[first] = [key not in known for key in unique.tolist()]
+    return fresh
 
 
 def _slots_of(known: dict[int, int], remote: Records) -> npt.NDArray[np.intp]:

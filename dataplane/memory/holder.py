@@ -72,6 +72,8 @@ class Holder:
         `admission` is used up first. ProtocolError, and nothing is taken, unless every piece lies
         inside the grants and none overlaps another.
         """
+        if len(starts) == 1 == len(self._grants[0]) and self._carve_one(starts, ends):
+            return self._uncharge(int(ends.item() - starts.item()), admission)
         inside = covers(self._grants, starts, ends)
         if not every(inside):
             bad = int(inside.argmin())
@@ -87,6 +89,14 @@ class Holder:
             raise ProtocolError(f"two of {len(starts)} pieces of the arena overlap") from exc
         self._grants = subtract(self._grants, *pieces)
         return self._uncharge(int((ends - starts).sum()), admission)
+
+    def _carve_one(self, starts: Bytes, ends: Bytes) -> bool:
+        """Cut a piece off the only grant, at its start: what a steady producer does."""
+        granted, limit = self._grants[0].item(), self._grants[1].item()
+        if starts.item() != granted or ends.item() > limit:
+            return False
+        self._grants = (ends, self._grants[1]) if ends.item() < limit else empty()
+        return True
 
     def take_grants(self) -> tuple[Set, list[int]]:
         """All grants and their bytes per class; the holder has none afterwards."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import PeerLost, ProtocolError
 from dataplane.memory.pages import MAP_UNIT_BYTES, map_shared, populate, unmap
 
 MAX_WINDOWS = 64
@@ -48,6 +48,10 @@ def _bytes_at(mapping: _Mapping, *, read_only: bool) -> dict[str, Any]:
     }
 
 
+def _no_arena() -> PeerLost:
+    return PeerLost("the peer of this arena went away; connect again with dataplane.connect()")
+
+
 class Pin:
     """What the peer holds for one reply. It goes when the last view of that reply is gone.
 
@@ -56,7 +60,7 @@ class Pin:
 
     __slots__ = ("__weakref__", "_mapping", "number")
 
-    def __init__(self, mapping: _Mapping, number: int) -> None:
+    def __init__(self, mapping: _Mapping | None, number: int) -> None:
         self.number = number
         self._mapping = mapping
 
@@ -65,6 +69,8 @@ class Pin:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
+        if self._mapping is None:
+            raise _no_arena()
         return _bytes_at(self._mapping, read_only=True)
 
 
@@ -73,7 +79,7 @@ class ReadMap:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._mapping = _Mapping(fd, 0, size_bytes, writable=False)
+        self._mapping: _Mapping | None = _Mapping(fd, 0, size_bytes, writable=False)
 
     def __repr__(self) -> str:
         return f"<ReadMap {self.size_bytes} B>"
@@ -81,6 +87,10 @@ class ReadMap:
     def pin(self, number: int) -> Pin:
         """The pin of a reply; 0 where the peer pinned nothing."""
         return Pin(self._mapping, number)
+
+    def close(self) -> None:
+        """Let go of the arena: it stays mapped for as long as there are views."""
+        self._mapping = None
 
     def base_array(self, pin: Pin) -> ByteArray:
         """The arena as read-only uint8 array whose base is the pin.
@@ -146,8 +156,10 @@ class WriteMaps:
         return True
 
     def close(self) -> None:
-        """Let go of all windows; those under arrays that are still held end with these."""
+        """Let go of all windows; those under arrays that are still held end with these. No more
+        are opened: PeerLost."""
         with self._lock:
+            self._fd = -1
             self._windows.clear()
 
     def _window(self, offset: int, length: int) -> _Window:
@@ -167,6 +179,8 @@ class WriteMaps:
 
     def _open(self, start: int, end: int) -> _Window:
         """A new window, which takes the place of those that it touches."""
+        if self._fd < 0:
+            raise _no_arena()
         for window in list(self._windows.values()):
             touches = window.start <= end and start <= window.end
             both = max(end, window.end) - min(start, window.start)

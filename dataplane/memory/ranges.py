@@ -3,6 +3,7 @@
 Runs in the peer. A range is named by (id, generation); ids are used again with the next
 generation, so a name that outlived its range is recognised. Counts are derived from the columns
 that shards, pins and the cache hold; a release for a name that is no longer alive does nothing.
+A range keeps its name when its bytes leave the arena for the spill file.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from dataplane.wire.records import EXTENT, RANGE, U4, U8
 Counts = npt.NDArray[np.integer] | int
 Ids = npt.NDArray[np.intp]
 
+SPILLED = 3
+"""Stands for the class of ranges whose bytes are in the spill file, charged to none."""
+DEVICE = 4
+"""Times n, and added to the class of ranges whose bytes are in the n-th device arena, from 1."""
+
 _FIRST_ROWS = 1024
 
 
 class Freed(NamedTuple):
-    """Ranges that died: where they lay, and the class that was charged for them."""
+    """Stretches that ranges left: where they lay, and the class and account that were charged."""
 
     offsets: Bytes
     lengths: Bytes
     admissions: npt.NDArray[np.uint8]
+    accounts: npt.NDArray[np.uint32]
+
+
+_NOTHING = Freed(np.zeros(0, U8), np.zeros(0, U8), np.zeros(0, np.uint8), np.zeros(0, U4))
 
 
 class Ranges:
@@ -43,11 +53,16 @@ class Ranges:
         self._generation = np.ones(_FIRST_ROWS, U4)
         self._refs = np.zeros(_FIRST_ROWS, np.int64)
         self._admission = np.zeros(_FIRST_ROWS, np.uint8)
+        self._account = np.zeros(_FIRST_ROWS, U4)
+        self._born = np.zeros(_FIRST_ROWS, np.int64)
+        self._births = 0
 
     def __repr__(self) -> str:
         return f"<Ranges {self.live} live of {self._top} ids>"
 
-    def add(self, offsets: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
+    def add(
+        self, offsets: Bytes, lengths: Bytes, refs: Counts, admission: int, account: int = 0
+    ) -> Records:
         """New ranges with at least one reference each; their RANGE records."""
         count = len(offsets)
         ids = self._take_ids(count)
@@ -55,6 +70,9 @@ class Ranges:
         self._length[ids] = lengths
         self._refs[ids] = refs
         self._admission[ids] = admission
+        self._account[ids] = account
+        self._births += 1
+        self._born[ids] = self._births
         self.live += count
         ranges = np.empty(count, RANGE)
         ranges["range"] = ids
@@ -73,6 +91,8 @@ class Ranges:
 
     def hold(self, ranges: Records, counts: Counts = 1) -> None:
         """More references; a range may be named several times. RowsGone changes nothing."""
+        if not len(ranges):
+            return
         ids = self._living(ranges)
         if len(ids) == 1:
             self._refs[ids] += counts
@@ -81,22 +101,18 @@ class Ranges:
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
         """Fewer references; what has none left is freed. Names of dead ranges are ignored."""
+        if len(ranges) == 1:
+            number, generation = ranges.item()
+            count = counts if isinstance(counts, int) else int(counts[0])
+            return self._release_one(number, generation, count)
         alive = self.alive(ranges)
         ids: Ids = ranges["range"].astype(np.intp)
         if not every(alive):
             ids = ids[alive]
             counts = counts if isinstance(counts, int) else counts[alive]
-        if len(ids) == 1:
-            self._refs[ids] -= np.asarray(counts, np.int64)
-        else:
-            np.subtract.at(self._refs, ids, np.asarray(counts, np.int64))
+        np.subtract.at(self._refs, ids, np.asarray(counts, np.int64))
         dead = ids[self._refs[ids] <= 0]
-        if len(dead) > 1:
-            dead = np.unique(dead)
-        freed = Freed(self._offset[dead], self._length[dead], self._admission[dead])
-        if len(dead):
-            self._bury(dead)
-        return freed
+        return self._free(np.unique(dead) if len(dead) > 1 else dead)
 
     def extents(self, ranges: Records) -> Records:
         """Where these ranges lie: EXTENT records, padding included. RowsGone if any is dead."""
@@ -110,13 +126,49 @@ class Ranges:
         """Where these ranges start; hold: with one more reference each time one is named.
         RowsGone, and nothing changes, if any is dead."""
         ids = self._living(ranges)
-        if hold:
+        if hold and len(ids) == 1:
+            self._refs[ids] += 1
+        elif hold:
             np.add.at(self._refs, ids, 1)
         return self._offset[ids]
 
     def refs(self, ranges: Records) -> npt.NDArray[np.int64]:
         """References of each. RowsGone if any is dead."""
         return self._refs[self._living(ranges)]
+
+    def counts_of(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """References of whatever lives under each id, for holders that know that it is theirs."""
+        return self._refs[ids]
+
+    def spilled(self, ranges: Records) -> Mask:
+        """Per record, whether it is alive and its bytes are in the spill file."""
+        alive = self.alive(ranges)
+        ids = np.where(alive, ranges["range"], 0)
+        found: Mask = alive & (self._admission[ids] == SPILLED)
+        return found
+
+    def kinds(self, ranges: Records) -> npt.NDArray[np.uint8]:
+        """Per record its class, with SPILLED and DEVICE; 0 for a dead one."""
+        alive = self.alive(ranges)
+        kinds: npt.NDArray[np.uint8] = self._admission[np.where(alive, ranges["range"], 0)] * alive
+        return kinds
+
+    def by_age(self, below: int) -> Records:
+        """Living ranges charged to a class below this one, the oldest first."""
+        ids = np.flatnonzero((self._refs[: self._top] > 0) & (self._admission[: self._top] < below))
+        ids = ids[np.argsort(self._born[ids], kind="stable")]
+        ranges = np.empty(len(ids), RANGE)
+        ranges["range"] = ids
+        ranges["generation"] = self._generation[ids]
+        return ranges
+
+    def move(self, ranges: Records, offsets: Bytes, admission: int) -> Freed:
+        """These different ranges lie elsewhere from now on; what they left."""
+        ids = self._living(ranges)
+        left = self._stretches(ids)
+        self._offset[ids] = offsets
+        self._admission[ids] = admission
+        return left
 
     def _is_alive(self, number: int, generation: int) -> bool:
         """For a single range: numpy's fixed cost would be most of it."""
@@ -125,6 +177,25 @@ class Ranges:
             and self._generation.item(number) == generation
             and self._refs.item(number) > 0
         )
+
+    def _release_one(self, number: int, generation: int, count: int) -> Freed:
+        if not self._is_alive(number, generation):
+            return _NOTHING
+        left = self._refs.item(number) - count
+        if left <= 0:
+            return self._free(np.array([number], np.intp))
+        self._refs[number] = left
+        return _NOTHING
+
+    def _free(self, dead: Ids) -> Freed:
+        if not len(dead):
+            return _NOTHING
+        freed = self._stretches(dead)
+        self._bury(dead)
+        return freed
+
+    def _stretches(self, ids: Ids) -> Freed:
+        return Freed(self._offset[ids], self._length[ids], self._admission[ids], self._account[ids])
 
     def _living(self, ranges: Records) -> Ids:
         alive = self.alive(ranges)
@@ -176,3 +247,5 @@ class Ranges:
         self._generation = np.concatenate((self._generation, np.ones(more, U4)))
         self._refs = np.concatenate((self._refs, np.zeros(more, np.int64)))
         self._admission = np.concatenate((self._admission, np.zeros(more, np.uint8)))
+        self._account = np.concatenate((self._account, np.zeros(more, U4)))
+        self._born = np.concatenate((self._born, np.zeros(more, np.int64)))

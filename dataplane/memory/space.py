@@ -2,7 +2,8 @@
 
 The facade over allocator, ranges, shares, holders and the cache of pulled copies. Every byte is in
 one of three states: free, granted to a holder, or live in a range; the padding of a range to 64
-bytes belongs to it. Nothing here waits: what does not fit now is answered with less.
+bytes belongs to it. Ranges may live in a spill file instead. Nothing here waits: what does not fit
+now is answered with less.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import DEFAULT_SHARES, Admission, Shares
 from dataplane.memory.allocator import Allocator
+from dataplane.memory.budgets import Budgets
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.dedup import Digests
 from dataplane.memory.extents import (
@@ -28,10 +30,11 @@ from dataplane.memory.extents import (
     records,
 )
 from dataplane.memory.holder import Holder
-from dataplane.memory.ranges import Counts, Ranges
+from dataplane.memory.ranges import SPILLED, Counts, Freed, Ranges
 from dataplane.memory.room import Piece, Room
+from dataplane.memory.spilled import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import EXTENT, RANGE, U8
+from dataplane.wire.records import EXTENT, RANGE, U8, joined
 
 
 class Space:
@@ -41,16 +44,23 @@ class Space:
     """
 
     def __init__(
-        self, size_bytes: int, shares: tuple[float, float, float] = DEFAULT_SHARES
+        self,
+        size_bytes: int,
+        shares: tuple[float, float, float] = DEFAULT_SHARES,
+        ranges: Ranges | None = None,
     ) -> None:
+        """ranges: the table that another memory of the host keeps its ranges in as well."""
         assert size_bytes > 0 and size_bytes == page_down(size_bytes), size_bytes
         self.size_bytes = size_bytes
-        self.ranges = Ranges()
+        self.ranges = Ranges() if ranges is None else ranges
         self.shares = Shares(size_bytes, shares)
         self.copies = PulledCopies(self.ranges, self.release)
         self.digests = Digests(self.ranges)
+        self.budgets = Budgets()
         self.waste_bytes: Callable[[], int] = lambda: 0
         """Bytes of packs whose values are dead already; only the metadata knows."""
+        self.spill: Spilled | None = None
+        """Where ranges go that have no place here, if anywhere."""
         self._allocator = Allocator(size_bytes)
         self._room = Room(self._allocator, self.shares, self.copies)
         self._holders: dict[int, Holder] = {}
@@ -68,6 +78,12 @@ class Space:
         """The largest unit per admission class."""
         opening, continuing, pulls = self.shares.caps
         return opening, continuing, pulls
+
+    @property
+    def pullable_bytes(self) -> int:
+        """What pulls could be granted now: room, and copies that nobody reads."""
+        room = self.shares.room(Admission.PULL) + self.copies.evictable_bytes
+        return page_down(min(room, self.shares.caps[Admission.PULL]))
 
     @property
     def high_water(self) -> int:
@@ -120,9 +136,12 @@ class Space:
 
     # ranges
 
-    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
+    def commit(
+        self, holder: int, extents: Records, refs: Counts, admission: int, account: int = 0
+    ) -> Records:
         """Written EXTENTs become ranges with these references (u4 each): their RANGE records.
 
+        account: the budget that they count for, see `budgets`; 0: none.
         All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
         multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
         """
@@ -136,7 +155,17 @@ class Space:
             self.shares.discharge(granted_under, nbytes)
         self.shares.charge(admission, sum(taken))
         self._live_bytes[admission] += sum(taken)
-        return self.ranges.add(starts, ends - starts, refs, admission)
+        account = self.budgets.charge(account, sum(taken))
+        return self._add(starts, ends - starts, refs, admission, account)
+
+    def _add(
+        self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int, account: int
+    ) -> Records:
+        return self.ranges.add(starts, lengths, refs, admission, account)
+
+    def in_arena(self, extents: Records) -> Records:
+        """Those of these EXTENTs that are in the host arena."""
+        return extents
 
     def alive(self, ranges: Records) -> Mask:
         """Per RANGE, whether it is the one that lives under this id now."""
@@ -147,20 +176,71 @@ class Space:
         self.ranges.hold(ranges, counts)
 
     def release(self, ranges: Records, counts: Counts = 1) -> int:
-        """Fewer references; the bytes that became free. Dead ranges are passed over."""
+        """Fewer references; the bytes that became free here. Dead ranges are passed over."""
         freed = self.ranges.release(ranges, counts)
+        if self.spill is not None and self.spill.spilled_bytes:
+            freed = self._freed_from_file(self.spill, freed)
+        return self._freed(freed)
+
+    def _freed_from_file(self, spill: Spilled, freed: Freed) -> Freed:
+        """What is left of these, lying in the arena."""
+        out = freed.admissions == SPILLED
+        if not np.count_nonzero(out):
+            return freed
+        spill.freed(freed.offsets[out], freed.lengths[out])
+        return Freed(*(one[~out] for one in freed))
+
+    def _freed(self, freed: Freed) -> int:
+        """Stretches of the arena that ranges left are free."""
         if not len(freed.offsets):
             return 0
         self._allocator.free(freed.offsets, freed.lengths)
-        by_class = np.bincount(freed.admissions, freed.lengths, len(Admission)).astype(np.int64)
-        for admission, nbytes in enumerate(by_class.tolist()):
+        self.budgets.discharge(freed.accounts, freed.lengths)
+        if len(freed.offsets) == 1:
+            by_class = [(freed.admissions.item(), freed.lengths.item())]
+        else:
+            sums = np.bincount(freed.admissions, freed.lengths, len(Admission))
+            by_class = list(enumerate(sums.astype(np.int64).tolist()))
+        for admission, nbytes in by_class:
             self._live_bytes[admission] -= nbytes
             self.shares.discharge(admission, nbytes)
-        return int(by_class.sum())
+        return sum(nbytes for _, nbytes in by_class)
 
     def locate(self, ranges: Records) -> Bytes:
-        """Where ranges start, u8. RowsGone if any is dead."""
+        """Where ranges start, u8, none of them spilled. RowsGone if any is dead."""
+        assert self.all_here or not np.count_nonzero(self.away(ranges))
         return self.ranges.offsets(ranges)
+
+    @property
+    def all_here(self) -> bool:
+        """Whether no range is anywhere but in the arena."""
+        return self.spill is None
+
+    def away(self, ranges: Records, holder: int = 0) -> Mask:
+        """Per RANGE, whether its bytes are where this holder does not read them: in the spill
+        file, or on a device. Only a copy of it can be read then."""
+        return self.spilled(ranges)
+
+    def in_place(self, ranges: Records, holder: int) -> Mask:
+        """Per RANGE, whether this holder reads it on a device."""
+        return np.zeros(len(ranges), np.bool_)
+
+    # the spill file
+
+    def spilled(self, ranges: Records) -> Mask:
+        """Per RANGE, whether it lives in the spill file."""
+        if self.spill is None or not self.spill.spilled_bytes:
+            return np.zeros(len(ranges), np.bool_)
+        return self.ranges.spilled(ranges)
+
+    def choose_spill(self, nbytes: int) -> Move | None:
+        """See `Spilled.choose`."""
+        return None if self.spill is None else self.spill.choose(nbytes, self._pinned())
+
+    def settle_spill(self, move: Move) -> int:
+        """See `Spilled.settle`: the bytes that became free here."""
+        assert self.spill is not None
+        return self._freed(self.spill.settle(move, self._pinned()))
 
     # readers
 
@@ -172,6 +252,7 @@ class Space:
         """`pin`, and where the ranges start (u8). RowsGone, and nothing changes, if any is dead."""
         if not len(ranges):
             return 0, np.zeros(0, U8)
+        assert self.all_here or not np.count_nonzero(self.away(ranges, holder))
         places = self.ranges.offsets(ranges, hold=True)
         self._last_pin += 1
         self._holder(holder).pins[self._last_pin] = np.array(ranges)
@@ -185,7 +266,7 @@ class Space:
         columns = [known.pins.pop(number) for number in set(ids) if number in known.pins]
         if not columns:
             return 0
-        return self.release(columns[0] if len(columns) == 1 else np.concatenate(columns))
+        return self.release(columns[0] if len(columns) == 1 else joined(columns, RANGE))
 
     def pinned(self, holder: int) -> dict[int, Records]:
         """The RANGE column of each pin that the holder has."""
@@ -193,6 +274,16 @@ class Space:
         return dict(known.pins) if known else {}
 
     # holders
+
+    def holds(self, holder: int) -> bool:
+        """Whether it may write or read anything of the arena."""
+        known = self._holders.get(holder)
+        return known is not None and bool(known.granted_bytes or known.pins)
+
+    def held_bytes(self, holder: int) -> int:
+        """What it may write or reads: bytes granted to it, and those of ranges that it pinned."""
+        known = self._holders.get(holder)
+        return known.granted_bytes + self._pinned_bytes([known]) if known else 0
 
     def disown(self, holder: int) -> None:
         """The holder is lost but its processes may live: what it has stays, charged, and is
@@ -218,8 +309,14 @@ class Space:
         return sorted((row for row in held if row[1] or row[2]), key=lambda row: -row[1] - row[2])
 
     def stats(self) -> dict[str, Any]:
-        """Figures of this moment, in bytes. size = used + granted + free, exactly; pinned, cached
-        and waste are parts of used, quarantined of used and granted."""
+        """`figures`, and the waste, a part of used and spilled: whoever knows it looks at every
+        block of packs."""
+        return {**self.figures(), "waste_bytes": self.waste_bytes()}
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of this moment, in bytes. size = used + granted + free, exactly; pinned and
+        cached are parts of used, quarantined of used and granted. spilled is beside them, in a
+        file of at most spill_bytes."""
         everybody = list(self._holders.values())
         lost = [holder for holder in everybody if holder.quarantined]
         return {
@@ -230,7 +327,8 @@ class Space:
             + self._pinned_bytes(lost),
             "pinned_bytes": self._pinned_bytes(everybody),
             "cached_bytes": self.copies.cached_bytes,
-            "waste_bytes": self.waste_bytes(),
+            "spilled_bytes": self.spill.spilled_bytes if self.spill else 0,
+            "spill_bytes": self.spill.size_bytes if self.spill else 0,
             "free_bytes": self._allocator.free_bytes,
             "largest_free_bytes": self._allocator.largest_free,
             "touched_bytes": self._allocator.high_water,
@@ -258,11 +356,15 @@ class Space:
     def _granted_bytes(self) -> int:
         return sum(holder.granted_bytes for holder in self._holders.values())
 
+    def _pinned(self) -> Records:
+        """What anybody reads, some of it several times."""
+        return joined([p for h in self._holders.values() for p in h.pins.values()], RANGE)
+
     def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
         columns = [pin for holder in holders for pin in holder.pins.values()]
         if not columns:
             return 0
-        distinct = np.unique(np.concatenate(columns).view(U8)).view(RANGE)
+        distinct = np.unique(joined(columns, U8)).view(RANGE)
         return int(self.ranges.extents(distinct)["length"].sum())
 
     def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:

@@ -17,7 +17,8 @@ from dataplane.wire.messages import Want
 @dataclass(frozen=True, slots=True)
 class Counts:
     """ready: claimable now. remaining: neither leased nor done: ready, or may still become ready.
-    outstanding: not yet acked, dropped or lost for the stage (leased ones included)."""
+    outstanding: not yet acked, dropped or lost for the stage (leased ones included). lost_rows:
+    went with the peer that had their bytes, before the stage was done with them."""
 
     ready_rows: int = 0
     ready_groups: int = 0
@@ -25,6 +26,7 @@ class Counts:
     remaining_groups: int = 0
     outstanding_rows: int = 0
     outstanding_groups: int = 0
+    lost_rows: int = 0
 
     def ready(self, unit: str) -> int:
         return self.ready_rows if unit == "rows" else self.ready_groups

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import GroupClosed, InvalidRows, PartitionSealed, ProtocolError, RowsDropped
+from dataplane.errors import (
+    GroupClosed,
+    InvalidRows,
+    PartitionSealed,
+    ProtocolError,
+    RowsDropped,
+    counted,
+)
 from dataplane.metadata.columns import Array
+from dataplane.metadata.groups import MAX_GROUP_ROWS
 from dataplane.metadata.index import pairs, repeated
 from dataplane.metadata.names import KEY_BYTES, format_minted
 from dataplane.metadata.state import State
@@ -70,6 +78,8 @@ def lose(state: State, owner: Owner) -> Lost:
     closed = groups[state.groups.closed(groups)]
     state.closed_groups -= int(len(closed) - state.groups.all_dropped(closed).sum())
     still_open = np.setdiff1d(groups, closed)
+    for stage in state.stages.values():
+        stage.lose(slots)
     state.remove_rows(slots)
     if len(still_open):
         state.remove_groups(still_open)
@@ -84,21 +94,24 @@ def close(state: State, key: bytes, size: int, name: Name | None) -> int:
     column = pairs(key)
     shown = format_minted(key) if name is None else name
     group = int(state.groups.index.find(column)[0])
-    limit = state.definition.group_size
-    if size < 1 or (limit is not None and size > limit):
-        most = "" if limit is None else f" to {limit}"
-        raise InvalidRows(f"the group {shown!r} cannot close with {size} rows; give 1{most}")
+    limit = state.definition.group_size or MAX_GROUP_ROWS
+    if not 0 < size <= limit:
+        raise InvalidRows(
+            f"the group {shown!r} cannot close with {counted(size, 'row')}; give 1 to {limit}"
+        )
     if group < 0:
         _expect_new(state, column, size, name, shown)
         return 0
     seen = int(state.groups.seen[group])
     if state.groups.closed(np.array([group]))[0]:
         if size != seen:
-            raise GroupClosed(f"the group {shown!r} is closed with {seen} rows", rows=seen)
+            raise GroupClosed(
+                f"the group {shown!r} is closed with {counted(seen, 'row')}", rows=seen
+            )
         return 0
     if size < seen:
         raise InvalidRows(
-            f"the group {shown!r} has had {seen} rows; close it with as many", rows=seen
+            f"the group {shown!r} has had {counted(seen, 'row')}; close it with as many", rows=seen
         )
     state.groups.expected[group] = size
     return state.close_groups(np.array([group])) if size == seen else 0

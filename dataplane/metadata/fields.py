@@ -12,15 +12,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import FieldUnknown, LimitExceeded
+from dataplane.memory.extents import every
 from dataplane.metadata.columns import Array, Ragged, grow
 from dataplane.metadata.incoming import ColumnIn
 from dataplane.metadata.interning import Numbers, SpecsAndOwners
+from dataplane.metadata.references import Move, by_owner, extents_of
 from dataplane.wire.limits import ABSENT, ALIGNMENT_BYTES, MAX_FIELDS, PACK_LIMIT_BYTES
-from dataplane.wire.records import RANGE, U4, VALUE
+from dataplane.wire.records import RANGE, U4, VALUE, joined
 from dataplane.wire.tables import Column, Owner, Spec
 
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
+_ONE = np.ones(1, U4)
 
 
 class Fields:
@@ -65,6 +68,11 @@ class Fields:
     def known(self, names: Sequence[str]) -> list[str]:
         """Those that some row of the store has had."""
         return [name for name in names if self.names.get(name, -1) in self._values]
+
+    def know(self, names: Sequence[str]) -> None:
+        """Some row, somewhere, has had these fields; `check_room` was asked."""
+        for name in names:
+            self._column(self.bit(name))
 
     def bit(self, name: str) -> int:
         """The number of a field, which gets one now if it is new."""
@@ -156,9 +164,8 @@ class Fields:
             bit = self.names.get(name, -1)
             if bit not in self._values:
                 continue
-            values = self._values[bit][slots]
-            there = (self.present[slots] >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
-            if not there.all():
+            values, there = self._values[bit][slots], self.have(name, slots)
+            if not every(there):
                 values[~there] = _NO_VALUE[0]
                 if names is None and not there.any():
                     continue
@@ -175,39 +182,70 @@ class Fields:
         ]
         return columns, specs, owners
 
-    def sizes(self, slots: Array, names: Sequence[str]) -> Array:
-        """Bytes a row of these fields, leaves included."""
-        total = np.zeros(len(slots), np.int64)
-        for name in names:
+    def elsewhere(
+        self, slots: Array, names: Sequence[str] | None, address: str
+    ) -> tuple[Array, Array]:
+        """(position among `slots`, VALUE record) of values and leaves that another peer owns."""
+        rows, records = [np.zeros(0, np.intp)], [_NO_VALUE[:0]]
+        far = np.array([owner.peer != address for owner in self._known.owners], np.bool_)
+        for name in (self.names if names is None else names) if far.any() else ():
             bit = self.names.get(name, -1)
             if bit in self._values:
-                nbytes = self._values[bit]["nbytes"][slots].astype(np.int64)
-                total += np.where(self.have(name, slots), nbytes, 0)
+                # The owners first: mostly none is far, and the rest need not be looked at.
+                out = np.flatnonzero(far[self._values[bit]["owner"][slots]])
+                if len(out):
+                    out = out[self.have(name, slots[out])]
+                    rows.append(out)
+                    records.append(self._values[bit][slots[out]])
             if bit in self._leaves:
                 counts, leaves = self._leaves[bit].gather(slots)
-                row = np.repeat(np.arange(len(slots)), counts)
-                np.add.at(total, row, leaves["nbytes"].astype(np.int64))
-        return total
+                out = far[leaves["owner"]]
+                rows.append(np.repeat(np.arange(len(slots)), counts)[out])
+                records.append(leaves[out])
+        return np.concatenate(rows), joined(records, VALUE)
 
     def released(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and how many of each (u4)."""
         if not self._released:
             return []
-        records = np.concatenate(self._released)
+        records = joined(self._released, VALUE)
         self._released = []
         if len(records) == 1:
-            owner = self._known.owners[records["owner"].item()]
-            return [(owner, records[["range", "generation"]].astype(RANGE), np.ones(1, U4))]
-        result = []
-        for owner in np.unique(records["owner"]).tolist():
-            mine = records[records["owner"] == owner]
-            number = mine["generation"].astype(np.uint64) << np.uint64(32) | mine["range"]
-            different, counts = np.unique(number, return_counts=True)
-            ranges = np.zeros(len(different), RANGE)
-            ranges["range"] = different & np.uint64(0xFFFF_FFFF)
-            ranges["generation"] = different >> np.uint64(32)
-            result.append((self._known.owners[owner], ranges, counts.astype(U4)))
-        return result
+            number, generation, _, _, _, owner = records.item()
+            return [(self._known.owners[owner], np.array([(number, generation)], RANGE), _ONE)]
+        return by_owner(records, self._known.owners)
+
+    def holdings(self, slots: Array) -> list[tuple[Owner, Array, Array]]:
+        """Every reference that these rows hold: per owner RANGE records and how many of each."""
+        parts = [_NO_VALUE[:0]]
+        for name, bit in self.names.items():
+            if bit in self._values:
+                parts.append(self._values[bit][slots[self.have(name, slots)]])
+            if bit in self._leaves:
+                parts.append(self._leaves[bit].gather(slots)[1])
+        return by_owner(joined(parts, VALUE), self._known.owners)
+
+    def relocate(
+        self, slots: Array, old: Owner, ranges: Array, new: Owner, new_ranges: Array
+    ) -> Array:
+        """See `Store.relocate`, for the values of these rows."""
+        number = self._known.owner_number(old)
+        if number is None or not len(ranges):
+            return np.zeros(len(ranges), U4)
+        move = Move(number, ranges, self._known.intern([], [new]).owners[0], new_ranges)
+        for name, bit in self.names.items():
+            if bit in self._values:
+                having = slots[self.have(name, slots)]
+                values = self._values[bit][having]
+                self._released.append(move.carry(values))
+                self._values[bit][having] = values
+            if bit in self._leaves:
+                counts, leaves = self._leaves[bit].gather(slots)
+                moved = move.carry(leaves)
+                if len(moved):
+                    self._released.append(moved)
+                    self._leaves[bit].set(slots, counts, leaves)
+        return move.counts
 
     def at(self, owner: Owner, slots: Array) -> Array:
         """Which of these rows have a value, or a leaf of one, at this owner."""
@@ -228,6 +266,33 @@ class Fields:
         """Drop collected references to ranges of a peer that is no more."""
         number = self._known.owner_number(owner)
         self._released = [records[records["owner"] != number] for records in self._released]
+
+    def idle(self, slots: Array, owner: Owner) -> tuple[Array, Array, Array]:
+        """See `Store.idle`, for the values of these rows."""
+        number = self._known.owner_number(owner)
+        found = [_NO_VALUE[:0]]
+        for name, bit in self.names.items():
+            if number is not None and bit in self._values:
+                found.append(self._values[bit][slots[self.have(name, slots)]])
+            if number is not None and bit in self._leaves:
+                found.append(self._leaves[bit].gather(slots)[1])
+        return extents_of(np.concatenate([r[r["owner"] == number] for r in found]))
+
+    def bytes_at(self, slots: Array) -> dict[str, int]:
+        """Bytes of these rows' values by the peer that has them."""
+        total: dict[str, int] = {}
+        for name, bit in self.names.items():
+            if bit not in self._values:
+                continue
+            records = [self._values[bit][slots[self.have(name, slots)]]]
+            if bit in self._leaves:
+                records.append(self._leaves[bit].gather(slots)[1])
+            for r in records:
+                for number in np.unique(r["owner"]).tolist():
+                    peer = self._known.owners[number].peer
+                    nbytes = int(r["nbytes"][r["owner"] == number].sum())
+                    total[peer] = total.get(peer, 0) + nbytes
+        return total
 
     def volume(self, slots: Array) -> tuple[int, int]:
         """(bytes of all values of these rows, bytes of those that are packed)."""

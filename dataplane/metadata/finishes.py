@@ -130,7 +130,8 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
     if outcome != "keep":
         lease.left[positions] = False
         if not lease.left.any():
-            state.leases.end(lease)
+            # An ack that comes again, after the rows went back, must not pass for one that is in.
+            (state.leases.end if outcome == "release" else state.leases.finish)(lease)
     return freed
 
 

@@ -16,6 +16,9 @@ from dataplane.wire.tables import Name
 FREE, OPEN, CLOSED = range(3)
 UNKNOWN_SIZE = -1
 UNLIMITED = 1 << 40
+MAX_GROUP_ROWS = (1 << 31) - 1
+"""What a group may be told to have: the columns count in 32 bits."""
+_LARGE = 64
 
 
 class Groups:
@@ -28,7 +31,8 @@ class Groups:
         self.expected: Array = np.zeros(0, np.int32)
         self.seen: Array = np.zeros(0, np.int32)
         self.dropped: Array = np.zeros(0, np.int32)
-        self.members = Ragged(np.dtype(np.int32), usual=usual_size)
+        # a larger group grows to its size, so that its first row does not take the room of all
+        self.members = Ragged(np.dtype(np.int32), usual=min(usual_size, _LARGE))
         self.capacity = 0
         self._ids = Ids()
 
@@ -93,6 +97,11 @@ class Groups:
         mask = (self.phase[groups] == OPEN) & (self.seen[groups] == self.expected[groups])
         result: Array = groups[mask]
         return result
+
+    def live(self) -> Array:
+        """All groups."""
+        groups: Array = (self.phase != FREE).nonzero()[0]
+        return groups
 
     def open(self) -> Array:
         """All open groups."""

@@ -14,6 +14,17 @@ from dataclasses import dataclass, field
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.counts import Counts, Lane
+from dataplane.metadata.instructions import (
+    ClaimId,
+    Complete,
+    Ended,
+    Instruction,
+    Order,
+    Return,
+    Starved,
+    Unmeetable,
+    Watch,
+)
 from dataplane.metadata.tally import Tally
 from dataplane.wire.messages import Want
 
@@ -21,67 +32,10 @@ MAX_WATCHED = 32
 """Filters whose counts are kept up to date; the one that was wanted longest ago goes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimId:
-    peer: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """`peer` grants up to `want_remaining` to the claim; `exact`: all of it (or its minimum), or
-    nothing."""
-
-    claim: ClaimId
-    peer: str
-    want_remaining: Want
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """The claim has all it gets: `units`, in grants that may still be on their way to it."""
-
-    claim: ClaimId
-    units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """The claim gives back all that it was granted so far, and goes on waiting."""
-
-    claim: ClaimId
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """No row can come any more, and the claim holds none."""
-
-    claim: ClaimId
-
-
-@dataclass(frozen=True, slots=True)
-class Unmeetable:
-    """A budget smaller than any unit that is next in line at the peers."""
-
-    claim: ClaimId
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Peers (or the one named) report this lane's counts at once and whenever they change."""
-
-    lane: Lane
-    on: bool
-    peer: str | None = None
-
-
-Instruction = Order | Complete | Return | Ended | Unmeetable | Watch
-
-
 @dataclass(slots=True)
 class _Part:
     asked: int
+    exact: bool
     version: int
 
 
@@ -92,6 +46,10 @@ class _Demand:
     lane: Lane
     held: int
     amount: float
+    credit_bytes: int
+    needed_bytes: int = 0
+    told: bool = False
+    """by an exact order's grant, that it has all it gets"""
     parts: dict[str, _Part] = field(default_factory=dict)
     blocked: set[str] = field(default_factory=set)
 
@@ -126,6 +84,10 @@ class StageHome:
         """Claims wait here: peers send later local claims here too, or they would overtake."""
         return bool(self._demands)
 
+    def watches(self, lane: Lane) -> bool:
+        """Are the figures of this lane's filter wanted?"""
+        return lane.where in self._tallies
+
     def instructions(self) -> list[Instruction]:
         """What to do since the last call; the caller sends it."""
         out, self._out = self._out, []
@@ -152,15 +114,23 @@ class StageHome:
         tally.report(peer, counts, sealed)
         self._run()
 
-    def demand(self, claim: ClaimId, want: Want, held: int = 0, amount: float = 0.0) -> None:
-        """A claim queues. held, amount: what it got under an earlier home (after a fail-over)."""
+    def demand(
+        self,
+        claim: ClaimId,
+        want: Want,
+        held: int = 0,
+        amount: float = 0.0,
+        credit_bytes: int = 0,
+    ) -> None:
+        """A claim queues. held, amount: what it got under an earlier home (after a fail-over).
+        credit_bytes: what its peer may pull."""
         if claim in self._demands:
             return
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
         lane = Lane.of(want)
         self._watch(lane)
-        demand = _Demand(claim, want, lane, held, amount)
+        demand = _Demand(claim, want, lane, held, amount, credit_bytes)
         self._demands[claim] = demand
         self._lanes.setdefault(lane, OrderedDict())[claim] = demand
         self._run()
@@ -171,8 +141,18 @@ class StageHome:
             self._remove(self._demands[claim])
             self._run()
 
-    def supplied(self, claim: ClaimId, peer: str, units: int, amount: float, blocked: bool) -> None:
-        """The answer of a supplying peer to an order. blocked: its next unit exceeds the budget."""
+    def supplied(
+        self,
+        claim: ClaimId,
+        peer: str,
+        units: int,
+        amount: float,
+        blocked: bool,
+        nbytes: int = 0,
+        needed_bytes: int = 0,
+    ) -> None:
+        """The answer of a supplying peer to an order. blocked: its next unit exceeds the budget.
+        nbytes: of the claim's credit. needed_bytes: cut by it, which had to be this much."""
         demand = self._demands.get(claim)
         part = demand.parts.pop(peer, None) if demand else None
         if demand is None or part is None:
@@ -180,12 +160,16 @@ class StageHome:
         tally, unit = self._tallies[demand.lane.where], demand.lane.unit
         tally.ordered(peer, unit, -part.asked)
         if tally.version(peer) == part.version:
-            short = units < part.asked and not blocked
+            short = units < part.asked and not blocked and not needed_bytes
             tally.granted(peer, unit, units, short)
             if short:
                 self._out.append(Watch(demand.lane, True, peer))
         demand.held += units
         demand.amount += amount
+        demand.credit_bytes -= nbytes
+        demand.told = part.exact and units > 0
+        if needed_bytes:
+            demand.needed_bytes = max(demand.needed_bytes, needed_bytes - nbytes)
         if blocked:
             demand.blocked.add(peer)
         self._settle(demand)
@@ -236,8 +220,11 @@ class StageHome:
         head = next(iter(self._lanes[lane].values()))
         if head.parts:
             return False
-        if self._is_met(head):
-            self._end(head, Complete(head.claim, head.held))
+        if head.told or self._is_met(head):
+            self._end(head, Complete(head.claim, head.held, head.told))
+            return True
+        if head.needed_bytes:
+            self._end(head, Starved(head.claim, head.needed_bytes))
             return True
         if not head.held and self._is_drained(lane):
             self._end(head, Ended(head.claim))
@@ -252,7 +239,8 @@ class StageHome:
             return False
         nothing_left = self._is_final(head.lane) and not self._remaining(head.lane)
         if head.lane.budget_tag is not None:
-            return bool(head.blocked) or head.amount >= head.want.budget or nothing_left
+            full = head.amount >= head.want.budget or head.needed_bytes > 0
+            return bool(head.blocked) or full or nothing_left
         return head.held >= head.least or nothing_left
 
     def _order_count(self, head: _Demand) -> None:
@@ -267,7 +255,7 @@ class StageHome:
         parts = self._split(head, min(available, head.want.count - head.held))
         exact = len(parts) == 1 and not head.held
         for peer, units in parts:
-            want = Want(unit, units, max(1, least) if exact else 1, head.want.where)
+            want = Want(unit, units, max(1, min(units, least)), head.want.where)
             self._send(head, peer, units, want, exact)
 
     def _split(self, head: _Demand, units: int) -> list[tuple[str, int]]:
@@ -295,15 +283,17 @@ class StageHome:
 
     def _send(self, head: _Demand, peer: str, units: int, want: Want, exact: bool) -> None:
         tally = self._tallies[head.lane.where]
-        head.parts[peer] = _Part(units, tally.version(peer))
+        head.parts[peer] = _Part(units, exact, tally.version(peer))
         tally.ordered(peer, head.lane.unit, units)
-        self._out.append(Order(head.claim, peer, want, exact))
+        self._out.append(Order(head.claim, peer, want, exact, max(0, head.credit_bytes)))
         self._lanes.move_to_end(head.lane)
 
     def _settle(self, head: _Demand) -> None:
         """All suppliers have answered: may the head keep less than it wants?"""
         if head.parts or not head.held or self._is_met(head) or head.lane.budget_tag is not None:
             return
+        if head.told or head.needed_bytes:
+            return  # it has all it gets, or gives everything back
         if self._partial in (None, head.claim):
             self._partial = head.claim
         else:
@@ -320,7 +310,7 @@ class StageHome:
     def _remaining(self, lane: Lane) -> int:
         return self._tallies[lane.where].remaining(lane.unit)
 
-    def _end(self, demand: _Demand, instruction: Complete | Ended | Unmeetable) -> None:
+    def _end(self, demand: _Demand, instruction: Complete | Ended | Unmeetable | Starved) -> None:
         self._remove(demand)
         self._out.append(instruction)
 

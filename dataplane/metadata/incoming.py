@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.metadata.columns import Array
 from dataplane.metadata.index import pairs, repeated
 from dataplane.wire.limits import (
@@ -119,7 +119,7 @@ def _column_in(one: Column, rows: int, specs: int | None, owners: int | None) ->
     values = column(one.values, VALUE)
     if len(values) != rows:
         raise InvalidRows(
-            f"field {one.field!r} has {len(values)} values for {rows} rows",
+            f"field {one.field!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}",
             field=one.field,
             values=len(values),
             rows=rows,

@@ -7,11 +7,15 @@ taken for the row that was leased. Positions in a lease never change: what is fi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dataplane.metadata.columns import Array
 from dataplane.metadata.stages import Stage
+
+MAX_FINISHED = 16_384
+"""Finished leases that are known by number, for whoever asks again because a peer died before it
+answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._held: dict[int, set[int]] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._finished: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -49,6 +54,25 @@ class Leases:
 
     def get(self, number: int) -> Lease | None:
         return self._leases.get(number)
+
+    def finish(self, lease: Lease) -> None:
+        """Its holder is done with all of it."""
+        self.end(lease)
+        self.remember([lease.number])
+
+    def remember(self, numbers: Iterable[int]) -> None:
+        """Leases that were finished; the oldest are forgotten."""
+        self._finished.update(dict.fromkeys(numbers))
+        while len(self._finished) > MAX_FINISHED:
+            del self._finished[next(iter(self._finished))]
+
+    @property
+    def finished(self) -> list[int]:
+        """Those that are remembered, oldest first."""
+        return list(self._finished)
+
+    def was_finished(self, number: int) -> bool:
+        return number in self._finished
 
     def end(self, lease: Lease) -> None:
         del self._leases[lease.number]

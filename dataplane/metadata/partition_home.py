@@ -21,10 +21,12 @@ from dataplane.errors import (
     PartitionUndefined,
     StageUndefined,
 )
+from dataplane.metadata.groups import MAX_GROUP_ROWS
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Definition
 
 Phase = Literal["open", "sealing", "sealed", "dropped"]
+PHASES: tuple[Phase, ...] = ("open", "sealing", "sealed", "dropped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Every peer brings this phase into force and answers, which is a `phase_ack`."""
+    """Every peer that is `silent` brings this phase into force and answers, which is a
+    `phase_ack`."""
 
     phase: Phase
     generation: int
@@ -98,7 +101,12 @@ class PartitionHome:
             self._check(generation)
         elif generation != self._generation:
             return set()
-        return self._peers - self._acks if self._phase == phase else set(self._peers)
+        return self.silent if self._phase == phase else set(self._peers)
+
+    @property
+    def silent(self) -> set[str]:
+        """The peers that did not answer yet that the last phase is in force there."""
+        return self._peers - self._acks
 
     @property
     def closed_groups(self) -> int:
@@ -160,9 +168,7 @@ class PartitionHome:
         if generation != self._generation or self._phase != "open":
             return
         self._closed[peer] = closed_groups
-        groups = self._definition.groups
-        if groups is not None and self.closed_groups >= groups:
-            self._enter("sealing")
+        self._seal_if_full()
 
     def phase_ack(self, peer: str, generation: int, phase: Phase) -> None:
         """The phase is in force at this peer."""
@@ -172,15 +178,47 @@ class PartitionHome:
         self._advance()
 
     def drop(self, generation: int) -> None:
-        """The partition ends; the same name may be declared again, as something new."""
+        """The partition ends; the same name may be declared again, as something new. Asking again
+        changes nothing: who asked may not have heard the answer."""
+        if generation == self._generation and self._phase == "dropped":
+            return
         self._check(generation)
         self._enter("dropped")
 
-    def forget(self, peer: str) -> None:
-        """The peer is gone: its answer is not waited for."""
-        self._peers.discard(peer)
-        self._closed.pop(peer, None)
+    def members(self, peers: Iterable[str]) -> None:
+        """From now on these may hold rows; the answers of others are not waited for, and who is new
+        hears of the phase."""
+        before, self._peers = self._peers, set(peers)
+        if self._generation and self._phase != "open" and not self._peers <= before:
+            self._out.append(Broadcast(self._phase, self._generation))
+        self._acks &= self._peers
+        self._closed = {p: n for p, n in self._closed.items() if p in self._peers}
         self._advance()
+
+    # a home that takes over from one that is gone
+
+    def restate(self, peer: str, record: Record, closed_groups: int) -> None:
+        """What a peer knows of the partition. The newest generation and the last phase hold: a peer
+        brings one into force only after the home said so."""
+        if record.generation < self._generation:
+            return
+        if record.generation > self._generation:
+            self._generation = record.generation
+            self._declared = self._definition = record.definition
+            self._phase = record.phase
+            self._closed.clear()
+        if PHASES.index(record.phase) > PHASES.index(self._phase):
+            self._phase = record.phase
+        if len(record.definition.stages) > len(self._definition.stages):
+            self._definition = record.definition
+        self._closed[peer] = closed_groups
+
+    def resume(self) -> None:
+        """All peers have said what they know: go on where the home before this one stopped."""
+        if self._generation and self._phase != "open":
+            self._enter(self._phase)
+        elif self.defined:
+            self._seal_if_full()
 
     # what follows from them
 
@@ -190,10 +228,17 @@ class PartitionHome:
                 f"a partition is named by a text of 1 to {MAX_NAME_BYTES} bytes",
                 limit=MAX_NAME_BYTES,
             )
-        if definition.place != "local":
+        size = definition.group_size
+        if size is not None and not 0 < size <= MAX_GROUP_ROWS:
+            raise LimitExceeded(
+                f"partition {self.partition!r} asks for groups of {size} rows; a group has 1 to "
+                f"{MAX_GROUP_ROWS}",
+                limit=MAX_GROUP_ROWS,
+            )
+        if definition.place == "spread" and definition.replicas > 1:
             raise InvalidCall(
-                f"partition {self.partition!r} asks for place={definition.place!r}, which this "
-                "peer does not have: rows stay on the host that puts them, place='local'"
+                f"partition {self.partition!r} asks for place='spread' and "
+                f"replicas={definition.replicas}: choose one of them"
             )
         self._generation = max(self._generation + 1, now_ns)
         self._declared = self._definition = definition
@@ -206,6 +251,11 @@ class PartitionHome:
         self._acks.clear()
         self._out.append(Broadcast(phase, self._generation))
         self._advance()
+
+    def _seal_if_full(self) -> None:
+        groups = self._definition.groups
+        if groups is not None and self.closed_groups >= groups:
+            self._enter("sealing")
 
     def _advance(self) -> None:
         if self._phase == "sealing" and self._peers <= self._acks:

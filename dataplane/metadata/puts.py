@@ -18,6 +18,7 @@ from dataplane.errors import (
     PartitionSealed,
     ProtocolError,
     RowsDropped,
+    counted,
 )
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
@@ -133,8 +134,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
     if len(dropped):
         keys = shown(rows.names, rows.keys, dropped)
         raise RowsDropped(
-            f"{len(dropped)} rows of this put were dropped from partition {state.partition!r}: "
-            f"{keys}; their trajectories are cancelled: put the others without them",
+            f"{counted(len(dropped), 'row of this put was', 'rows of this put were')} dropped from "
+            f"partition {state.partition!r}: {keys}; their trajectories are "
+            "cancelled: put the others without them",
             keys=keys,
             rows=len(dropped),
         )
@@ -157,8 +159,9 @@ def _check_fields(state: State, rows: RowsIn, slots: Array, fields: Sequence[Col
         if there.any():
             keys = shown(rows.names, rows.keys, known[there])
             raise FieldExists(
-                f"{int(there.sum())} rows have a field {one.field!r} already, such as {keys[0]!r}; "
-                "fields are written once, replace=True writes a new value",
+                f"{counted(int(there.sum()), 'row has', 'rows have')} a field {one.field!r} "
+                f"already, such as {keys[0]!r}; fields are written once, replace=True "
+                "writes a new value",
                 field=one.field,
                 keys=keys,
             )

@@ -1,26 +1,30 @@
 """The numbered membership of a plane and the table shard -> primary, backup, in_sync.
 
-Sans-I/O, and a pure function of the ordered seeds, so that all peers compute the same table. No row
-is copied to a backup yet: `in_sync` is false everywhere. The epoch tells two rosters apart.
+Sans-I/O. The first roster is a pure function of the ordered seeds, so that all peers compute the
+same table; from then on the authority (`metadata.authority`) makes the next ones. A roster never
+changes, its epoch tells two apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dataplane.errors import RosterMismatch
-from dataplane.wire.limits import SHARDS
+from dataplane.wire.limits import MAX_MEMBERS, SHARDS
+from dataplane.wire.tables import Owner, RosterTable
 
 NO_BACKUP = 0xFFFF
 MINT_SHARDS = 16
 """A client mints keys for at most so many shards."""
 
 U2Column = npt.NDArray[np.uint16]
+Flags = npt.NDArray[np.bool_]
 U8Column = npt.NDArray[np.uint64]
 
 
@@ -36,34 +40,87 @@ def _mix(values: U8Column) -> U8Column:
     return values ^ (values >> np.uint64(31))
 
 
+@lru_cache(maxsize=4096)
 def _hash(text: str) -> int:
+    """Asked again and again for the same few partitions and stages."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 @dataclass(frozen=True, eq=False)
 class Roster:
-    """members: addresses in order. primary, backup: index of a member per shard."""
+    """members: addresses in order, the first keeps the roster. incarnations: the process of each
+    member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
+    backup has all that the primary answered for. minted: rows may lie in the shard. leaving: those
+    that hand over what they have."""
 
     members: tuple[str, ...]
+    incarnations: tuple[int, ...]
     epoch: tuple[int, int]
     primaries: U2Column
     backups: U2Column
-    in_sync: npt.NDArray[np.bool_]
+    in_sync: Flags
+    minted: Flags
+    leaving: frozenset[str] = frozenset()
 
     @staticmethod
-    def from_seeds(seeds: Sequence[str], shards: int = SHARDS) -> Roster:
-        """The static roster. Without seeds: one member, "", which is this peer alone.
+    def from_seeds(seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True) -> Roster:
+        """The first roster. Without seeds: one member, "", which is this peer alone.
 
-        With three or more members the first, which keeps the roster, hosts no shards.
+        keeps: with three or more members the first, which keeps the roster, hosts no shards.
         """
         members = tuple(canonical(seed) for seed in seeds) or ("",)
         if len(set(members)) != len(members):
             raise RosterMismatch(f"a seed is named twice: {', '.join(members)}", seeds=members)
-        hosts = list(range(1 if len(members) >= 3 else 0, len(members)))
-        primaries = _primaries(members, hosts, shards)
-        backups = _backups(members, hosts, primaries)
-        authority = _hash("\n".join(members)) & (2**53 - 1)
-        return Roster(members, (authority, 1), primaries, backups, np.zeros(shards, np.bool_))
+        hosts = list(range(1 if keeps and len(members) >= 3 else 0, len(members)))
+        primaries = proposed(members, hosts, shards)
+        minted = np.zeros(shards, np.bool_)
+        backups = np.full(shards, NO_BACKUP, np.uint16)
+        for host in hosts:
+            mine = np.flatnonzero(primaries == host)
+            minted[mine[:MINT_SHARDS]] = True
+            backups[mine] = buddy(members, hosts, host)
+        authority = _hash("\n".join(members if keeps else (*members, ""))) & (2**53 - 1)
+        unsynced = np.zeros(shards, np.bool_)
+        nobody = (0,) * len(members)
+        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced, minted)
+
+    @staticmethod
+    def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
+        """A roster that a peer sent. RosterMismatch unless it fits together."""
+        primaries = np.frombuffer(table.primaries, "<u2").astype(np.uint16)
+        backups = np.frombuffer(table.backups, "<u2").astype(np.uint16)
+        in_sync, minted = (
+            np.unpackbits(np.frombuffer(bits, np.uint8)).astype(np.bool_)
+            for bits in (table.in_sync, table.minted)
+        )
+        members = tuple(table.members)
+        columns = (primaries, backups, in_sync, minted)
+        known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
+        if (
+            not 0 < len(members) <= MAX_MEMBERS
+            or len(set(members)) != len(members)
+            or not set(table.leaving) <= set(members)
+            or len(table.incarnations) != len(members)
+            or any(len(one) != shards for one in columns)
+            or not known.all()
+        ):
+            raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
+        incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
+        return Roster(members, incarnations, table.epoch, *columns, leaving)
+
+    @property
+    def table(self) -> RosterTable:
+        """The roster as it travels."""
+        return RosterTable(
+            list(self.members),
+            list(self.incarnations),
+            self.epoch,
+            self.primaries.astype("<u2").tobytes(),
+            self.backups.astype("<u2").tobytes(),
+            np.packbits(self.in_sync).tobytes(),
+            np.packbits(self.minted).tobytes(),
+            sorted(self.leaving),
+        )
 
     def __repr__(self) -> str:
         return f"<Roster of {len(self.members)} peers, {self.shards} shards, epoch {self.epoch}>"
@@ -111,11 +168,51 @@ class Roster:
         order that has any. At most 16."""
         start = self._index(address)
         for step in range(len(self.members)):
-            near = self.members[(start + step) % len(self.members)]
-            shards = self.shards_of(near)
+            shards = self.shards_of(self.members[(start + step) % len(self.members)])
+            shards = shards[self.minted[shards]]
             if len(shards):
                 return shards[:MINT_SHARDS]
         raise AssertionError("no member has shards")
+
+    def backup_of(self, address: str) -> tuple[str | None, bool]:
+        """(who backs up this member's shards, whether it has everything). All go to one peer, so
+        that their operations are shipped as one sequence."""
+        shards = self.shards_of(address)
+        if not len(shards) or self.backups[shards[0]] == NO_BACKUP:
+            return None, False
+        return self.members[int(self.backups[shards[0]])], bool(self.in_sync[shards].all())
+
+    def has(self, owner: Owner) -> bool:
+        """Whether this very process is a member, or one that was never seen has its address."""
+        if owner.peer not in self.members:
+            return False
+        return self.incarnations[self.members.index(owner.peer)] in (0, owner.incarnation)
+
+    def heir_of(self, old: Roster, owner: Owner) -> Owner:
+        """Who serves now what a member served under an older roster: rows never move but with all
+        others of their peer. The member itself where it had no rows."""
+        shards = old.shards_of(owner.peer)
+        held = shards[old.minted[shards]]
+        if not len(held):
+            return owner
+        at = int(self.primaries[held[0]])
+        heir = Owner(self.members[at], self.incarnations[at])
+        return owner if heir == Owner(owner.peer, 0) else heir
+
+    def places_like(self, old: Roster) -> bool:
+        """Whether everything is served where it was: at most, peers were seen or got in sync."""
+        lives = zip(old.incarnations, self.incarnations, strict=False)
+        return (
+            self.members == old.members
+            and all(before in (0, now) for before, now in lives)
+            and bool((self.primaries == old.primaries).all())
+        )
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The members that were seen, each in its present life."""
+        pairs = zip(self.members, self.incarnations, strict=True)
+        return [Owner(member, incarnation) for member, incarnation in pairs if incarnation]
 
     def _index(self, address: str) -> int:
         try:
@@ -128,7 +225,7 @@ class Roster:
             ) from None
 
 
-def _primaries(members: Sequence[str], hosts: Sequence[int], shards: int) -> U2Column:
+def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS) -> U2Column:
     """Rendezvous hashing: each shard goes to the host with the largest hash of (host, shard)."""
     numbers = _mix(np.arange(1, shards + 1, dtype=np.uint64))
     best = np.zeros(shards, np.uint64)
@@ -141,17 +238,11 @@ def _primaries(members: Sequence[str], hosts: Sequence[int], shards: int) -> U2C
     return primaries
 
 
-def _backups(members: Sequence[str], hosts: Sequence[int], primaries: U2Column) -> U2Column:
-    """A host's shards back up on its two successors on the ring of hashed addresses, by turns.
+def buddy(members: Sequence[str], hosts: Sequence[int], host: int) -> int:
+    """Who backs up a host: its successor on the ring of hashed addresses; NO_BACKUP for one alone.
 
-    A ring and not a second rendezvous draw: every host then backs up exactly two others, so that
+    A ring and not a second rendezvous draw: every host then backs up exactly one other, so that
     none needs memory for more."""
-    backups = np.full(len(primaries), NO_BACKUP, np.uint16)
-    ring = sorted(hosts, key=lambda host: _hash(members[host]))
-    for position, host in enumerate(ring):
-        buddies = [ring[(position + step) % len(ring)] for step in (1, 2)]
-        buddies = [buddy for buddy in dict.fromkeys(buddies) if buddy != host]
-        if buddies:
-            shards = np.flatnonzero(primaries == host)
-            backups[shards] = np.resize(np.array(buddies, np.uint16), len(shards))
-    return backups
+    ring = sorted({*hosts, host}, key=lambda one: _hash(members[one]))
+    after = ring[(ring.index(host) + 1) % len(ring)]
+    return NO_BACKUP if after == host else after

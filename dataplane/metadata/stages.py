@@ -40,6 +40,8 @@ class Stage:
         self._test = test
         self.rows = Units(len(group_of), test)
         self.groups = Units(groups.capacity, self._test_groups)
+        self.lost = 0
+        """rows that went with a peer before this stage was done with them"""
         self._ready: Array = np.zeros(groups.capacity, np.int32)
         self._acked: Array = np.zeros(groups.capacity, np.int32)
 
@@ -74,6 +76,7 @@ class Stage:
             remaining_groups=self.groups.counts[PENDING] + ready_groups,
             outstanding_rows=self.rows.outstanding,
             outstanding_groups=self.groups.outstanding,
+            lost_rows=self.lost,
         )
 
     def complete(self, slots: Array, present: Array) -> None:
@@ -125,6 +128,10 @@ class Stage:
             return np.array([self.rows.state.item(slots.item()) == ACKED])
         result: Array = self.rows.state[slots] == ACKED
         return result
+
+    def lose(self, slots: Array) -> None:
+        """Rows are about to go with a peer."""
+        self.lost += len(slots) - int(np.count_nonzero(self.acked(slots)))
 
     def forget(self, slots: Array) -> None:
         """Rows are no more. `settle` or `forget_groups` of their groups follows."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined
+from dataplane.memory.extents import every
 from dataplane.metadata.columns import Array, Ids, capacity_for, grow, unique
 from dataplane.metadata.fields import Fields
 from dataplane.metadata.groups import Groups
@@ -177,11 +178,11 @@ class State:
         """Under free="acked", free those of these rows that every declared stage has acked."""
         if self.definition.free != "acked" or not self.definition.stages:
             return
-        done = np.ones(len(slots), np.bool_)
         for name in self.definition.stages:
-            done &= self.stages[name].acked(slots)
-        if done.any():
-            self.remove_rows(slots if done.all() else slots[done])
+            done = self.stages[name].acked(slots)
+            if not every(done):
+                slots = slots[done]
+        self.remove_rows(slots)
 
     def remove_rows(self, slots: Array, dropped: bool = False) -> int:
         """Rows (all different) are no more; dropped ones leave tombstones. Returns their bytes."""
@@ -226,6 +227,12 @@ class State:
             if len(groups):
                 lease.stage.settle(groups, front=True)
         return len(slots)
+
+    def unleased(self) -> Array:
+        """The slots of rows that are in nobody's hands."""
+        live = self.live()
+        leased = [self.held(lease, lease.left.nonzero()[0]) for lease in self.leases]
+        return np.setdiff1d(live, np.concatenate(leased)) if leased else live
 
     def held(self, lease: Lease, positions: Array) -> Array:
         """The slots at these positions of a lease, without rows that are gone."""

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from dataplane.errors import InvalidRows, StageUndefined, TagConflict
-from dataplane.metadata import drops, finishes, looks, puts, tables, takes
+import numpy as np
+
+from dataplane.errors import InvalidRows, StageUndefined, TagConflict, counted
+from dataplane.metadata import checkpoint, drops, finishes, looks, puts, tables, takes
 from dataplane.metadata.columns import Array
 from dataplane.metadata.counts import Counts
+from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.incoming import columns_in
@@ -23,7 +26,9 @@ from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Taken
 from dataplane.metadata.where import parse
+from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Want
+from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
 
 Tagging = Mapping[str, Sequence[Scalar]]
@@ -33,7 +38,7 @@ class Store:
     """The metadata of one partition at one peer.
 
     lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
-    lease is named by its number alone.
+    lease is named by its number alone, and start it where no other peer does.
     """
 
     def __init__(
@@ -118,7 +123,8 @@ class Store:
                     self._state.name(slot) for slot in slots[other][: puts.SHOWN_NAMES].tolist()
                 ]
                 raise TagConflict(
-                    f"{len(other)} rows do not have the tags {dict(expect)}, such as {keys[0]!r}",
+                    f"{counted(len(other), 'row does', 'rows do')} not have the tags "
+                    f"{dict(expect)}, such as {keys[0]!r}",
                     keys=keys,
                     rows=len(other),
                 )
@@ -168,7 +174,7 @@ class Store:
         now: float,
         lease_ms: int = 0,
         partial: bool = False,
-        byte_limit: int | None = None,
+        credit: PullCredit | None = None,
         sealed: bool = False,
     ) -> Taken:
         """Lease ready units, oldest first.
@@ -176,13 +182,11 @@ class Store:
         `count` of them, or at least `minimum`; any number up to `count` when `partial`, or when
         the whole partition is `sealed`; else nothing. A budget takes what fits the sum of its tag
         (a row without the tag counts 0; count 0: any number), and unless `partial` or `sealed` only
-        once the next ready unit would not fit. byte_limit: cut to as many units as have at most
-        that many bytes in the stage's fields.
+        once the next ready unit would not fit. credit: cut to as many units as the claim's peer may
+        pull the bytes of; then `needed_bytes` is the least credit for which it gets more, or any.
         """
         found = self._state.stage(stage)
-        return takes.take(
-            self._state, found, want, holder, now, lease_ms, partial, sealed, byte_limit
-        )
+        return takes.take(self._state, found, want, holder, now, lease_ms, partial, sealed, credit)
 
     def finish(
         self,
@@ -202,6 +206,14 @@ class Store:
         """
         lease = finishes.lease_of(self._state, lease_id, now)
         return finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
+
+    def has_finished(self, lease_id: int, index: bytes | None) -> bool:
+        """Whether such a `finish` was carried out already: the lease ended by one that was no
+        release, or each of these positions left it."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None:
+            return self._state.leases.was_finished(lease_id)
+        return index is not None and not lease.left[column(index, U4).astype(np.int64)].any()
 
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others. Returns how many."""
@@ -270,6 +282,26 @@ class Store:
         """A peer is no more: the rows with bytes there go, and their groups with them."""
         return drops.lose(self._state, owner)
 
+    def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
+        """Values moved: what lay in ranges[i] of `old` lies in new_ranges[i] of `new` (RANGE).
+
+        Returns u4 per range: the references that now name the new one. The old ones are collected
+        as freed.
+        """
+        return self._state.fields.relocate(self._state.live(), old, ranges, new, new_ranges)
+
+    def holdings(self) -> list[tuple[Owner, Array, Array]]:
+        """Every reference held now: per owner RANGE records and u4 how many of each."""
+        return self._state.fields.holdings(self._state.live())
+
+    def idle(self, owner: Owner) -> tuple[Array, Array, Array]:
+        """What rows that nobody has leased name of an owner: see `references.extents_of`."""
+        return self._state.fields.idle(self._state.unleased(), owner)
+
+    def named(self, owner: Owner) -> tuple[Array, Array, Array]:
+        """What all rows name of an owner: see `references.extents_of`."""
+        return self._state.fields.idle(self._state.live(), owner)
+
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
         return self._state.fields.released()
@@ -287,7 +319,23 @@ class Store:
         state.unnamed_groups.clear()
         return rows, groups
 
+    def restore(self, op: Restore) -> None:
+        """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
+
+        PartitionConflict where one of them is here already."""
+        checkpoint.restore(self._state, op)
+
     # looking
+
+    @property
+    def state(self) -> State:
+        """The tables, for the journal and the dump, which rebuild them."""
+        return self._state
+
+    @property
+    def sealed(self) -> bool:
+        """No peer takes new rows any more."""
+        return self._sealed
 
     @property
     def sealing(self) -> bool:
@@ -342,3 +390,7 @@ class Store:
 
     def stats(self) -> dict[str, Any]:
         return looks.stats(self._state)
+
+    def figures(self) -> looks.Figures:
+        """What is known without looking at rows."""
+        return looks.figures(self._state)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import RowsGone
+from dataplane.errors import RowsGone, counted
 from dataplane.metadata.columns import Array
 from dataplane.metadata.finishes import lease_of
 from dataplane.metadata.index import pairs
@@ -27,7 +27,7 @@ def leased_rows(state: State, number: int) -> Array:
     if len(slots) < len(positions):
         gone = len(positions) - len(slots)
         raise RowsGone(
-            f"{gone} of the {len(positions)} rows of lease {number} were dropped or lost",
+            f"{gone} of {counted(len(positions), 'row')} of lease {number}: dropped or lost",
             rows=gone,
         )
     return slots
@@ -43,12 +43,12 @@ def table(state: State, slots: Array, fields: Sequence[str] | None, tags: bool) 
 def rows_of(state: State, slots: Array) -> Rows:
     """Keys, names and groups of these rows."""
     keys = state.index.keys[slots].tobytes()
-    names = _names(state.names, slots, keys)
+    names = names_of(state.names, slots, keys)
     index, groups = _groups(state, slots)
     if not len(groups):
         return Rows(keys, names)
     group_keys = state.groups.index.keys[groups].tobytes()
-    return Rows(keys, names, index, group_keys, _names(state.groups.names, groups, group_keys))
+    return Rows(keys, names, index, group_keys, names_of(state.groups.names, groups, group_keys))
 
 
 def find_rows(state: State, rows: Rows) -> Array:
@@ -60,8 +60,8 @@ def find_rows(state: State, rows: Rows) -> Array:
     if len(gone):
         names = shown(rows.names, keys, gone)
         raise RowsGone(
-            f"{len(gone)} of {len(keys)} rows are not in partition {state.partition!r}: {names}; "
-            "they were freed, dropped, or never put",
+            f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
+            f"{state.partition!r}: {names}; freed, dropped, or never put",
             keys=names,
             rows=len(gone),
         )
@@ -83,7 +83,7 @@ def read(
     return slots[:most], len(slots) > most
 
 
-def _names(given: dict[int, Name], ids: Array, keys: bytes) -> list[Name] | None:
+def names_of(given: dict[int, Name], ids: Array, keys: bytes) -> list[Name] | None:
     """The names of rows or groups, None where all of them are minted."""
     if not given:
         return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded
+from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, counted
 from dataplane.metadata.columns import Array, grow
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_TAGS
 from dataplane.wire.tables import Scalar
@@ -67,7 +67,8 @@ class Tags:
                 raise LimitExceeded(f"the name of tag {name[:40]!r}… is too long")
             if len(values) != rows and len(values) != 1:
                 raise InvalidRows(
-                    f"tag {name!r} has {len(values)} values for {rows} rows; give one value a row, "
+                    f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}; "
+                    "give one value a row, "
                     "or one for all",
                     tag=name,
                     values=len(values),
@@ -164,6 +165,13 @@ class Tags:
                     values = [v if here else None for v, here in zip(values, there, strict=True)]
                 result[name] = values
         return result
+
+    def held(self, slots: Array) -> Iterator[tuple[str, Array, list[Scalar]]]:
+        """Per tag that one of the rows has: which have it, and the values of these."""
+        for name, column in self._columns.items():
+            present = column.present[slots]
+            if present.any():
+                yield name, present, column.values[slots[present]].tolist()
 
     def _write(self, column: _Column, slots: Array, values: Sequence[Scalar]) -> None:
         if column.values.dtype == _OBJECT:

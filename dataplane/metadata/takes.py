@@ -6,12 +6,13 @@ costs depends on the units taken, never on how many rows there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.columns import Array
+from dataplane.metadata.credit import PullCredit, pulled_per_row, rounding
 from dataplane.metadata.lanes import Lane
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.stages import Stage
@@ -24,12 +25,15 @@ _FIRST_LOOK = 64
 @dataclass(frozen=True, slots=True)
 class Taken:
     """lease None: nothing was taken. amount: sum of the budget's tag. blocked: the next ready unit
-    would not fit into the budget (with units 0: it is larger than the whole budget)."""
+    would not fit into the budget (with units 0: it is larger than the whole budget). nbytes: what
+    the claim's peer has to pull. needed_bytes: cut by the credit, which had to be this much."""
 
     lease: int | None = None
     units: int = 0
     amount: float = 0.0
     blocked: bool = False
+    nbytes: int = 0
+    needed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class _Picked:
     last: int
     amount: float
     blocked: bool
+    nbytes: int = 0
+    needed_bytes: int = 0
 
 
 def take(
@@ -49,7 +55,7 @@ def take(
     lease_ms: int,
     partial: bool,
     sealed: bool,
-    byte_limit: int | None,
+    credit: PullCredit | None,
 ) -> Taken:
     """See `Store.take`."""
     if want.unit not in ("rows", "groups"):
@@ -67,13 +73,20 @@ def take(
         picked = _within_budget(state, stage, want, lane)
         if not (picked.blocked or partial or sealed) or not len(picked.ids):
             return Taken(blocked=picked.blocked)
-    if byte_limit is not None:
-        picked = _within_bytes(state, stage, want, lane, picked, byte_limit)
+    if credit is not None:
+        picked = _within_credit(state, want, lane, picked, credit)
         if len(picked.ids) < least:
-            return Taken(blocked=picked.blocked)
+            return Taken(blocked=picked.blocked, needed_bytes=picked.needed_bytes)
     lane.consume(picked.last)
     lease = _lease(state, stage, want.unit, picked.ids, holder, now, lease_ms)
-    return Taken(lease.number, len(picked.ids), picked.amount, picked.blocked)
+    return Taken(
+        lease.number,
+        len(picked.ids),
+        picked.amount,
+        picked.blocked,
+        picked.nbytes,
+        picked.needed_bytes,
+    )
 
 
 def _lease(
@@ -118,21 +131,27 @@ def _within_budget(state: State, stage: Stage, want: Want, lane: Lane) -> _Picke
     return _Picked(ids[:fitting], int(positions[fitting - 1]) if fitting else -1, amount, blocked)
 
 
-def _within_bytes(
-    state: State, stage: Stage, want: Want, lane: Lane, picked: _Picked, limit: int
+def _within_credit(
+    state: State, want: Want, lane: Lane, picked: _Picked, credit: PullCredit
 ) -> _Picked:
-    """Cut what was picked to the bytes that the claimer has room for."""
+    """Cut what was picked to the bytes that the claim's peer may pull."""
     slots, rows = _rows_of(state, want.unit, picked.ids)
-    sums = np.cumsum(_per_unit(state.fields.sizes(slots, stage.fields), rows))
-    fitting = int(np.searchsorted(sums, limit, side="right"))
-    if fitting == len(picked.ids):
+    at, records = state.fields.elsewhere(slots, credit.fields, credit.address)
+    if not len(records):
         return picked
+    sums = np.cumsum(_per_unit(pulled_per_row(at, records, len(slots)), rows))
+    sums += np.where(sums > 0, rounding(records), 0)
+    fitting = int(np.searchsorted(sums, credit.may_pull(), side="right"))
+    if fitting == len(picked.ids):
+        return replace(picked, nbytes=int(sums[-1]))
+    enough = min(max(want.minimum, fitting + 1), len(picked.ids))
     ids, positions = lane.first(fitting)
-    slots, _ = _rows_of(state, want.unit, ids)
     amount = 0.0
     if want.budget_tag is not None:
-        amount = float(state.tags.numbers(want.budget_tag, slots).sum())
-    return _Picked(ids, int(positions[-1]) if fitting else -1, amount, False)
+        taken, _ = _rows_of(state, want.unit, ids)
+        amount = float(state.tags.numbers(want.budget_tag, taken).sum())
+    last, nbytes = (int(positions[-1]), int(sums[fitting - 1])) if fitting else (-1, 0)
+    return _Picked(ids, last, amount, False, nbytes, int(sums[enough - 1]))
 
 
 def _rows_of(state: State, unit: str, ids: Array) -> tuple[Array, Array | None]:

@@ -43,6 +43,11 @@ class Tombstones:
         self._index.insert(keys, places)
         self._added += count
 
+    def keys(self) -> Array:
+        """All of them, oldest first."""
+        at = self._added % self._limit if self._added > self._limit else 0
+        return np.roll(self._index.keys[: min(self._added, self._limit)], -at, axis=0)
+
     def among(self, keys: Array) -> Array:
         """Which of these keys were dropped."""
         if not len(self._index):

@@ -123,6 +123,14 @@ class Units:
         """How many units are ready and match."""
         return self.counts[READY] if where is None else self.lane(where).count
 
+    def ready_ids(self) -> Array:
+        """The ready units, in the order in which they became so."""
+        ids = (self.state == READY).nonzero()[0]
+        # modulo 2**32 as the numbers are; the order blurs after as many events, no more
+        age = self._number[ids] - np.uint32(self._first % _NUMBERS)
+        result: Array = ids[np.argsort(age, kind="stable")]
+        return result
+
     def _lanes(self) -> list[Lane]:
         plain = [] if self._plain is None else [self._plain]
         return plain + list(self._filtered.values())
@@ -148,10 +156,7 @@ class Units:
             lane.enter(ids, entries, front)
 
     def _filled(self, lane: Lane) -> Lane:
-        ids = (self.state == READY).nonzero()[0]
+        ids = self.ready_ids()
         if len(ids):
-            # modulo 2**32 as the numbers are; the order blurs after as many events, no more
-            age = self._number[ids] - np.uint32(self._first % _NUMBERS)
-            ids = ids[np.argsort(age, kind="stable")]
             lane.enter(ids, entries_of(ids, self._number[ids]), front=False)
         return lane

@@ -1,7 +1,7 @@
-"""Who the other peers are: names and incarnations, strangers refused, lost ones mourned.
+"""Who the other peers are: names and incarnations, and which of them cannot be reached.
 
-A peer is lost when another incarnation answers at its address, or when its connection broke and
-nobody answered there for a while. What others knew of it is then void; `on_lost` tells them.
+Strangers are refused. A peer that cannot be reached is away; whether it is lost, and what becomes
+of its rows, only the roster says (`peer.membership`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class Acquaintances:
-    def __init__(self, host: Host, bulk_addresses: Callable[[], list[str]]) -> None:
+    def __init__(self, host: Host, bulk: Callable[[], tuple[list[str], str]]) -> None:
         self.host = host
-        self.on_lost: list[Callable[[Owner], None]] = []
-        """called with a peer that was there and is no more"""
-        self._bulk_addresses = bulk_addresses
+        self.on_away: list[Callable[[Owner], None]] = []
+        """called with a peer whose connection broke, and that did not answer for a while"""
+        self._bulk = bulk
         self._names: dict[str, str] = {}
         self._known: dict[str, int] = {}
-        self._lost: set[str] = set()
+        self._away: set[str] = set()
 
     def name(self, address: str) -> str:
         """What the peer there is called, as far as that is known."""
@@ -34,41 +34,50 @@ class Acquaintances:
 
     def introduction(self) -> PeerHello:
         """Who this peer is."""
+        addresses, fingerprint = self._bulk()
         return PeerHello(
             versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
             plane=self.host.plane,
             name=self.host.name,
             incarnation=self.host.incarnation,
             address=self.host.address,
-            epoch=self.host.roster.epoch,
+            epoch=self.host.founding,
             shards=limits.SHARDS,
-            bulk=self._bulk_addresses(),
+            bulk=addresses,
+            bulk_fingerprint=fingerprint,
         )
 
     def meet(self, hello: PeerHello) -> None:
-        """A peer said who it is. VersionMismatch, RosterMismatch, PeerNameTaken for a stranger;
-        where it is another incarnation than before, that one is lost."""
+        """A peer said who it is. VersionMismatch, RosterMismatch, PeerNameTaken for a stranger."""
         self._check(hello)
-        if self._known.get(hello.address, hello.incarnation) != hello.incarnation:
-            self.lose(hello.address)
         self._known[hello.address] = hello.incarnation
         self._names[hello.address] = hello.name
-        self._lost.discard(hello.address)
+        self._away.discard(hello.address)
 
     def incarnation(self, address: str) -> int | None:
-        """Of the peer that was met there last, unless it is lost."""
+        """Of the peer that was met there last."""
         return self._known.get(address)
 
-    def lose(self, address: str) -> None:
-        log.warning("peer %s at %s is lost", self._names.pop(address, "?"), address)
-        gone = Owner(address, self._known.pop(address))
-        self._lost.add(address)
-        for tell in self.on_lost:
-            tell(gone)
+    def away(self, address: str) -> None:
+        """Nobody answers there."""
+        log.warning("peer %s at %s cannot be reached", self.name(address), address)
+        self._away.add(address)
+        for tell in self.on_away:
+            tell(Owner(address, self._known[address]))
 
-    def is_lost(self, address: str) -> bool:
-        """It was there, went away, and has not come back."""
-        return address in self._lost
+    def is_away(self, address: str) -> bool:
+        """It was there, and cannot be reached."""
+        return address in self._away
+
+    def gone(self) -> list[Owner]:
+        """All that were there and cannot be reached."""
+        return [Owner(address, self._known[address]) for address in sorted(self._away)]
+
+    def forget(self, address: str) -> None:
+        """It is no member any more: its name is free."""
+        self._names.pop(address, None)
+        self._known.pop(address, None)
+        self._away.discard(address)
 
     def _check(self, hello: PeerHello) -> None:
         """Compare what must be equal; the first difference names both sides."""
@@ -86,8 +95,6 @@ class Acquaintances:
                     "with the same --plane and --seeds",
                     what=what,
                 )
-        if hello.address not in self.host.roster.members:
-            raise RosterMismatch(f"{hello.address} is not one of this plane's seeds")
         taken = {n: a for a, n in self._names.items()} | {mine.name: mine.address}
         same = self._known.get(hello.address) == hello.incarnation
         renamed = same and self._names[hello.address] != hello.name

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
+from dataplane.errors import StaleEpoch, Unavailable
 from dataplane.metadata.names import hash_name
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import Caller, Mesh, caller_of
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.mesh import Mesh, caller_of
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.routing import Routing
+from dataplane.peer.routing import Index, Routing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Close, Done, Drop, Dropped, Request, Reset, Tag
 
@@ -40,16 +42,20 @@ class Changes:
 
     async def tag(self, session: Session, request: Request, body: Tag) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
-        parts = await self.routing.find(entry, body.rows)
-        for address, index in parts:
+        caller = caller_of(self.host, request, session)
+
+        async def act(address: str, index: Index, epoch: tuple[int, int]) -> None:
             sub = body
-            if len(parts) > 1:
+            if len(index) < rowset.count(body.rows):
                 tags = {
                     t: v if len(v) == 1 else [v[i] for i in index] for t, v in body.tags.items()
                 }
                 rows = rowset.take_rows(body.rows, index)
                 sub = Tag(body.partition, body.generation, rows, tags, body.expect)
-            await self.mesh.call(address, sub, caller=caller_of(self.host, request, session))
+            await self.mesh.call(address, sub, caller=caller, epoch=epoch)
+
+        find = functools.partial(self.routing.find, entry)
+        await self.routing.visit(body.rows, find, act)
         return Done()
 
     async def _tag_here(self, caller: Caller, body: Tag) -> Body:
@@ -64,25 +70,40 @@ class Changes:
         if body.rows is None and body.groups is None and body.where is None:
             await self.partitions.drop(entry)
             return Dropped(0, 0)
-        subs: list[tuple[str, Drop]] = []
-        if body.where is not None:
-            subs = [(member, body) for member in self.host.roster.members]
-        elif body.groups is not None:
-            found = await self.routing.find_groups(entry, body.groups)
-            subs = [
-                (address, Drop(body.partition, body.generation, groups=groups))
-                for address, groups in found.items()
-            ]
-        elif body.rows is not None:
-            for address, index in await self.routing.find(entry, body.rows):
-                rows = rowset.take_rows(body.rows, index)
-                subs.append((address, Drop(body.partition, body.generation, rows)))
         total = Dropped(0, 0)
-        for address, sub in subs:
-            dropped: Dropped = await self.mesh.call(address, sub, caller=caller)
+
+        async def ask(address: str, sub: Drop, epoch: tuple[int, int]) -> None:
+            dropped: Dropped = await self.mesh.call(address, sub, caller=caller, epoch=epoch)
             total.rows += dropped.rows
             total.bytes += dropped.bytes
-        return total
+
+        async def act(address: str, index: Index, epoch: tuple[int, int]) -> None:
+            assert body.rows is not None
+            rows = rowset.take_rows(body.rows, index)
+            await ask(address, Drop(body.partition, body.generation, rows), epoch)
+
+        if body.rows is not None:
+            await self.routing.visit(body.rows, functools.partial(self.routing.find, entry), act)
+            return total
+        while True:
+            roster = self.host.roster
+            try:
+                for address, sub in await self._drops(entry, body):
+                    await ask(address, sub, roster.epoch)
+                return total
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, call_deadline.get()):
+                    raise
+
+    async def _drops(self, entry: Entry, body: Drop) -> list[tuple[str, Drop]]:
+        """Which peer drops what. What is dropped already does no harm to drop again."""
+        if body.groups is None:
+            return [(member, body) for member in self.host.roster.members]
+        found = await self.routing.find_groups(entry, body.groups)
+        return [
+            (address, Drop(body.partition, body.generation, groups=groups))
+            for address, groups in found.items()
+        ]
 
     async def _drop_here(self, caller: Caller, body: Drop) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
@@ -93,10 +114,16 @@ class Changes:
 
     async def close(self, session: Session, request: Request, body: Close) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
-        found = await self.routing.find_groups(entry, [body.group])
-        for address in found:
-            await self.mesh.call(address, body, caller=caller_of(self.host, request, session))
-        return Done()
+        caller = caller_of(self.host, request, session)
+        while True:
+            roster = self.host.roster
+            try:
+                for address in await self.routing.find_groups(entry, [body.group]):
+                    await self.mesh.call(address, body, caller=caller, epoch=roster.epoch)
+                return Done()
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, call_deadline.get()):
+                    raise
 
     async def _close_here(self, caller: Caller, body: Close) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
@@ -105,7 +132,7 @@ class Changes:
         return Done()
 
     async def reset(self, session: Session, request: Request, body: Reset) -> Body:
-        await self.mesh.call_all(body, caller=caller_of(self.host, request, session))
+        await self.mesh.call_all(body)
         return Done()
 
     async def _reset_here(self, caller: Caller, body: Reset) -> Body:

@@ -8,60 +8,48 @@ one demand at the home.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from dataplane.errors import (
     ClaimTimeout,
-    DataplaneError,
-    FieldUnknown,
-    PartitionGone,
+    DeadlineExceeded,
     RowsGone,
     RowsLost,
     StageUndefined,
-    StreamEnd,
     Unavailable,
-    ValueTooLarge,
 )
+from dataplane.metadata.credit import PullCredit
+from dataplane.peer import outcomes
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.leases import Leases, Part
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.credit import Credit
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.leases import Handed, Leases, Part
+from dataplane.peer.losses import LossReports
+from dataplane.peer.mesh import Mesh
+from dataplane.peer.meters import ByLabel
+from dataplane.peer.packs import check as check_packs
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading, Resolved
 from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session
+from dataplane.peer.supplying import Supplying
 from dataplane.peer.waits import Waits
-from dataplane.wire.messages import (
-    Body,
-    Claim,
-    Claimed,
-    Done,
-    Finish,
-    Request,
-)
-from dataplane.wire.peering import (
-    Demand,
-    Grant,
-    Granted,
-    Order,
-    Settled,
-    Supplied,
-    Withdraw,
-)
-from dataplane.wire.tables import Owner, Table
+from dataplane.wire.messages import Body, Claim, Claimed, Done, Request
+from dataplane.wire.peering import Demand, Grant, Granted, Settled, Withdraw
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
 ATTEMPTS = 3
 """How often a claim queues before its home's going away, or its rows', is its caller's business."""
-AWAY = "away"
+GIVE_BACK_S = 0.2
+"""A claim that ends in vain waits so long until what it held is back."""
+LEARN_S = 1.0
+"""A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 
 
 @dataclass(slots=True)
@@ -70,7 +58,9 @@ class Waiting:
 
     entry: Entry
     home: str
-    parts: list[tuple[Part, Table]] = field(default_factory=list)
+    parts: list[Handed] = field(default_factory=list)
+    needed_bytes: int = 0
+    """what it has to pull at once, where that is why it was sent away"""
     settled: asyncio.Future[str] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -86,7 +76,9 @@ class Claims:
         leases: Leases,
         reading: Reading,
         waits: Waits,
-        settle: Callable[[Entry], None],
+        losses: LossReports,
+        supplying: Supplying,
+        credit: Credit,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -95,16 +87,17 @@ class Claims:
         self.leases = leases
         self.reading = reading
         self.waits = waits
-        self.settle = settle
-        self._numbers = itertools.count(1)
+        self.losses = losses
+        self.supplying = supplying
+        self.credit = credit
+        self.far_bytes = ByLabel()
+        """by stage: what claims were granted of values that other hosts have"""
+        # not from 1: what was ordered for a claim of this peer's last life must find none here
+        self._numbers = itertools.count(host.incarnation)
         self._waiting: dict[int, Waiting] = {}
         self._queued: dict[tuple[str, int, str], int] = {}
-        self._lent: dict[str, set[int]] = {}
-        """which sessions of other peers have had rows from here"""
         mesh.on_parted.append(self._parted)
-        mesh.others.on_lost.append(self._lost)
         mesh.handlers |= {
-            Order: self._order,
             Grant: self._grant,
             Settled: self._settled,
         }
@@ -121,20 +114,32 @@ class Claims:
         if entry is None or body.stage not in entry.definition.stages:
             return self._claim_after_attaching(session, body)
         if self._may_take(entry, body.stage):
-            taken = entry.store.take(
-                body.stage, body.want, session.id, now=self.host.now(), lease_ms=body.lease_ms
+            fields = outcomes.fields_of(entry, body)
+            credit = None
+            if not self.host.solo:
+                credit = PullCredit(self.host.address, self.credit.room, fields)
+            granted = self.supplying.take(
+                entry, body.stage, body.want, session.id, body.lease_ms, fields, credit
             )
-            if taken.lease is not None:
-                granted = self._granted(entry, taken.lease, self._fields(entry, body))
-                return self._hand_out(session, entry, body, [granted])
+            if granted is not None:
+                number = next(self._numbers)
+                self.credit.promise(number, self.credit.of(granted.table))
+                handed = self._hand_out(number, session, entry, body, [granted])
+                if isinstance(handed, Body):
+                    return handed
+                return self._or_queued(handed, session, entry, body)
         return self._queue(session, entry, body)
 
-    def _granted(self, entry: Entry, lease: int, fields: list[str] | None) -> tuple[Part, Table]:
-        """Leased rows with what they have here of the fields that are asked for."""
-        known = None if fields is None else entry.store.known(fields)
-        table = entry.store.table(lease, known)
-        self.settle(entry)
-        return Part(self.host.address, lease, rowset.count(table.rows)), table
+    async def _or_queued(
+        self, handed: Awaitable[Body], session: Session, entry: Entry, body: Claim
+    ) -> Body:
+        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
+        try:
+            return await handed
+        except (outcomes.BytesLost, RowsGone):
+            return await self._queue(
+                session, entry, outcomes.what_is_left(body, end, self.host.now())
+            )
 
     def _may_take(self, entry: Entry, stage: str) -> bool:
         """Queued demand goes before later local claims; after the seal the home decides."""
@@ -142,10 +147,6 @@ class Claims:
         return not (
             entry.store.sealing or self._queued.get(key) or self.seats.is_hungry(entry, stage)
         )
-
-    @staticmethod
-    def _fields(entry: Entry, body: Claim) -> list[str]:
-        return entry.definition.stages[body.stage] if body.fields is None else body.fields
 
     async def _claim_after_attaching(self, session: Session, body: Claim) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
@@ -161,22 +162,47 @@ class Claims:
         return await self._queue(session, entry, body)
 
     async def _queue(self, session: Session, entry: Entry, body: Claim) -> Body:
-        """Until granted. Again where the home went away, or rows that were granted are gone."""
-        end = self.host.now() + body.timeout_ms / 1000
-        for _ in range(1, ATTEMPTS):
-            with contextlib.suppress(_HomeAway, RowsGone):
+        """Until granted. Again where the home went away, rows that were granted are gone, or more
+        had to be pulled than there was room for."""
+        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
+        failed = 0
+        while True:
+            try:
                 return await self._queue_once(session, entry, body)
-            if body.timeout_ms >= 0:
-                left = max(0, int((end - self.host.now()) * 1000))
-                body = msgspec.structs.replace(body, timeout_ms=left)
+            except outcomes.Starved as starved:
+                await self._await_room(session, starved.needed_bytes, entry, body, end)
+            except Unavailable as exc:
+                if end is None or self.host.now() < end:
+                    raise
+                raise outcomes.in_vain(entry, body, str(exc), {}) from exc
+            except outcomes.HomeMoved:
+                log.debug("a claim of %r queues at the new home", entry.name)
+            except (outcomes.HomeAway, outcomes.BytesLost, RowsGone) as exc:
+                failed += 1
+                if failed == ATTEMPTS:
+                    raise outcomes.given_up(exc, entry, body.stage) from None
+                if isinstance(exc, outcomes.BytesLost):
+                    await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+            body = outcomes.what_is_left(body, end, self.host.now())
+
+    async def _await_room(
+        self, session: Session, needed_bytes: int, entry: Entry, body: Claim, end: float | None
+    ) -> None:
+        """Holding nothing, until so many bytes may be pulled. ClaimTimeout, ValueTooLarge."""
+        claim = f"a claim of stage {body.stage!r} of {entry.name!r}"
+        self.credit.check(needed_bytes, claim)
+        session.waiting += 1
         try:
-            return await self._queue_once(session, entry, body)
-        except _HomeAway:
-            raise Unavailable(
-                f"the peer at which claims of stage {body.stage!r} of {entry.name!r} queue goes "
-                "away again and again: see its log, then claim again",
-                partition=entry.name,
-            ) from None
+            while True:
+                left = LOG_EVERY_S if end is None else min(LOG_EVERY_S, end - self.host.now())
+                if await self.credit.wait(needed_bytes, max(0.0, left)):
+                    return
+                why, details = self.credit.why(needed_bytes)
+                if end is not None and self.host.now() >= end:
+                    raise ClaimTimeout(f"{claim} is out of time: {why}", **details)
+                log.info("%s still waits: %s", claim, why)
+        finally:
+            session.waiting -= 1
 
     async def _queue_once(self, session: Session, entry: Entry, body: Claim) -> Body:
         number = next(self._numbers)
@@ -186,7 +212,7 @@ class Claims:
         self._queued[key] = self._queued.get(key, 0) + 1
         session.waiting += 1
         try:
-            await self._demand(number, session, entry, body)
+            await self._demand(number, session, waiting, body)
             await self._await_settled(waiting, entry, body)
         except BaseException:
             await asyncio.shield(self._give_up(number, waiting, entry, body))
@@ -197,10 +223,12 @@ class Claims:
             self._queued[key] -= 1
             if not self._queued[key]:
                 del self._queued[key]
-        handed = self._hand_out(session, entry, body, waiting.parts)
+        deadline = self.host.now() + body.lease_ms / 1000 if body.lease_ms else None
+        handed = self._hand_out(number, session, entry, body, waiting.parts, deadline)
         return handed if isinstance(handed, Body) else await handed
 
-    async def _demand(self, number: int, session: Session, entry: Entry, body: Claim) -> None:
+    async def _demand(self, number: int, session: Session, waiting: Waiting, body: Claim) -> None:
+        entry = waiting.entry
         demand = Demand(
             entry.name,
             entry.generation,
@@ -209,160 +237,151 @@ class Claims:
             body.want,
             session.id,
             session.label,
-            body.lease_ms,
-            self._fields(entry, body),
+            0,  # its hard limit begins when it is met, not with each part that it waits with
+            outcomes.fields_of(entry, body),
+            self.credit.room(),
         )
-        await self.mesh.call(self.host.roster.stage_home(entry.name, body.stage), demand)
+
+        def home() -> str:
+            waiting.home = self.host.roster.stage_home(entry.name, body.stage)
+            return waiting.home
+
+        await self.mesh.reach(home, demand)
 
     async def _await_settled(self, waiting: Waiting, entry: Entry, body: Claim) -> None:
         """Returns when all parts are here. ClaimTimeout, StreamEnd, PartitionGone otherwise."""
-        start = self.host.now()
-        end = start + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
-        while not waiting.settled.done():
-            left = LOG_EVERY_S if end is None else min(LOG_EVERY_S, end - self.host.now())
-            if left <= 0:
-                why, details = await self.waits.why(entry, body.stage, body.want.unit, body.want)
-                raise ClaimTimeout(
-                    f"claim of stage {body.stage!r} of {entry.name!r}: {why} after "
-                    f"{body.timeout_ms / 1000:g} s",
-                    **details,
-                )
-            await asyncio.wait([waiting.settled], timeout=left)
-            if self.host.now() - start >= LOG_EVERY_S and not waiting.settled.done():
-                why, _ = await self.waits.why(entry, body.stage, body.want.unit, body.want)
-                log.info("a claim of stage %r of %r still waits: %s", body.stage, entry.name, why)
-                start = self.host.now()
+        if not waiting.settled.done():
+            await self._until_settled(waiting, entry, body)
         outcome = waiting.settled.result()
-        if outcome == AWAY:
-            raise _HomeAway
         if outcome == "lost":
-            raise RowsLost(
-                f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row "
-                "that is left, but some were lost with their peer: see part.stats() for what is "
-                "there, and put the others into a new partition",
-                partition=entry.name,
-            )
-        if outcome == "ended":
-            raise StreamEnd(
-                f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row"
-            )
-        if outcome == "dropped":
-            raise PartitionGone(f"partition {entry.name!r} was dropped", partition=entry.name)
-        if outcome == "unmeetable":
-            raise ValueTooLarge(
-                f"the next unit alone exceeds the budget of {body.want.budget:g} "
-                f"{body.want.budget_tag!r}: claim with a larger budget, or rows=1"
-            )
+            await self.losses.heard(entry)
+        outcomes.check(outcome, entry, body, waiting.needed_bytes)
+
+    async def _until_settled(self, waiting: Waiting, entry: Entry, body: Claim) -> None:
+        start, want = self.host.now(), body.want
+        end = start + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+        told = self.waits.explain(end, entry, body.stage, want.unit, want)
+        try:
+            while not waiting.settled.done():
+                left = min(LOG_EVERY_S, end - self.host.now())
+                if left <= 0:
+                    raise outcomes.in_vain(entry, body, *await told)
+                await asyncio.wait([waiting.settled], timeout=left)
+                if self.host.now() - start >= LOG_EVERY_S and not waiting.settled.done():
+                    why, _ = await self.waits.why(entry, body.stage, want.unit, want)
+                    log.info("a claim of %r of %r still waits: %s", body.stage, entry.name, why)
+                    start = self.host.now()
+        finally:
+            told.cancel()
 
     async def _give_up(self, number: int, waiting: Waiting, entry: Entry, body: Claim) -> None:
         """Withdraw, and give back what was granted meanwhile."""
         self._waiting.pop(number, None)
         withdraw = Withdraw(entry.name, entry.generation, body.stage, number)
-        self.mesh.spawn(self.mesh.insist(waiting.home, withdraw))
-        for part, _ in waiting.parts:
-            await self._release(part, entry)
-
-    async def _release(self, part: Part, entry: Entry) -> None:
-        body = Finish(part.lease, "release", partition=entry.name, generation=entry.generation)
-        try:
-            await self.mesh.insist(part.address, body)
-        except DataplaneError as exc:
-            log.info("a granted lease had ended already: %s", exc)
+        roster, home = self.host.roster, waiting.home
+        # under another roster the home has forgotten it by itself
+        self.mesh.spawn(
+            self.mesh.insist(lambda: home if self.host.roster is roster else None, withdraw)
+        )
+        self.credit.back(number)
+        release = self.supplying.release
+        if back := [self.mesh.spawn(release(handed.part, entry)) for handed in waiting.parts]:
+            await asyncio.wait(back, timeout=GIVE_BACK_S)
 
     def _parted(self, address: str) -> None:
         """A home there may have forgotten the claims that queue at it: they queue again."""
         for waiting in self._waiting.values():
             if waiting.home == address and not waiting.settled.done():
-                waiting.settled.set_result(AWAY)
+                waiting.settled.set_result(outcomes.AWAY)
 
-    def _lost(self, gone: Owner) -> None:
-        """Rows come back from that peer's clients; those whose bytes were there go."""
-        holders = self._lent.pop(gone.peer, set())
-        for entry in list(self.host.entries.values()):
-            back = sum(entry.store.release_holder(holder) for holder in holders)
-            lost = entry.store.lost(gone)
-            if back or lost.rows.keys:
-                log.warning(
-                    "with peer %s partition %r lost %d rows, and %d were given back to it",
-                    gone.peer,
-                    entry.name,
-                    rowset.count(lost.rows),
-                    back,
-                )
-            self.settle(entry)
+    def turned(self) -> None:
+        """A new roster: every home begins anew, and waiting claims queue again."""
+        for waiting in self._waiting.values():
+            if not waiting.settled.done():
+                waiting.settled.set_result(outcomes.MOVED)
 
     def _hand_out(
-        self, session: Session, entry: Entry, body: Claim, parts: list[tuple[Part, Table]]
+        self,
+        number: int,
+        session: Session,
+        entry: Entry,
+        body: Claim,
+        parts: list[Handed],
+        deadline: float | None = None,
     ) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         lease = self.leases.open(
-            session, entry.name, entry.generation, body.stage, [part for part, _ in parts]
+            session, entry.name, entry.generation, body.stage, [h.part for h in parts], deadline
         )
         try:
-            joined = rowset.join([table for _, table in parts])
-            _check_fields(joined, body.fields)
-            resolved = self.reading.resolve(joined, session.id)
+            outcomes.check_fields([handed.table for handed in parts], body.fields)
+            resolved = self.reading.gather(parts, session.id)
         except BaseException:
+            self.credit.back(number)
             self._take_back(session, lease.id, entry)
             raise
         if isinstance(resolved, tuple):
             table, pin = resolved
             return Claimed(lease.id, pin, table)
-        return self._pulled(session, lease.id, entry, resolved)
+        self.far_bytes.add(body.stage, self.credit.promised(number))
+        return self._pulled(number, session, lease.id, entry, resolved)
 
     async def _pulled(
-        self, session: Session, lease_id: int, entry: Entry, pulled: Awaitable[Resolved]
+        self,
+        number: int,
+        session: Session,
+        lease_id: int,
+        entry: Entry,
+        pulled: Awaitable[Resolved],
     ) -> Body:
         try:
             table, pin = await pulled
-        except BaseException:
+        except BaseException as exc:
             self._take_back(session, lease_id, entry)
+            if isinstance(exc, RowsLost):
+                raise outcomes.BytesLost from exc
+            if isinstance(exc, DeadlineExceeded):
+                raise outcomes.too_late(exc, entry) from exc
             raise
+        finally:
+            self.credit.back(number)
         return Claimed(lease_id, pin, table)
 
     def _take_back(self, session: Session, lease_id: int, entry: Entry) -> None:
         lease = self.leases.leave(session, lease_id)
         for part in lease.parts if lease else ():
-            self.mesh.spawn(self._release(part, entry))
+            self.mesh.spawn(self.supplying.release(part, entry))
+
+    def unheld(self, asked: list[int]) -> list[int]:
+        """Those of granted leases that no client of this host has, or is about to have. No claim
+        that waits keeps one, or is granted it later: its home does not count it."""
+        settled = [w for w in self._waiting.values() if w.settled.done()]
+        held = self.leases.numbers() | {h.part.lease for w in settled for h in w.parts}
+        refused = sorted(set(asked) - held)
+        self.leases.refuse(refused)
+        for waiting in self._waiting.values():
+            if not waiting.settled.done():
+                waiting.parts = [h for h in waiting.parts if h.part.lease not in refused]
+        return refused
 
     # from homes and suppliers
 
-    async def _order(self, caller: Caller, body: Order) -> Body:
-        """Lease what is ordered, and hand it to the claim's peer; unwanted, it goes back."""
-        entry = await self.partitions.entry(body.partition, body.generation)
-        self.host.label(body.holder, body.label)
-        if body.claimant != self.host.address:
-            self._lent.setdefault(body.claimant, set()).add(body.holder)
-        taken = entry.store.take(
-            body.stage,
-            body.want,
-            body.holder,
-            now=self.host.now(),
-            lease_ms=body.lease_ms,
-            partial=not body.exact,
-        )
-        if taken.lease is None:
-            return Supplied(0, 0.0, taken.blocked)
-        part, table = self._granted(entry, taken.lease, body.fields)
-        try:
-            reply: Granted = await self.mesh.call(
-                body.claimant, Grant(body.number, taken.lease, table)
-            )
-            wanted = reply.wanted
-        except DataplaneError as exc:
-            log.warning("%s could not be handed its rows: %s", body.claimant, exc)
-            wanted = False
-        if not wanted:
-            await self._release(part, entry)
-            return Supplied(0, 0.0, False)
-        return Supplied(taken.units, taken.amount, taken.blocked)
-
     def _grant(self, caller: Caller, body: Grant) -> Body:
         waiting = self._waiting.get(body.number)
-        if waiting is None or waiting.settled.done():
+        if waiting is None or waiting.settled.done() or not self.host.roster.has(caller.owner):
             return Granted(False)
-        part = Part(caller.address, body.lease, rowset.count(body.table.rows))
-        waiting.parts.append((part, body.table))
+        if self.leases.is_refused(body.lease):
+            return Granted(False)
+        check_packs(body.table, body.packs)
+        needed_bytes = self.credit.of(body.table, body.packs)
+        if not self.credit.promise(body.number, needed_bytes):
+            waiting.needed_bytes = self.credit.promised(body.number) + needed_bytes
+            waiting.settled.set_result(outcomes.STARVED)
+            return Granted(False)
+        part = Part(caller.owner, body.lease, rowset.count(body.table.rows))
+        waiting.parts.append(Handed(part, body.table, body.packs))
+        if body.complete:
+            waiting.settled.set_result(outcomes.COMPLETE)
         return Granted(True)
 
     async def _settled(self, caller: Caller, body: Settled) -> Body:
@@ -370,25 +389,11 @@ class Claims:
         if waiting is None or waiting.settled.done():
             return Done()
         if body.outcome != "return":
+            waiting.needed_bytes = self.credit.promised(body.number) + body.needed_bytes
             waiting.settled.set_result(body.outcome)
             return Done()
         parts, waiting.parts = waiting.parts, []
-        for part, _ in parts:
-            await self._release(part, waiting.entry)
+        self.credit.back(body.number)
+        for handed in parts:
+            await self.supplying.release(handed.part, waiting.entry)
         return Done()
-
-
-class _HomeAway(Exception):
-    """The home of a waiting claim went away."""
-
-
-def _check_fields(table: Table, asked: list[str] | None) -> None:
-    """FieldUnknown for a field that none of these rows has."""
-    there = {c.field for c in table.columns}
-    for name in asked or ():
-        if name not in there:
-            raise FieldUnknown(
-                f"no row of this claim has a field {name!r}, the rows were given back; claim "
-                f"without it (there are {sorted(there)})",
-                field=name,
-            )

@@ -10,16 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
-from dataplane.errors import DataplaneError, InternalError, ProtocolError, VersionMismatch
-from dataplane.peer.host import Host, call_deadline
+from dataplane.errors import (
+    ConnectError,
+    DataplaneError,
+    LimitExceeded,
+    ProtocolError,
+    Unavailable,
+    VersionMismatch,
+)
+from dataplane.peer.failures import failed
+from dataplane.peer.host import Host, call_deadline, call_stage
+from dataplane.peer.overdue import Overdue, limit_s
 from dataplane.peer.sessions import Session, Sessions
+from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
     Body,
@@ -30,20 +39,25 @@ from dataplane.wire.messages import (
     Goodbye,
     Hello,
     HelloDone,
+    Losses,
     Reply,
     Request,
     Reserve,
     Wait,
     Welcome,
 )
+from dataplane.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
-GRACE_S = 2.0
-"""How long after a call's deadline other peers' answers are awaited: less than the client waits for
-this peer's, so that it is told who did not answer."""
-WAITING = (Claim, Reserve, Wait, Define)
+FRAME_S = 30.0
+"""How long a larger frame keeps the room that it was given while it arrives."""
+FULL_S = 0.1
+"""How long nobody is let in when the process has no descriptor left."""
+CONFIRM_S = 30.0
+"""How long a call without a deadline of its own waits for the backup."""
+WAITING = (Claim, Reserve, Wait, Losses, Define)
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
 
 
@@ -62,9 +76,20 @@ class Door:
         self.handlers = handlers
         self.unsent = unsent
         """takes back what an answer hands out that nobody is there to receive"""
+        self.may_serve: Callable[[], bool] = lambda: True
+        self.lease: Callable[[float], Awaitable[None]] | None = None
+        """waits until this peer may serve, until a time at most"""
+        self.observe: Callable[[Body, Body, float], None] | None = None
+        """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
+        self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
+        self.refusals = Refusals(log, "the local door")
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
 
     def open(self, path: str) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -74,7 +99,11 @@ class Door:
         os.chmod(path, 0o600)
         listener.listen(1024)
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._admit()
+
+    def _admit(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -82,7 +111,17 @@ class Door:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        task = asyncio.get_running_loop().create_task(self._greet(sock))
+        except OSError as exc:  # no descriptors: the listener would stay readable all the time
+            self.refusals.count(f"nobody can be let in: {exc}")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(FULL_S, self._admit)
+            return
+        self.spawn(self._greet(sock))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of one connection; it handles its own failures."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -91,8 +130,10 @@ class Door:
         pid, uid, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
-        if uid not in (os.getuid(), 0) or len(self.connections) >= limits.MAX_CONNECTIONS:
-            sock.close()
+        if (refusal := self._refusal(uid)) is not None:
+            self.refusals.count(f"pid {pid}: {refusal}")
+            with sock, contextlib.suppress(OSError):
+                sock.send(frames.encode(Reply(0, failed(refusal))))
             return
         host = self.host
         welcome = Welcome(
@@ -105,6 +146,8 @@ class Door:
             epoch=host.roster.epoch,
             max_frame_bytes=limits.MAX_FRAME_BYTES,
             max_rows=limits.MAX_ROWS_PER_MESSAGE,
+            max_requests=limits.MAX_REQUESTS_PER_CONNECTION,
+            pools=host.pools,
         )
         sock.setblocking(False)
         try:
@@ -116,12 +159,30 @@ class Door:
         except OSError:
             sock.close()
 
-    async def close(self) -> None:
+    def _refusal(self, uid: int) -> DataplaneError | None:
+        """Why a process of this user is not let in."""
+        if uid not in (os.getuid(), 0):
+            return ConnectError(
+                f"this peer belongs to uid {os.getuid()} and serves no client of uid {uid}: start "
+                "a peer of your own",
+                uid=uid,
+            )
+        if len(self.connections) >= limits.MAX_CONNECTIONS:
+            return LimitExceeded(
+                f"this peer has {limits.MAX_CONNECTIONS} connections, which is the limit: close "
+                "clients that are not needed",
+                limit=limits.MAX_CONNECTIONS,
+            )
+        return None
+
+    async def close(self, why: DataplaneError | None = None) -> None:
+        """why: what clients are told first."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
+            self._listener = None
         for connection in list(self.connections):
-            connection.abort()
+            connection.end(why)
 
 
 class Connection(asyncio.Protocol):
@@ -130,10 +191,15 @@ class Connection(asyncio.Protocol):
     def __init__(self, door: Door, pid: int) -> None:
         self._door = door
         self._pid = pid
-        self._frames = frames.FrameReader()
+        self._frames = frames.FrameReader(limits.MAX_HELLO_BYTES)
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._running: dict[asyncio.Task[None], bool] = {}
+        self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
+        self._arriving: asyncio.Event | None = None
+        """set when the larger frame that is coming in is whole"""
+        self._held: set[str] = set()
+        """why nothing is read at the moment"""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
@@ -142,6 +208,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.connections.discard(self)
         self._transport = None
+        self._arrived()
         for task, only_waits in list(self._running.items()):
             if only_waits:
                 # Not before it has begun, or what its handler took would never be given back.
@@ -149,19 +216,64 @@ class Connection(asyncio.Protocol):
         if self._session is not None:
             self._door.sessions.connection_lost(self._session)
 
-    def abort(self) -> None:
+    def end(self, why: DataplaneError | None) -> None:
+        if why is not None:
+            self._send(0, failed(why))
         if self._transport is not None:
-            self._transport.abort()
+            self._transport.close() if why else self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
+                self._arrived()
                 self._request(frames.decode_request(body))
         except ProtocolError as exc:
-            log.warning("pid %d sent a bad frame: %s", self._pid, exc)
+            self._door.refusals.count(f"a frame of pid {self._pid}: {exc}")
             self._send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
+        if self._frames.awaited_bytes > limits.MAX_HELLO_BYTES and self._arriving is None:
+            self._arriving = asyncio.Event()
+            self._door.spawn(self._let_in(self._frames.awaited_bytes, self._arriving))
+
+    async def _let_in(self, nbytes: int, whole: asyncio.Event) -> None:
+        """A larger frame is read when all that are on their way have room.
+
+        One that stops on its way gives its room to others: its sender may be frozen, and what it
+        holds must not end for that.
+        """
+        self._hold("no room")
+        await self._door.intake.acquire(nbytes)
+        try:
+            self._go_on("no room")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(whole.wait(), FRAME_S)
+        finally:
+            self._door.intake.release(nbytes)
+
+    def _arrived(self) -> None:
+        if self._arriving is not None:
+            self._arriving.set()
+            self._arriving = None
+
+    def pause_writing(self) -> None:
+        """A client that does not take its answers asks nothing more."""
+        self._hold("answers")
+
+    def resume_writing(self) -> None:
+        self._go_on("answers")
+
+    def _hold(self, why: str) -> None:
+        if not self._held and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._held.add(why)
+
+    def _go_on(self, why: str) -> None:
+        if why not in self._held:
+            return
+        self._held.discard(why)
+        if not self._held and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _request(self, request: Request) -> None:
         if self._session is None:
@@ -174,30 +286,66 @@ class Connection(asyncio.Protocol):
         handler = self._door.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
-        wait_s = request.deadline_ms / 1000 + GRACE_S if request.deadline_ms else math.inf
-        call_deadline.set(self._door.host.now() + wait_s)
+        if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
+            raise ProtocolError(
+                f"{len(self._running)} requests of one connection are under way, the limit",
+                limit=limits.MAX_REQUESTS_PER_CONNECTION,
+            )
+        began = self._door.host.now()
+        call_deadline.set(began + limit_s(request))
+        call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
-            outcome = handler(self._session, request, request.body)
+            if self._door.may_serve():
+                outcome = handler(self._session, request, request.body)
+            else:
+                outcome = self._later(handler, request)
         except Exception as exc:
             outcome = failed(exc)
         if isinstance(outcome, Body):
-            self._answer(request.rid, outcome)
-            return
-        task = asyncio.ensure_future(self._finish(request, outcome))
+            if self._door.host.progress.is_settled:
+                self._answer_call(request, outcome, began)
+                return
+            outcome = _at_once(outcome)
+        task = asyncio.ensure_future(self._finish(request, outcome, began))
         self._running[task] = isinstance(request.body, WAITING)
         task.add_done_callback(self._running.pop)
 
-    async def _finish(self, request: Request, outcome: Awaitable[Body]) -> None:
+    async def _later(self, handler: Handler, request: Request) -> Body:
+        """As soon as it is sure that nobody else serves what this peer does."""
+        assert self._session is not None and self._door.lease is not None
+        await self._door.lease(call_deadline.get())
+        outcome = handler(self._session, request, request.body)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    async def _finish(self, request: Request, outcome: Awaitable[Body], began: float) -> None:
+        assert self._session is not None
+        self._overdue.began(request)
+        try:
+            body = await self._outcome(request, outcome)
+        finally:
+            late = self._overdue.ended(request)
+        if late or self._transport is None or self._transport.is_closing():
+            self._door.unsent(self._session, request, body)
+        else:
+            self._answer_call(request, body, began)
+        self._door.sessions.sweep(self._session)
+
+    async def _outcome(self, request: Request, outcome: Awaitable[Body]) -> Body:
+        """What is answered, once the backup has all that was done."""
         assert self._session is not None
         try:
             body = await outcome
         except Exception as exc:
             body = failed(exc)
-        if self._transport is None or self._transport.is_closing():
+        try:
+            until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
+            await self._door.host.progress.settled(until)
+        except (Unavailable, asyncio.CancelledError) as exc:
             self._door.unsent(self._session, request, body)
-        else:
-            self._answer(request.rid, body)
-        self._door.sessions.sweep(self._session)
+            if isinstance(exc, asyncio.CancelledError):
+                raise
+            body = failed(exc)
+        return body
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
@@ -215,17 +363,23 @@ class Connection(asyncio.Protocol):
             if body.session:
                 session = sessions.join(body.session, self._pid)
             else:
-                session = sessions.open(self._pid, body.label)
+                session = sessions.open(self._pid, body.label, body.pools)
         except DataplaneError as exc:
             return failed(exc)
         session.connections += 1
         self._session = session
+        self._frames.limit_bytes = limits.MAX_FRAME_BYTES
         host = self._door.host
         return HelloDone(
             session=session.id,
             mint=[int(shard) for shard in host.roster.mint_shards(host.address)],
             share_bytes=host.space.share_bytes,
         )
+
+    def _answer_call(self, request: Request, body: Body, began: float) -> None:
+        self._answer(request.rid, body)
+        if self._door.observe is not None:
+            self._door.observe(request.body, body, began)
 
     def _answer(self, rid: int, body: Body) -> None:
         if rid:
@@ -243,20 +397,5 @@ class Connection(asyncio.Protocol):
         self._transport.write(frame)
 
 
-def failed(exc: Exception) -> Failed:
-    """The one place where an exception becomes a message."""
-    if isinstance(exc, DataplaneError):
-        return Failed(type(exc).__name__, exc.message, plain(exc.details))
-    log.exception("a request failed by a bug of ours", exc_info=exc)
-    return Failed(InternalError.__name__, f"{type(exc).__name__}: {exc}; see the peer's log")
-
-
-def plain(value: Any) -> Any:
-    """Details as MessagePack can carry them."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(v) for v in value]
-    if isinstance(value, bool | int | float | str | bytes | None):
-        return value
-    return str(value)
+async def _at_once(body: Body) -> Body:
+    return body

@@ -7,21 +7,24 @@ added, the others count. A session that ends releases all it held.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, LeaseExpired, Unavailable
+from dataplane.errors import DataplaneError, LeaseExpired, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
+from dataplane.metadata.references import by_owner
 from dataplane.peer import rows as rowset
 from dataplane.peer.grants import Committed, Grants
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.leases import Lease, Leases, Part
-from dataplane.peer.mesh import Caller, Mesh, caller_of
+from dataplane.peer.mesh import CALL_S, Mesh, caller_of
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Finish, PutDone, Request
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.tables import Column
 
@@ -40,19 +43,29 @@ class Finishing:
         self.leases = leases
         self.grants = grants
         self.settle = settle
+        self.abandoned_leases = 0
+        """that clients held when they ended"""
         mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
         with self.grants.unless_refused(session, body.ranges):
             lease = self.leases.of(session, body.lease)
+            if not request.rid and body.outcome == "release" and body.index is None:
+                self.release(session, body.lease)  # nobody would say it again
+                return Done()
             if body.columns:
                 committed = self.grants.commit(
-                    session.id, body.columns, body.ranges, body.shared, Admission.CONTINUE
+                    session,
+                    self.host.entries.get(lease.partition),
+                    body.columns,
+                    body.ranges,
+                    body.shared,
+                    Admission.CONTINUE,
                 )
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        if len(lease.parts) == 1 and lease.parts[0].address == self.host.address:
+        if len(lease.parts) == 1 and self.host.heir(lease.parts[0].owner) == self.host.owner:
             return self._finish_local(session, lease, body, committed)
         return self._finish_routed(session, request, lease, body, committed)
 
@@ -82,34 +95,47 @@ class Finishing:
         kept: dict[str, int] = {}
         failure: DataplaneError | None = None
         base = 0
-        for number, part in enumerate(lease.parts):
-            at = np.flatnonzero((index >= base) & (index < base + part.rows))
-            base += part.rows
-            if number in lease.ended:  # by a call that failed at another part
-                self.grants.release_rows(committed.columns, at)
-                continue
-            if not len(at):
-                continue
-            mine = None if body.index is None else (index[at] - (base - part.rows)).astype(U4)
-            columns = [rowset.take_column(c, at) for c in committed.columns]
-            tags = {t: v if len(v) == 1 else [v[i] for i in at] for t, v in body.tags.items()}
-            raw = None if mine is None else mine.tobytes()
-            sub = self._sub_finish(lease, part, body, raw, columns, tags)
-            sub.owners = committed.owners
-            try:
-                done: PutDone = await self.mesh.call(part.address, sub, caller=caller)
-                for name, count in done.kept.items():
-                    kept[name] = kept.get(name, 0) + count
-            except DataplaneError as exc:
-                failure = exc
-                if not isinstance(exc, Unavailable):  # else the shard may hold them after all
-                    self.grants.release_rows(committed.columns, at)
-                if not isinstance(exc, LeaseExpired):
+        with self.grants.under_way(committed, caller):
+            for number, part in enumerate(lease.parts):
+                at = np.flatnonzero((index >= base) & (index < base + part.rows))
+                first, base = base, base + part.rows
+                if number in lease.ended or not len(at):
                     continue
-            self._left(lease, body, number, index[at])
+                mine = None if body.index is None else (index[at] - first).astype(U4).tobytes()
+                columns = [rowset.take_column(c, at) for c in committed.columns]
+                tags = {t: v if len(v) == 1 else [v[i] for i in at] for t, v in body.tags.items()}
+                sub = self._sub_finish(lease, part, body, mine, columns, tags)
+                sub.owners = committed.owners
+                try:
+                    done = await self._hand_over(part, sub, caller)
+                    for name, count in done.kept.items():
+                        kept[name] = kept.get(name, 0) + count
+                except DataplaneError as exc:
+                    failure = exc
+                    if not isinstance(exc, LeaseExpired):
+                        continue
+                self._left(lease, body, number, index[at])
         if failure is not None:
             raise failure
         return PutDone(self.grants.ahead(session, body.want_bytes), kept)
+
+    async def _hand_over(self, part: Part, body: Finish, caller: Caller) -> PutDone:
+        """To whoever has the rows of this part; again where another peer took them over."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            address = self.host.serving(part.owner)
+            if address is None:
+                raise LeaseExpired(
+                    f"the peer at {part.owner.peer} that leased {part.rows} of these rows is lost, "
+                    "and they with it: see part.stats(), and put them again"
+                )
+            try:
+                return await self.grants.hand_over(address, body, caller, roster.epoch)
+            except (StaleEpoch, Unavailable) as exc:
+                body.again |= isinstance(exc, Unavailable)
+                if not await self.host.another_roster(roster, end):
+                    raise
 
     def _left(self, lease: Lease, body: Finish, number: int, rows: npt.NDArray[Any]) -> None:
         """Rows of a part are finished. The lease ends with its last row, and not before: what a
@@ -150,6 +176,12 @@ class Finishing:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
+        released = body.outcome == "release" and entry.store.state.leases.get(body.lease) is None
+        if body.again and (released or entry.store.has_finished(body.lease, body.index)):
+            flat = rowset.flat_values(body.columns)
+            for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):
+                self.grants.let_go(*named)  # the first time they were taken
+            return PutDone()
         outcome = entry.store.finish(
             body.lease,
             body.outcome,
@@ -168,20 +200,31 @@ class Finishing:
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""
+        self.abandoned_leases += len(session.leases)
         for lease in list(session.leases):
             self.release(session, lease)
 
     def release(self, session: Session, lease_id: int) -> None:
         """A lease that nobody holds any more; unknown ones have ended already."""
         lease = self.leases.leave(session, lease_id)
-        if lease is None:
-            return
+        if lease is not None:
+            self._give_back(lease)
+
+    def expire(self, now: float) -> int:
+        """Leases over a hard limit that this peer keeps. Returns how many there were."""
+        passed = self.leases.overdue(now)
+        for lease in passed:
+            self.leases.close(lease)
+            self._give_back(lease)
+        return len(passed)
+
+    def _give_back(self, lease: Lease) -> None:
         for part in lease.parts:
             body = Finish(
                 part.lease, "release", partition=lease.partition, generation=lease.generation
             )
-            self.mesh.spawn(self._release_part(part.address, body))
+            self.mesh.spawn(self._release_part(part, body))
 
-    async def _release_part(self, address: str, body: Finish) -> None:
+    async def _release_part(self, part: Part, body: Finish) -> None:
         with contextlib.suppress(LeaseExpired):  # it had ended already
-            await self.mesh.insist(address, body)
+            await self.mesh.insist(functools.partial(self.host.serving, part.owner), body)

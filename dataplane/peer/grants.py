@@ -7,7 +7,7 @@ the message is answered, well or not, those extents are the peer's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,33 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import padded
+from dataplane.memory.lent import Lent
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Host
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.budgets import Budgets, bytes_of
+from dataplane.peer.doubts import Doubts
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.reading import ranges_of
-from dataplane.peer.room import Room
+from dataplane.peer.room import Room, Units
 from dataplane.peer.sessions import Session
-from dataplane.wire.messages import Body, Done, GiveBack, Request, Reserve, Reserved, Unpin
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import (
+    Body,
+    Done,
+    Finish,
+    GiveBack,
+    Put,
+    PutDone,
+    Request,
+    Reserve,
+    Reserved,
+    Unpin,
+)
 from dataplane.wire.peering import Release
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, VALUE, column
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
+from dataplane.wire.rosters import Inherited
 from dataplane.wire.tables import Column, Owner
 
 MAX_AHEAD_BYTES = 64 << 20
@@ -43,33 +60,51 @@ class Committed:
 
 
 class Grants:
-    def __init__(self, host: Host, mesh: Mesh, partitions: Partitions, room: Room) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, room: Room, budgets: Budgets
+    ) -> None:
         self.host = host
+        self.mesh = mesh
         self.partitions = partitions
         self.room = room
+        self.budgets = budgets
+        self.lent = Lent()
+        self.doubts = Doubts(host, mesh, self.lent)
+        self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
+        """`Devices.reserve`"""
         mesh.handlers[Release] = self._release_here
 
     # asked for by clients
 
-    async def reserve(self, session: Session, request: Request, body: Reserve) -> Body:
-        """Room for a put's next units; known digests come back pinned, for comparison."""
-        await self.partitions.entry(body.partition, body.generation)
+    def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
+        """Room for a put's next units. At once where there is some and nobody waits for it."""
+        if body.device:
+            return self._reserve_on_device(session, request, body)
+        entry = self.host.entry(body.partition, body.generation)
+        if not body.digests and entry is not None and not self.budgets.bounds(entry):
+            units = [column(unit, U8) for unit in body.units]
+            granted = self.room.at_once(session.id, _admission(body), units)
+            if granted is not None:
+                return Reserved(granted[0], granted[1].tobytes())
+        return self._reserve_in_turn(session, request, body)
+
+    async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
+        """Known digests come back pinned, for comparison."""
+        entry = await self.partitions.entry(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
+            known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
             found = known["generation"] != 0
             pin = space.pin(session.id, known[found])
             places = np.zeros(len(known), EXTENT)
             places[found] = space.ranges.extents(known[found])
-        admission = Admission.CONTINUE if body.continuing else Admission.OPEN
         session.waiting += 1
         try:
-            count, extents = await self.room.reserve(
-                session.id, admission, units, request.deadline_ms / 1000
-            )
+            count, extents = await self._reserve(session, request, body, entry, units)
         except BaseException:
             space.unpin(session.id, [pin])
             raise
@@ -77,25 +112,68 @@ class Grants:
             session.waiting -= 1
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
+    async def _reserve_on_device(self, session: Session, request: Request, body: Reserve) -> Body:
+        if body.digests:
+            raise ProtocolError("nothing is compared on a device")
+        await self.partitions.entry(body.partition, body.generation)
+        units = [column(unit, U8) for unit in body.units]
+        session.waiting += 1
+        try:
+            count, extents = await self.on_device(
+                body.device,
+                session.id,
+                _admission(body),
+                units,
+                request.deadline_ms / 1000,
+                body.overflow,
+            )
+        finally:
+            session.waiting -= 1
+        return Reserved(count, extents.tobytes())
+
+    async def _reserve(
+        self, session: Session, request: Request, body: Reserve, entry: Entry, units: Units
+    ) -> tuple[int, npt.NDArray[Any]]:
+        """First what the budgets let in, then room for it."""
+        until = self.host.now() + request.deadline_ms / 1000
+        if not self.budgets.bounds(entry):
+            return await self.room.reserve(
+                session.id, _admission(body), units, request.deadline_ms / 1000
+            )
+        opens = not body.continuing
+        some = await self.budgets.before_reserving(session, entry, units, opens, until)
+        count, left_s = 0, max(0.0, until - self.host.now())
+        try:
+            count, extents = await self.room.reserve(session.id, _admission(body), some, left_s)
+        finally:
+            refused = sum(int(padded(unit).sum()) for unit in some[count:])
+            self.budgets.put(session, entry.account if opens else 0, refused)
+        return count, extents
+
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
         self.host.space.give_back(session.id, column(body.extents, EXTENT))
         self.room.pump()
         return Done()
 
     def unpin(self, session: Session, request: Request, body: Unpin) -> Body:
-        if self.host.space.unpin(session.id, body.pins):
-            self.room.pump()
+        self.host.space.unpin(session.id, body.pins)
+        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
         return Done()
 
     def commit(
-        self, holder: int, columns: list[Column], written: bytes, shared: bytes, kind: Admission
+        self,
+        session: Session,
+        entry: Entry | None,
+        columns: list[Column],
+        written: bytes,
+        shared: bytes,
+        kind: Admission,
     ) -> Committed:
-        """Ranges for what a client wrote, and holds on what it shares; all or nothing."""
+        """Ranges for what a client wrote, and holds on what it shares; all or nothing. They count
+        for the budget of the partition."""
         space = self.host.space
         extents, known = column(written, EXTENT), column(shared, RANGE)
-        flat = np.frombuffer(
-            b"".join(b for c in columns for b in (c.values, c.leaves)), VALUE
-        ).copy()
+        flat = rowset.flat_values(columns).copy()
         index = flat["range"].astype(np.intp)
         total = len(extents) + len(known)
         if len(flat) and int(index.max()) >= total:
@@ -105,18 +183,21 @@ class Grants:
         if len(known):
             lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
         room = lengths[index]
-        if np.any((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
+        if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
             raise ProtocolError("a value reaches beyond the end of its range")
         space.hold(known, counts[len(extents) :])
         try:
-            fresh = space.commit(holder, extents, counts[: len(extents)], kind)
+            account = self.budgets.account(entry)
+            fresh = space.commit(session.id, extents, counts[: len(extents)], kind, account)
         except DataplaneError:
             space.release(known, counts[len(extents) :])
             raise
-        ranges = np.concatenate((fresh, known)) if len(known) else fresh
+        if account or self.budgets.client_bytes is not None:
+            self.budgets.put(session, account, bytes_of(space.in_arena(extents)))
+        ranges = joined((fresh, known), RANGE) if len(known) else fresh
         flat["range"], flat["generation"] = ranges["range"][index], ranges["generation"][index]
         flat["owner"] = 0
-        return Committed(_cut(columns, flat), [self.host.owner], ranges, counts)
+        return Committed(rowset.with_values(columns, flat), [self.host.owner], ranges, counts)
 
     # for the messages that name what was written
 
@@ -131,36 +212,86 @@ class Grants:
                 self.room.pump()
             raise
 
-    def ahead(self, session: Session, want_bytes: int) -> bytes:
-        """The next extents, unless somebody waits for room."""
-        if not want_bytes or len(self.room):
+    def ahead(self, session: Session, want_bytes: int, entry: Entry | None = None) -> bytes:
+        """The next extents, unless somebody waits for room, or may have to."""
+        bounded = self.budgets.client_bytes is not None or self.budgets.account(entry)
+        if not want_bytes or bounded or len(self.room):
             return b""
         nbytes = min(want_bytes, MAX_AHEAD_BYTES)
         return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
 
-    # references that end
+    # references that shards hold
 
-    def release_rows(self, columns: list[Column], index: npt.NDArray[Any]) -> None:
-        """Let go of the values of some rows of a put that no shard took."""
-        for c in columns:
-            part = rowset.take_column(c, index)
-            for raw in (part.values, part.leaves):
-                if raw:
-                    self.host.space.release(ranges_of(np.frombuffer(raw, VALUE)))
+    @contextlib.contextmanager
+    def under_way(self, committed: Committed, caller: Caller) -> Iterator[None]:
+        """Values stay while they are carried to their shards, which take references of their own;
+        what none took is free in the end."""
+        try:
+            yield
+        finally:
+            self.doubts.settle(caller)
+            if self.host.space.release(committed.ranges, committed.counts):
+                self.room.pump()
+
+    async def hand_over(
+        self, address: str, body: Put | Finish | Restore, caller: Caller, epoch: tuple[int, int]
+    ) -> PutDone:
+        """Carry values of this peer on to the shard that keeps their rows. What it refuses is let
+        go; what it may have taken, should it not answer, is in doubt."""
+        ranges = _named(body.columns)
+        if not len(ranges) or address == self.host.address:
+            self.host.space.hold(ranges)
+            try:
+                done: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
+            except BaseException:
+                self.host.space.release(ranges)
+                raise
+            return done
+        to = Owner(address, (await self.mesh.hello(address)).incarnation)
+        return await self.doubts.lend(to, body, ranges, caller, epoch)
+
+    def let_go(self, owner: Owner, ranges: npt.NDArray[Any], counts: npt.NDArray[Any]) -> bool:
+        """Values that a shard here no longer holds; their bytes may be another peer's. Whether any
+        came free here."""
+        if owner == self.host.owner:
+            return bool(self.host.space.release(ranges, counts))
+        body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
+        self.mesh.spawn(self.mesh.tell(owner, body))
+        return False
 
     def _release_here(self, caller: Caller, body: Release) -> Body:
+        """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
         ranges = column(body.ranges, RANGE)
-        if self.host.space.release(ranges, column(body.counts, U4, len(ranges))):
+        counts = column(body.counts, U4, len(ranges))
+        by = Owner(caller.address, caller.incarnation)
+        if self.host.space.release(ranges, self.lent.returned(by, ranges, counts)):
             self.room.pump()
         return Done()
 
+    def inherited(self, caller: Caller, body: Inherited) -> Body:
+        """A peer took over a lost one's shards and says what those hold here; the rest is free."""
+        ranges = column(body.ranges, RANGE)
+        counts = column(body.counts, U4, len(ranges))
+        heir = None if caller.owner == self.host.owner else caller.owner
+        origins = [o for o in self.lent.peers if o == body.origin or self._is_after(o, body.origin)]
+        if self.host.space.release(*self.lent.inherited(origins, heir, ranges, counts)):
+            self.room.pump()
+        return Done()
 
-def _cut(columns: list[Column], flat: npt.NDArray[Any]) -> list[Column]:
-    """Columns again, from their records in one row."""
-    raw, at = flat.tobytes(), 0
-    cut = []
-    for c in columns:
-        middle, end = at + len(c.values), at + len(c.values) + len(c.leaves)
-        cut.append(Column(c.field, raw[at:middle], c.leaf_counts, raw[middle:end]))
-        at = end
-    return cut
+    def _is_after(self, owner: Owner, origin: Owner) -> bool:
+        """Did `origin` take over from this one before it was lost as well?"""
+        while owner in self.host.heirs:
+            owner = self.host.heirs[owner]
+            if owner == origin:
+                return True
+        return False
+
+
+def _named(columns: list[Column]) -> npt.NDArray[Any]:
+    """The RANGE of every value and leaf, as often as one names it."""
+    flat = rowset.flat_values(columns)
+    return rowset.ranges_of(flat[flat["owner"] != ABSENT])
+
+
+def _admission(body: Reserve) -> Admission:
+    return Admission.CONTINUE if body.continuing else Admission.OPEN

@@ -6,26 +6,53 @@ constructors. All of it belongs to the one event loop.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal
 
-from dataplane.errors import PartitionGone
+from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.arena import Arena
+from dataplane.memory.device import PoolHandle
+from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
+from dataplane.metadata.copies import Copies
 from dataplane.metadata.directory import Directory
+from dataplane.metadata.journal import JournaledStore
+from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster
-from dataplane.metadata.store import Store
+from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
 MAX_LABELS = 10_000
+INFORMED_S = 20.0
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
+call_stage: ContextVar[str] = ContextVar("call_stage", default="")
+"""The stage whose claim is being served; "" for anything else, and for what no call waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the peer, under which roster, and the client operation on whose behalf."""
+
+    address: str
+    incarnation: int
+    session: int = 0
+    op: int = 0
+    floor: int = 0
+    epoch: tuple[int, int] = (0, 0)
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.address, self.incarnation)
 
 
 @dataclass(slots=True)
@@ -35,14 +62,28 @@ class Entry:
     name: str
     generation: int
     definition: Definition
-    store: Store
+    store: JournaledStore
     sealed: bool = False
     told_closed: int = 0
     """closed groups as last told to the partition's home"""
+    losses: LostNames = field(default_factory=LostNames)
+    """rows that were lost with a peer, anybody's, as far as told here"""
+    copies: Copies | None = None
+    """with replicas=2: the second copies of what other peers wrote"""
+    account: int = 0
+    """of its byte budget here, see `budgets`; 0: none, or nothing was put yet"""
+
+    def __post_init__(self) -> None:
+        if self.definition.replicas == 2:
+            self.copies = Copies()
 
     @property
     def key(self) -> tuple[str, int]:
         return self.name, self.generation
+
+    @property
+    def phase(self) -> Literal["open", "sealing", "sealed"]:
+        return "sealed" if self.sealed else "sealing" if self.store.sealing else "open"
 
 
 @dataclass(slots=True)
@@ -57,17 +98,52 @@ class Host:
     operations: Operations[Body]
     lease_numbers: Iterator[int]
     directory: Directory
+    founding: tuple[int, int]
+    """epoch of the first roster: equal seeds give equal ones"""
+    heirs: dict[Owner, Owner] = field(default_factory=dict)
+    """peers whose shards another took over, and who did"""
     entries: dict[str, Entry] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""
+    progress: Progress = field(default_factory=Progress)
+    untold: set[str] = field(default_factory=set)
+    """peers that have yet to tell what homes and names this one took over with a new roster"""
+    unanswered: dict[int, list[int]] = field(default_factory=dict)
+    """by session, operations that another peer did not answer: it must not forget them yet"""
+    lost_rows: int = 0
+    """rows of the plane that were lost, as far as this peer heard, also of dropped partitions"""
+    silent: bool = False
+    """this peer is about to hand its shards over: until the next roster they change no more"""
+    _turned: asyncio.Event = field(default_factory=asyncio.Event)
+    _told: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def owner(self) -> Owner:
         return Owner(self.address, self.incarnation)
 
     @property
+    def pools(self) -> list[PoolHandle]:
+        """The device arenas, as clients of this host open them."""
+        space = self.space
+        return [a.handle for a in space.devices] if isinstance(space, HostMemory) else []
+
+    def reads_in_place(self, session: int, pools: Sequence[int]) -> None:
+        """This session has opened these pools, 1 is the first."""
+        if pools and isinstance(self.space, HostMemory):
+            self.space.reads_in_place(session, pools)
+
+    def speak(self) -> None:
+        """StaleEpoch while the shards of this peer are about to become another's."""
+        if self.silent:
+            raise StaleEpoch(
+                f"the peer at {self.address} leaves, and its shards move: call again",
+                address=self.address,
+            )
+
+    @property
     def solo(self) -> bool:
-        return len(self.roster.members) == 1
+        """A peer without others, now and later: it was given no seeds."""
+        return self.address == ""
 
     def entry(self, partition: str, generation: int) -> Entry | None:
         """The entry of this generation; None where this peer has none yet.
@@ -84,6 +160,54 @@ class Host:
                 partition=partition,
             )
         return found if found.generation == generation else None
+
+    def heir(self, owner: Owner) -> Owner:
+        """Who serves what this peer's shards held: itself, or who took them over."""
+        while owner in self.heirs:
+            owner = self.heirs[owner]
+        return owner
+
+    def serving(self, owner: Owner) -> str | None:
+        """The address of who serves what this peer's shards held; None where all of it is lost."""
+        heir = self.heir(owner)
+        return heir.peer if self.roster.has(heir) else None
+
+    def turn(self, roster: Roster) -> None:
+        """From now on this roster is in force here; who waits for another one goes on."""
+        self.roster = roster
+        self._turned.set()
+        self._turned = asyncio.Event()
+
+    async def another_roster(self, than: Roster, until: float) -> bool:
+        """Wait for one, until a time at most. Whether there is one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until - self.now())):
+                while self.roster is than:
+                    await self._turned.wait()
+        return self.roster is not than
+
+    def told(self) -> None:
+        """Nobody is left to tell: who waits for that goes on."""
+        self._told.set()
+        self._told = asyncio.Event()
+
+    async def informed(self) -> None:
+        """Until this peer knows what the homes and the part of the directory that it took over
+        knew. Unavailable, with the peers that did not tell; StaleEpoch where that went on to
+        another peer meanwhile."""
+        began = self.roster
+        until = min(INFORMED_S, call_deadline.get() - self.now())
+        try:
+            async with asyncio.timeout(max(0.0, until) if self.untold else None):
+                while self.untold:
+                    await self._told.wait()
+        except TimeoutError:
+            raise Unavailable(
+                f"the roster changed, and {', '.join(sorted(self.untold))} did not tell yet what "
+                "was kept elsewhere before: call again"
+            ) from None
+        if self.roster is not began and not self.roster.places_like(began):
+            raise StaleEpoch(f"the roster changed while {self.address} learned the one before")
 
     def label(self, holder: int, label: str) -> None:
         """Remember what a client of any host is called; the oldest are forgotten."""

@@ -9,14 +9,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dataplane.peer.claims import Claims
+from dataplane.peer.budgets import Budgets
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Sessions
+from dataplane.peer.standstill import Standstill
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+ARRIVAL_S = 5.0
+"""Whoever started this peer has so long to come, however short it is to linger."""
 PREFAULT_AHEAD_BYTES = 256 << 20
 PREFAULT_STEP_BYTES = 16 << 20
 
@@ -27,30 +30,44 @@ class Janitor:
         host: Host,
         sessions: Sessions,
         room: Room,
-        claims: Claims,
+        budgets: Budgets,
+        standstill: Standstill,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
         self.sessions = sessions
         self.room = room
-        self.claims = claims
+        self.budgets = budgets
+        self.standstill = standstill
         self.settle = settle
+        self.expired_leases = 0
+        self.expire: Callable[[float], int] = lambda now: 0
+        """ends leases of this host's clients that are over their limit"""
+        self.plane_is_wanted: Callable[[], bool] = lambda: False
+        self._linger: tuple[float | None, float | None] | None = None  # until it runs
         self._faulted = 0
 
     async def run(
         self, stop: asyncio.Event, linger_s: float | None, linger_unread_s: float | None
     ) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
+        self._linger = linger_s, linger_unread_s
+        self.sessions.last_seen = self.host.now()  # to be let in may have taken long
         faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
+            self.expired_leases += self.expire(now)
             for entry in list(self.host.entries.values()):
                 ended = entry.store.expire(now)
+                self.expired_leases += len(ended)
                 if ended:
                     log.info("%d leases of %r were over their limit", len(ended), entry.name)
                     self.settle(entry)
-            self.room.check_stuck()
-            if self._may_leave(now, linger_s, linger_unread_s):
+            self.budgets.look()  # what was promised and not used comes back by the clock
+            if self.standstill.lasts(self.room.producers + self.budgets.producers > 0):
+                self.room.end_in_vain()
+                self.budgets.end_in_vain()
+            if linger_s is not None and not (self.wanted() or self.plane_is_wanted()):
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
                 return
@@ -62,17 +79,29 @@ class Janitor:
             except TimeoutError:
                 pass
 
-    def _may_leave(self, now: float, linger_s: float | None, linger_unread_s: float | None) -> bool:
+    def wanted(self) -> bool:
+        """Whether somebody uses this peer, or did so a short while ago. While one of a plane's
+        peers is wanted, all that came with their clients stay."""
+        if self._linger is None:
+            return True
+        linger_s, unread_s = self._linger
         if linger_s is None or len(self.sessions):
-            return False
+            return bool(len(self.sessions))
         unread = any(entry.store.unread for entry in self.host.entries.values())
-        linger = max(linger_s, linger_unread_s or 0) if unread else linger_s
-        return now - self.sessions.last_seen > linger
+        linger = max(linger_s, unread_s or 0) if unread else linger_s
+        if not self.sessions.came:
+            linger = max(linger, ARRIVAL_S)
+        return self.host.now() - self.sessions.last_seen <= linger
 
     async def _prefault(self) -> None:
-        """Keep some pages above the highest use warm: the first touch of a page is the slow one."""
+        """Keep some pages above the highest use warm: the first touch of a page is the slow one.
+
+        Not before half of them are used: a short burst of puts needs the processor for itself.
+        """
         space, loop = self.host.space, asyncio.get_running_loop()
         ahead = min(PREFAULT_AHEAD_BYTES, space.size_bytes // 4)
+        if self._faulted - space.high_water > ahead // 2:
+            return
         while self._faulted < (goal := min(space.high_water + ahead, space.size_bytes)):
             start, step = self._faulted, min(PREFAULT_STEP_BYTES, goal - self._faulted)
             self._faulted += step

@@ -6,20 +6,35 @@ holders, sessions of this host, and goes when it is finished or its last holder 
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import LeaseExpired
 from dataplane.peer.sessions import Session
+from dataplane.wire.tables import Owner, Table
+
+MAX_REFUSED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows that one peer's store leased: consecutive rows of the claim's table."""
+    """Rows that one peer's store leased: consecutive rows of the claim's table. Who has that store
+    now, `Host.heir` knows."""
 
-    address: str
+    owner: Owner
     lease: int
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A part with its rows, and the small values that came with them."""
+
+    part: Part
+    table: Table
+    packs: Sequence[bytes] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,17 +59,51 @@ class Leases:
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._refused: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
+    def numbers(self) -> set[int]:
+        """As the peers know them that granted the parts."""
+        return {part.lease for lease in self._leases.values() for part in lease.parts}
+
     def open(
-        self, session: Session, partition: str, generation: int, stage: str, parts: list[Part]
+        self,
+        session: Session,
+        partition: str,
+        generation: int,
+        stage: str,
+        parts: list[Part],
+        deadline: float | None = None,
     ) -> Lease:
+        """deadline: its hard limit, where the stores do not know of it."""
         lease = Lease(next(self._ids), partition, generation, stage, parts, {session})
         self._leases[lease.id] = lease
         session.leases.add(lease.id)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, lease.id))
         return lease
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Those whose hard limit has passed, each once."""
+        passed = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
+            if lease is not None:
+                passed.append(lease)
+        return passed
+
+    def refuse(self, numbers: list[int]) -> None:
+        """Parts that no claim here has, as was said to who granted them: their grants are too late
+        now. The oldest are forgotten."""
+        self._refused.update(dict.fromkeys(numbers))
+        while len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def is_refused(self, number: int) -> bool:
+        return number in self._refused
 
     def of(self, session: Session, lease_id: int) -> Lease:
         """LeaseExpired unless this session holds it."""

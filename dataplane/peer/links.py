@@ -8,20 +8,33 @@ who is there now.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from dataplane.errors import Unavailable
-from dataplane.wire import limits
+from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
+from dataplane.launch.config import is_loopback, parse_address
+from dataplane.peer.gate import Gate
+from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import PeerHello
 
-HEARTBEAT_MS = 1_000
-"""A peer that is silent for three of them has gone away: stopped, or cut off."""
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 300
+SILENT_MS = 1_000
+"""A heartbeat that is not answered for so long ends the connection: the peer stopped, or is cut
+off. With `mesh.AWAY_S`, in which a new one may be made, at most 2.7 s: fail-over is promised in
+3 s. TCP repeats a lost packet after 0.2 s, and again after 0.4 s more."""
+HANDSHAKE_MS = 3_000
+KNOCK_S = 1.0
 MAX_QUEUED_MESSAGES = 10_000
+MAX_UNREAD_MESSAGES = 256
+"""Of one link, when this peer is slow: then the sender waits."""
 
 
 class LinkBroken(Unavailable):
@@ -31,17 +44,52 @@ class LinkBroken(Unavailable):
     """
 
 
-def tune(socket: zmq.asyncio.Socket) -> None:
-    """libzmq's defaults: no size limit, infinite linger, no heartbeats."""
+def bindable(address: str) -> str:
+    """The address with its host as a number, which is all that libzmq binds to.
+
+    InvalidConfig for a name that does not lead to this host, or not from other machines.
+    """
+    host, port = parse_address(address)
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as exc:
+        raise InvalidConfig(f"{address} cannot be listened at: {exc}", address=address) from exc
+    number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
+    if is_loopback(number) and not is_loopback(host):
+        raise InvalidConfig(
+            f"{host} is {number} on this host, where no other machine reaches it: correct "
+            "/etc/hosts, or use the host's address in --listen and --seeds",
+            address=address,
+        )
+    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+
+
+def tune(socket: zmq.asyncio.Socket, address: str) -> None:
+    """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
+    socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+
+
+async def refuses(address: str) -> bool:
+    """Whether the host there says that nobody listens: that process has ended, for sure."""
+    host, port = parse_address(address)
+    try:
+        async with asyncio.timeout(KNOCK_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +107,18 @@ class Link:
     """why nothing is answered here any more"""
 
     @staticmethod
-    def open(context: zmq.asyncio.Context, address: str) -> Link:
+    def open(context: zmq.asyncio.Context, address: str, gate: Gate) -> Link:
         socket = context.socket(zmq.DEALER)
-        tune(socket)
+        tune(socket, address)
+        gate.secure_dealer(socket)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(address)
         return Link(address, socket, monitor)
 
     async def broken(self) -> None:
-        """Until the connection breaks. One that was never made does not."""
+        """Until the connection breaks, or is closed. One that was never made does not break."""
         event = 0
-        while event != zmq.EVENT_DISCONNECTED:
+        while event != zmq.EVENT_DISCONNECTED and self.ended is None:
             event = parse_monitor_message(await self.monitor.recv_multipart())["event"]
 
     async def ask(self, rid: int, frame: bytes) -> Body:
@@ -82,11 +131,25 @@ class Link:
             await self.socket.send(frame)
             return await answer
         except asyncio.CancelledError:
-            if self.ended is not None:  # closing a socket cancels what is being sent
-                raise self._failure(self.ended) from None
+            task = asyncio.current_task()
+            if self.ended is not None and task is not None and not task.cancelling():
+                raise self._failure(self.ended) from None  # a socket that closes cancels its sends
             raise
         finally:
             self.answers.pop(rid, None)
+
+    async def read(self) -> None:
+        """Hand the answers that come to those who wait for them."""
+        while True:
+            frame = await self.socket.recv()
+            try:
+                reply = peering.decode_reply(frame)
+            except ProtocolError as exc:
+                log.warning("a peer sent a bad reply: %s", exc)
+                continue
+            answer = self.answers.get(reply.rid)
+            if answer is not None and not answer.done():
+                answer.set_result(reply.body)
 
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""
@@ -99,6 +162,7 @@ class Link:
         for answer in self.answers.values():
             if not answer.done():
                 answer.set_exception(self._failure(why))
+                answer.exception()  # whoever asked may have given up: that is no bug to log
 
     @staticmethod
     def _failure(why: Unavailable) -> Unavailable:

@@ -1,7 +1,8 @@
 """The peer process: from a configuration to a clean end.
 
-Takes the peer's name, builds the peer, serves until SIGTERM, SIGINT or the end of its lingering,
-and removes its files. Everything it can refuse it refuses before it is ready.
+Takes the peer's name, builds the peer, serves until it is told to end or has lingered long enough,
+and removes its files. SIGTERM: what it has moves to other peers first; SIGINT, or SIGTERM again: it
+ends at once. Everything it can refuse it refuses before it is ready.
 """
 
 from __future__ import annotations
@@ -9,23 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import numpy.ma  # noqa: F401  np.unique brings it in when first called: 40 ms of somebody's put
 import uvloop
 
+from dataplane.errors import InvalidConfig
 from dataplane.launch import rundir
 from dataplane.launch.config import PeerConfig
 from dataplane.peer.peer import Peer
 
+if TYPE_CHECKING:
+    from dataplane.peer.metrics import Metrics
+
 log = logging.getLogger(__name__)
+
+MAX_DESCRIPTORS = 65_536
 
 
 def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
     """Serve until told to stop. Returns the exit code; configuration errors are raised.
 
-    PeerNameTaken, AddressInUse, ListenRefused, RosterMismatch.
+    PeerNameTaken, AddressInUse, TokenMissing, RosterMismatch, InvalidConfig.
     """
+    _allow_descriptors()
     lock = rundir.claim_name(rundir.plane_dir(config.plane, config.run_dir), config.name)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -35,27 +46,75 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
     return 0
 
 
+def _allow_descriptors() -> None:
+    """Each connection takes one, and the usual limit of 1,024 is for programs that use select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_DESCRIPTORS:
+        most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 async def _serve(
     config: PeerConfig, lock: rundir.PeerLock, ready: Callable[[], None] | None
 ) -> None:
-    stop = asyncio.Event()
+    leave, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    peer = Peer(config)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stop if leave.is_set() else leave).set())
+    metrics = _metrics(config)
+    again = True
+    while again:
+        peer = Peer(config)
+        if metrics is not None:
+            metrics.show(peer)
+        try:
+            if not await _started(peer, str(lock.socket_path), (leave, stop)):
+                return
+            lock.write_card(config.listen)
+            log.info(
+                "peer %r of plane %r serves: pid %d, arena %d bytes, %d peers",
+                config.name,
+                config.plane,
+                os.getpid(),
+                peer.host.space.size_bytes,
+                len(peer.host.roster.members),
+            )
+            if ready is not None:
+                ready()
+                ready = None
+            again = await peer.run(leave, stop)
+        finally:
+            await peer.close()
+            if metrics is not None:
+                metrics.hide()
+        if again:
+            log.warning("peer %r returns as an empty new one", config.name)
+
+
+def _metrics(config: PeerConfig) -> Metrics | None:
+    """The library is not there for peers that show none."""
+    if config.metrics is None:
+        return None
     try:
-        await peer.start(str(lock.socket_path))
-        lock.write_card(config.listen)
-        log.info(
-            "peer %r of plane %r serves: pid %d, arena %d bytes, %d peers",
-            config.name,
-            config.plane,
-            os.getpid(),
-            peer.host.space.size_bytes,
-            len(peer.host.roster.members),
-        )
-        if ready is not None:
-            ready()
-        await peer.run(stop)
-    finally:
-        await peer.close()
+        from dataplane.peer.metrics import Metrics
+    except ImportError as exc:
+        raise InvalidConfig(
+            f"metrics need {exc.name}: pip install 'dataplane[metrics]', or leave out --metrics "
+            "and DATAPLANE_METRICS"
+        ) from exc
+    return Metrics(config.metrics.host, config.metrics.port)
+
+
+async def _started(peer: Peer, socket_path: str, ends: tuple[asyncio.Event, ...]) -> bool:
+    """Whether it serves; False where it was told to end while it waited to be let in."""
+    starting = asyncio.create_task(peer.start(socket_path))
+    told = [asyncio.create_task(end.wait()) for end in ends]
+    await asyncio.wait((starting, *told), return_when=asyncio.FIRST_COMPLETED)
+    for task in told:
+        task.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, *told, return_exceptions=True)
+        return False
+    await starting
+    return True

@@ -1,40 +1,34 @@
-"""The peer door: requests and replies between peers over zmq ROUTER/DEALER.
+"""Calls to other peers, over one zmq DEALER each; what they ask comes in at `peer_door`.
 
 Connections are made when first needed. Before its first request a peer shows who it is
-(`PeerHello`); planes, rosters, versions and names are compared and a stranger is refused. A call to
+(`PeerHello`); planes, seeds, versions and names are compared and a stranger is refused. A call to
 this peer's own address is a plain function call, so that homes need not know where they live.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import zmq
 import zmq.asyncio
 
 from dataplane.errors import (
-    AddressInUse,
     DataplaneError,
-    ProtocolError,
-    RosterMismatch,
     StaleEpoch,
     Unavailable,
     from_wire,
 )
-from dataplane.metadata.operations import Operations
 from dataplane.peer.acquaintance import Acquaintances
-from dataplane.peer.door import failed
-from dataplane.peer.host import Host, call_deadline
-from dataplane.peer.links import Link, LinkBroken, tune
-from dataplane.peer.once import REPEATABLE, Once, may_repeat
+from dataplane.peer.gate import Gate
+from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.links import Link, LinkBroken
+from dataplane.peer.once import may_repeat
+from dataplane.peer.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.sessions import Session
 from dataplane.wire import peering
 from dataplane.wire.messages import (
@@ -42,70 +36,53 @@ from dataplane.wire.messages import (
     Failed,
     Request,
 )
-from dataplane.wire.peering import (
-    PeerHello,
-    PeerReply,
-    PeerRequest,
-)
+from dataplane.wire.peering import PeerHello, PeerRequest
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
 CALL_S = 30.0
-LOST_S = 5.0
-"""A peer whose connection broke and that does not answer for so long is lost."""
+AWAY_S = 1.4
+"""A peer whose connection broke and that does not answer for so long is away."""
 REJOIN_S = 2.0
-"""How long a call to a lost peer waits for its return."""
+"""How long a call to a peer that is away waits for its return."""
 RETRY_S = 0.5
 RECONNECT_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks: the peer, and the client operation on whose behalf."""
-
-    address: str
-    incarnation: int
-    session: int = 0
-    op: int = 0
-    floor: int = 0
-
-
-Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
+T = TypeVar("T")
 
 
 class Mesh:
-    def __init__(self, host: Host, bulk_addresses: Callable[[], list[str]]) -> None:
+    def __init__(self, host: Host, bulk: Callable[[], tuple[list[str], str]], gate: Gate) -> None:
         self.host = host
+        self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
-        self.others = Acquaintances(host, bulk_addresses)
+        self.others = Acquaintances(host, bulk)
         self._context = zmq.asyncio.Context()
         self._links: dict[str, Link] = {}
+        self.asked: Counter[str] = Counter()
+        """requests to other peers so far, by kind"""
         self._rids = itertools.count(1)
-        self._router: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._once = Once(Operations())
+        self.door = PeerDoor(host, self.handlers, self.spawn, gate)
         self._closing = False
         self._looked_for: set[str] = set()
         self._told = itertools.count(1)
         self._telling: set[int] = set()
         self.on_parted: list[Callable[[str], None]] = []
-        """called with a peer's address when the connection broke: this one may be lost to it"""
+        """called with a peer's address when the connection broke"""
+        self.on_stale: Callable[[], None] = lambda: None
+        """called when another peer has another roster"""
+
+    @property
+    def refused(self) -> int:
+        """Messages and strangers turned away so far."""
+        return self.door.intake.refusals.total + self.gate.refusals.total
 
     def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
-        router = self._context.socket(zmq.ROUTER)
-        tune(router)
-        try:
-            router.bind(self.host.address)
-        except zmq.ZMQError as exc:
-            router.close()
-            raise AddressInUse(
-                f"cannot listen on {self.host.address}: {exc}; choose another --listen address or "
-                "stop the process that has it",
-                address=self.host.address,
-            ) from exc
-        self._router = router
-        self.spawn(self._serve(router))
+        self.door.listen(self._context)
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         """A background task whose failure is logged, never lost. No call's deadline is its own."""
@@ -129,9 +106,8 @@ class Mesh:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links.values():
             link.close(Unavailable(f"peer {self.host.name!r} ends"))
-        if self._router is not None:
-            self._router.close(linger=0)
-        self._context.term()
+        self.door.close()
+        self._context.destroy(linger=0)  # also a socket whose task never began
 
     # calling
 
@@ -142,81 +118,174 @@ class Mesh:
         *,
         caller: Caller | None = None,
         timeout_s: float = CALL_S,
+        to: int | None = None,
+        epoch: tuple[int, int] | None = None,
     ) -> Any:
         """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
-        and no later than the client's call has to end."""
-        timeout_s = max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
+        and no later than the client's call has to end.
+
+        to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
+        where it works under another one.
+        """
         who = caller or Caller(self.host.address, self.host.incarnation)
-        if self.others.is_lost(address):
-            timeout_s = min(timeout_s, REJOIN_S)
         if address == self.host.address:
+            if epoch not in (None, self.host.roster.epoch):
+                raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
+            if not isinstance(body, ANY_EPOCH):
+                self.host.speak()
             outcome = self.handlers[type(body)](who, body)
-            if isinstance(outcome, Body):
-                return outcome
-            reply = await outcome
+            reply = outcome if isinstance(outcome, Body) else await outcome
         else:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    reply = await self._exchange(address, body, who, timeout_s)
-            except TimeoutError as exc:
-                raise Unavailable(
-                    f"peer {self.others.name(address)} at {address} did not answer "
-                    f"{type(body).__name__} within {timeout_s:g} s: is it running?",
-                    address=address,
-                ) from exc
+            limit_s = self._limit(address, timeout_s)
+            asking = self._exchange(address, body, who, limit_s, to, epoch)
+            reply = await self._in_time(address, type(body).__name__, limit_s, asking)
         if isinstance(reply, Failed):
-            raise from_wire(reply.code, reply.message, reply.details)
+            failure = from_wire(reply.code, reply.message, reply.details)
+            if isinstance(failure, StaleEpoch):
+                self.on_stale()
+            raise failure
         return reply
 
-    async def _exchange(self, address: str, body: Body, who: Caller, timeout_s: float) -> Any:
+    def _limit(self, address: str, timeout_s: float) -> float:
+        if self.others.is_away(address):
+            timeout_s = min(timeout_s, REJOIN_S)
+        return max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
+
+    async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asking
+        except TimeoutError as exc:
+            raise Unavailable(
+                f"peer {self.others.name(address)} at {address} did not answer {what} within "
+                f"{limit_s:.3g} s: is it running, with the same --plane, --seeds and --token-file?",
+                address=address,
+            ) from exc
+
+    async def _exchange(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        timeout_s: float,
+        to: int | None,
+        epoch: tuple[int, int] | None,
+    ) -> Any:
         """Again on a new connection where the one before broke and that does no harm; until the
-        peer is lost."""
+        peer is away."""
         while True:
             try:
-                return await self._ask(await self._link(address), body, who, timeout_s)
+                link = await self._link(address)
+                assert link.hello is not None
+                if to is not None and link.hello.incarnation != to:
+                    raise Unavailable(
+                        f"peer {link.hello.name} at {address} was started anew: repeat the call",
+                        address=address,
+                    )
+                return await self._ask(link, body, who, timeout_s, epoch)
             except LinkBroken as exc:
-                if self.others.is_lost(address) or not may_repeat(body, who.op):
+                if not may_repeat(body, who.op):
                     raise Unavailable(exc.message, **exc.details) from exc
-                await asyncio.sleep(RECONNECT_S)
+                await self._again(address, exc)
 
-    async def insist(self, address: str, body: Body) -> None:
-        """Tell a peer, again and again, unless it is lost. It carries it out once."""
+    async def reach(
+        self,
+        find: Callable[[], str | None],
+        body: Body,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float = CALL_S,
+    ) -> Any:
+        """Ask whoever serves something now, and whoever serves it then if the roster changes
+        before the answer: for what does no harm when it is carried out twice."""
+        end = min(self.host.now() + timeout_s, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            left = max(0.0, end - self.host.now())
+            address = find()
+            if address is None:
+                raise Unavailable("the peer that had this is lost, and nobody took it over")
+            try:
+                return await self.call(
+                    address, body, caller=caller, timeout_s=left, epoch=roster.epoch
+                )
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end) or self.host.now() >= end:
+                    raise
+
+    async def insist(
+        self, find: Callable[[], str | None], body: Body, to: int | None = None
+    ) -> Body | None:
+        """Tell whoever `find` names, again and again, until it names nobody (None). It is carried
+        out once by each. to: by no other incarnation."""
         number = next(self._told)
         self._telling.add(number)
         me = self.host.incarnation
         try:
-            while True:
+            while (address := find()) is not None:
+                roster = self.host.roster
                 who = Caller(self.host.address, me, me, number, min(self._telling))
                 try:
-                    await self.call(address, body, caller=who)
-                    return
-                except Unavailable as exc:
-                    if self.others.is_lost(address):
-                        log.info("%s is not told any more: %s", type(body).__name__, exc)
-                        return
-                    await asyncio.sleep(RETRY_S)
+                    reply: Body = await self.call(
+                        address, body, caller=who, to=to, epoch=roster.epoch
+                    )
+                    return reply
+                except (StaleEpoch, Unavailable):
+                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
+            log.info("nobody is left to be told of %s", type(body).__name__)
+            return None
         finally:
             self._telling.discard(number)
 
-    async def call_all(self, body: Body, **kwargs: Any) -> list[Any]:
-        """Ask every peer of the roster, this one included."""
-        members = self.host.roster.members
-        return await asyncio.gather(*(self.call(m, body, **kwargs) for m in members))
+    async def tell(self, owner: Owner, body: Body) -> Body | None:
+        """Tell a peer in this life of its process, unless it is no member any more (None). Its next
+        one numbers ranges alike."""
+        return await self.insist(
+            lambda: owner.peer if self.host.roster.has(owner) else None, body, owner.incarnation
+        )
 
-    async def hello(self, address: str, timeout_s: float = CALL_S) -> PeerHello:
-        """Who answers at an address."""
-        async with asyncio.timeout(timeout_s):
-            link = await self._link(address)
-        assert link.hello is not None
-        return link.hello
+    async def call_all(self, body: Body) -> list[Any]:
+        """Ask every peer of the roster, this one included, and all of the next roster where it
+        changes before they have answered: for what does no harm when it is carried out twice."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            try:
+                return await asyncio.gather(
+                    *(self.call(m, body, epoch=roster.epoch) for m in roster.members)
+                )
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end):
+                    raise
+
+    async def hello(self, address: str) -> PeerHello:
+        """Who answers at an address. Unavailable when nobody does in time."""
+        limit_s = self._limit(address, CALL_S)
+        return await self._in_time(address, "a greeting", limit_s, self._greeted(address))
+
+    async def _greeted(self, address: str) -> PeerHello:
+        while True:
+            try:
+                link = await self._link(address)
+            except LinkBroken as exc:
+                await self._again(address, exc)
+            else:
+                assert link.hello is not None
+                return link.hello
+
+    async def _again(self, address: str, exc: LinkBroken) -> None:
+        """A moment later, unless nobody is there any more."""
+        if self.others.is_away(address) or address not in self.host.roster.members:
+            raise Unavailable(exc.message, **exc.details) from exc
+        await asyncio.sleep(RECONNECT_S)
 
     async def _link(self, address: str) -> Link:
         if self._closing:
             raise Unavailable(f"peer {self.host.name!r} ends")
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link.open(self._context, address)
-            link.reader = self.spawn(self._read(link))
+            link = self._links[address] = Link.open(self._context, address, self.gate)
+            link.reader = self.spawn(link.read())
             self.spawn(self._watch(link))
         if link.hello is None:
             async with link.greeting:
@@ -257,15 +326,21 @@ class Mesh:
             self._looked_for.add(link.address)
             self.spawn(self._look_for(link.address, incarnation))
 
+    def part(self, address: str) -> None:
+        """The peer there is no member any more: who waits for its answers waits no longer."""
+        self.others.forget(address)
+        if address in self._links:
+            self._break(self._links[address])
+
     async def _look_for(self, address: str, incarnation: int) -> None:
         """Is it still there, after its connection broke?"""
         try:
-            async with asyncio.timeout(LOST_S):
+            async with asyncio.timeout(AWAY_S):
                 while not await self._greets(address):
                     await asyncio.sleep(RECONNECT_S)
         except (TimeoutError, DataplaneError):
             if self.others.incarnation(address) == incarnation:
-                self.others.lose(address)
+                self.others.away(address)
                 link = self._links.get(address)
                 if link is not None and link.hello is None:
                     self._break(link)  # who waits for it to be there waits no longer
@@ -279,8 +354,18 @@ class Mesh:
             return False
         return True
 
-    async def _ask(self, link: Link, body: Body, who: Caller, timeout_s: float) -> Any:
+    async def _ask(
+        self,
+        link: Link,
+        body: Body,
+        who: Caller,
+        timeout_s: float,
+        epoch: tuple[int, int] | None = None,
+    ) -> Any:
+        if not self.host.progress.is_settled and not isinstance(body, UNHELD):
+            await self.host.progress.settled(self.host.now() + timeout_s)
         rid = next(self._rids)
+        self.asked[type(body).__name__] += 1
         request = PeerRequest(
             rid,
             self.host.address,
@@ -288,86 +373,11 @@ class Mesh:
             who.session,
             who.op,
             who.floor,
-            self.host.roster.epoch,
+            epoch or self.host.roster.epoch,
             int(timeout_s * 1000),
             body,  # type: ignore[arg-type]
         )
         return await link.ask(rid, peering.encode(request))
-
-    async def _read(self, link: Link) -> None:
-        while True:
-            frame = await link.socket.recv()
-            try:
-                reply = peering.decode_reply(frame)
-            except ProtocolError as exc:
-                log.warning("a peer sent a bad reply: %s", exc)
-                continue
-            answer = link.answers.get(reply.rid)
-            if answer is not None and not answer.done():
-                answer.set_result(reply.body)
-
-    # answering
-
-    async def _serve(self, router: zmq.asyncio.Socket) -> None:
-        while True:
-            parts = await router.recv_multipart()
-            if len(parts) != 2:
-                continue
-            identity, frame = parts
-            try:
-                request = peering.decode_request(frame)
-            except ProtocolError as exc:
-                log.warning("a bad frame at the peer door: %s", exc)
-                reply = PeerReply(0, self.host.incarnation, failed(exc))
-                await router.send_multipart([identity, peering.encode(reply)])
-                continue
-            self.spawn(self._answer(router, identity, request))
-
-    async def _answer(
-        self, router: zmq.asyncio.Socket, identity: bytes, request: PeerRequest
-    ) -> None:
-        try:
-            reply = await self._handle(request)
-        except asyncio.CancelledError:
-            raise
-        except Exception as exc:
-            reply = failed(exc)
-        with contextlib.suppress(zmq.ZMQError):
-            await router.send_multipart(
-                [
-                    identity,
-                    peering.encode(PeerReply(request.rid, self.host.incarnation, reply)),  # type: ignore[arg-type]
-                ]
-            )
-
-    async def _handle(self, request: PeerRequest) -> Body:
-        if not isinstance(request.body, PeerHello):
-            self._check_epoch(request)
-        caller = Caller(
-            request.sender, request.incarnation, request.session, request.op, request.floor
-        )
-        handler = self.handlers.get(type(request.body))
-        if handler is None:
-            raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
-        who = (request.session, type(request.body), getattr(request.body, "lease", 0))
-        if request.op and isinstance(request.body, REPEATABLE):
-            start = functools.partial(handler, caller, request.body)
-            outcome = self._once.run(who, request.op, request.floor, start)
-        else:
-            outcome = handler(caller, request.body)
-        return outcome if isinstance(outcome, Body) else await outcome
-
-    def _check_epoch(self, request: PeerRequest) -> None:
-        if tuple(request.epoch) != tuple(self.host.roster.epoch):
-            raise StaleEpoch(
-                f"{request.sender} works under roster {request.epoch}, this peer under "
-                f"{self.host.roster.epoch}: start all peers of a plane with the same --seeds",
-                sender=request.sender,
-            )
-        if request.sender not in self.host.roster.members:
-            raise RosterMismatch(
-                f"{request.sender} is not one of this plane's seeds", sender=request.sender
-            )
 
     def _hello(self, caller: Caller, body: PeerHello) -> Body:
         link = self._links.get(body.address)
@@ -382,5 +392,7 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 def caller_of(host: Host, request: Request, session: Session) -> Caller:
-    """A client of this host, whose operation is carried on to other peers."""
-    return Caller(host.address, host.incarnation, session.id, request.op, request.floor)
+    """A client of this host, whose operation is carried on to other peers. What they did not answer
+    counts as under way."""
+    floor = min([request.floor, *host.unanswered.get(session.id, ())])
+    return Caller(host.address, host.incarnation, session.id, request.op, floor)

@@ -10,55 +10,94 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Hashable
 
-from dataplane.metadata.operations import Operations
-from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
-from dataplane.wire.peering import Grant, Order, Release, Settled
+from xxhash import xxh3_64_intdigest
 
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Release)
+from dataplane.metadata.names import hash_names
+from dataplane.metadata.operations import Operations
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
+from dataplane.wire.peering import Adopt, Grant, Order, Release, Settled
+from dataplane.wire.rosters import LostRows
+from dataplane.wire.tables import Rows
+
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release, Adopt, LostRows, Settled)
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[[], Body | Awaitable[Body]]
 
 
 class Once:
-    """The answers of one door. `who` is the session, or what else tells operations apart."""
+    """The answers of one door. `who` is the session."""
 
     def __init__(self, answers: Operations[Body]) -> None:
         self.answers = answers
-        self._under_way: dict[tuple[Hashable, int], asyncio.Future[Body]] = {}
+        self._under_way: dict[tuple[Hashable, int, int], asyncio.Future[Body]] = {}
 
-    def run(self, who: Hashable, op: int, floor: int, start: Start) -> Body | Awaitable[Body]:
-        """The answer to operation `op`: remembered, or what `start` does. At once where it can."""
-        first = self._under_way.get((who, op))
+    def run(
+        self, who: Hashable, op: int, floor: int, start: Start, part: int = 0
+    ) -> Body | Awaitable[Body]:
+        """The answer to a part of operation `op`: remembered, or what `start` does. At once where
+        it can."""
+        first = self._under_way.get((who, op, part))
         if first is not None:
-            return self._after(first, who, op, floor, start)
-        before = self.answers.recall(who, op)
+            return self._after(first, who, op, floor, start, part)
+        before = self.answers.recall(who, op, part)
         if before is not None:
             return before
         outcome = start()
         if isinstance(outcome, Body):
-            self.answers.remember(who, op, floor, outcome)
+            self.answers.remember(who, op, floor, outcome, part)
             return outcome
         # A callback and not a `finally`: a task that is cancelled before it began runs neither.
-        work = self._under_way[who, op] = asyncio.ensure_future(outcome)
-        work.add_done_callback(functools.partial(self._ended, who, op, floor))
+        work = self._under_way[who, op, part] = asyncio.ensure_future(outcome)
+        work.add_done_callback(functools.partial(self._ended, who, op, part, floor))
         return work
 
-    def _ended(self, who: Hashable, op: int, floor: int, work: asyncio.Future[Body]) -> None:
-        del self._under_way[who, op]
+    def _ended(
+        self, who: Hashable, op: int, part: int, floor: int, work: asyncio.Future[Body]
+    ) -> None:
+        del self._under_way[who, op, part]
         if not work.cancelled() and work.exception() is None:
-            self.answers.remember(who, op, floor, work.result())
+            self.answers.remember(who, op, floor, work.result(), part)
 
     async def _after(
-        self, first: asyncio.Future[Body], who: Hashable, op: int, floor: int, start: Start
+        self,
+        first: asyncio.Future[Body],
+        who: Hashable,
+        op: int,
+        floor: int,
+        start: Start,
+        part: int,
     ) -> Body:
         await asyncio.wait([first])
-        outcome = self.run(who, op, floor, start)
+        outcome = self.run(who, op, floor, start, part)
         return outcome if isinstance(outcome, Body) else await outcome
+
+
+def part_of(body: Body, epoch: tuple[int, int] = (0, 0)) -> int:
+    """Which part of an operation a forwarded request is, see protocol/peers.md.
+
+    One operation goes to a peer in several parts: one for each lease, and more for the rows of
+    which that peer took the shards over on the way. What concerns all rows of a peer is another
+    part under another roster, as there are other rows then."""
+    match body:
+        case Finish(lease=lease, index=index):
+            which = b"%d" % lease if index is None else b"%d " % lease + index
+        case Put() | Tag() | Restore():
+            which = body.rows.keys
+        case Drop(rows=Rows(keys=keys)):
+            which = keys
+        case Drop(groups=list(groups)):
+            which = hash_names(groups)
+        case Drop() | Reset():
+            which = b"%d" % epoch[1]
+        case _:
+            return 0
+    return xxh3_64_intdigest(which)
 
 
 def may_repeat(body: Body, op: int) -> bool:
     """Whether a request to a peer that was perhaps carried out may be sent once more."""
     if isinstance(body, REPEATABLE):
         return op > 0
-    return not isinstance(body, Order | Grant | Settled)
+    return not isinstance(body, Order | Grant)

@@ -15,54 +15,72 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from dataplane.errors import PartitionGone
-from dataplane.launch.config import PeerConfig
-from dataplane.memory.arena import Arena
-from dataplane.memory.space import Space
+from dataplane.launch.config import MIN_ARENA_BYTES, PeerConfig
+from dataplane.launch.device import devices_of
+from dataplane.launch.spill import Spill
+from dataplane.memory.leftovers import arena_beside
+from dataplane.memory.spill_file import SpillFile
 from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
+from dataplane.peer.budgets import Budgets
 from dataplane.peer.changes import Changes
+from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
+from dataplane.peer.copying import Copying
+from dataplane.peer.credit import Credit
+from dataplane.peer.devices import Devices, memory_of
 from dataplane.peer.door import Door
 from dataplane.peer.finishing import Finishing
+from dataplane.peer.gate import Gate
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.janitor import Janitor
+from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
+from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.once import Once
 from dataplane.peer.partitions import Partitions
+from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
 from dataplane.peer.room import Room
 from dataplane.peer.routing import Routing
 from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session, Sessions
+from dataplane.peer.shipping import Shipping
+from dataplane.peer.spilling import Spilling
+from dataplane.peer.spreading import Spreading
+from dataplane.peer.standstill import Standstill
 from dataplane.peer.stats import Reporting
+from dataplane.peer.succession import Succession
+from dataplane.peer.supplying import Supplying
 from dataplane.peer.waits import Waits
 from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
+from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
-from dataplane.wire.peering import Release, Tally
+from dataplane.wire.peering import Tally
 from dataplane.wire.records import EXTENT, column
-from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-MUTATING = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset)
-"""Answered once per operation id; a retry gets the same answer."""
+ADMITTED_S = 300.0
+"""How long a peer waits at its start for the authority: hosts of a job start at different times."""
+ONCE = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset, m.Reserve, m.GiveBack)
+"""Carried out once per operation id; a retry gets the same answer."""
 
 
 class Peer:
     def __init__(self, config: PeerConfig) -> None:
         self.config = config
-        roster = Roster.from_seeds(config.seeds)
+        roster = Roster.from_seeds(config.seeds, keeps=not config.roster)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
-        arena = Arena.create(config.arena_bytes, f"dataplane-{config.name}")
+        devices = devices_of(config.device_arena) if config.device_arena else []
+        arena = arena_beside(config.arena_bytes, config.arena_name, MIN_ARENA_BYTES)
         self.host = Host(
             plane=config.plane,
             name=config.name,
@@ -70,22 +88,33 @@ class Peer:
             address=address,
             roster=roster,
             arena=arena,
-            space=Space(arena.size_bytes),
+            space=memory_of(arena.size_bytes, devices),
             operations=Operations(),
-            lease_numbers=itertools.count(1),
+            # leases move to other peers with their rows, so no two peers may number alike
+            lease_numbers=itertools.count(1 + secrets.randbits(62)),
             directory=Directory(),
+            founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste
-        self.mesh = Mesh(self.host, self._bulk_addresses)
-        self.room = Room(self.host, self._is_stuck)
-        self.partitions = Partitions(self.host, self.mesh, self.settle)
+        self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.plane))
+        self.room = Room(self.host)
+        self.budgets = Budgets(self.host, config.client_bytes)
+        self.pulls = Pulls(self.host, self.mesh, self.room, config.transport)
+        self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
+        self.shipping = Shipping(self.host, self.mesh, self.copying)
+        self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
         self.routing = Routing(self.host, self.mesh)
         self.leases = Leases()
-        self.pulls = Pulls(self.host, self.mesh, self.room)
         self.reading = Reading(
-            self.host, self.mesh, self.partitions, self.routing, self.leases, self.pulls
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.routing,
+            self.leases,
+            self.pulls,
+            self.budgets,
         )
-        self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
+        self.grants = Grants(self.host, self.mesh, self.partitions, self.room, self.budgets)
         self.writing = Writing(
             self.host, self.mesh, self.partitions, self.routing, self.grants, self.settle
         )
@@ -94,7 +123,14 @@ class Peer:
         self.changes = Changes(
             self.host, self.mesh, self.partitions, self.routing, self.settle, self.seats.tell
         )
+        self.checkpoints = Checkpoints(self.writing, self.reading)
         self.waits = Waits(self.host, self.mesh, self.partitions)
+        self.losses = LossReports(self.host, self.mesh, self.partitions)
+        self.supplying = Supplying(
+            self.host, self.mesh, self.partitions, self.settle, self.shipping, self.losses
+        )
+        self.credit = Credit(self.host)
+        self.room.on_room += [self.credit.look, self.budgets.look]
         self.claims = Claims(
             self.host,
             self.mesh,
@@ -103,59 +139,141 @@ class Peer:
             self.leases,
             self.reading,
             self.waits,
+            self.losses,
+            self.supplying,
+            self.credit,
+        )
+        self.spreading = Spreading(
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.pulls,
+            self.room,
+            self.grants.lent,
             self.settle,
         )
         self.once = Once(self.host.operations)
+        self.pinned: Operations[int] = Operations()
+        """the pins that answers to reads handed out, by operation"""
         self.sessions = Sessions(self.host, self._session_ended)
         self.door = Door(self.host, self.sessions, self._handlers(), self._unsent)
+        self.keeper = keeper_of(self.host, roster.members[0], config.roster)
+        self.succession = Succession(
+            self.host,
+            self.mesh,
+            self.keeper,
+            self.shipping,
+            self.partitions,
+            self.supplying,
+            self.grants,
+            self.seats,
+            self.claims,
+            self.door,
+            self.settle,
+        )
+        self.membership = self.succession.membership
+        self.spilling: Spilling | None = None
+        self.devices = Devices(devices, config.device_arena, self.room, self.grants, self.pulls)
         self.reporting = Reporting(
-            self.host, self.mesh, self.door, self.room, self.claims, self.pulls
+            self.host,
+            self.mesh,
+            self.door,
+            self.room,
+            self.budgets,
+            self.claims,
+            self.pulls,
+            self.spreading,
         )
         self.door.handlers[m.Stats] = self.reporting.stats
-        self.janitor = Janitor(self.host, self.sessions, self.room, self.claims, self.settle)
+        self.door.may_serve = self.membership.may_serve
+        self.door.lease = self.mesh.door.lease = self.membership.lease
+        self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims)
+        self.janitor = Janitor(
+            self.host, self.sessions, self.room, self.budgets, self.standstill, self.settle
+        )
+        self.janitor.expire = self.finishing.expire
+        self.janitor.plane_is_wanted = self.membership.plane_is_wanted
+        self.membership.wanted = self.janitor.wanted
 
     # life
 
     async def start(self, socket_path: str) -> None:
+        if self.config.spill is not None:
+            self._spill_to(self.config.spill)
+        candidates(self.config.transport)  # also where there is nobody yet to read from
         if not self.host.solo:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
-            engine = BulkEngine(
+            token = self.config.token
+            secret = token.key(self.host.plane, "bulk") if token else None
+            made = functools.partial(
+                BulkEngine,
                 self.host.arena.rw_fd,
                 self.host.arena.size_bytes,
                 bind_host.strip("[]"),
                 owner=self.host.owner,
-                key=plane_key(self.host.plane, self.host.roster.epoch),
+                key=plane_key(self.host.plane, self.host.founding, secret),
                 pin=self.pulls.pin,
                 unpin=self.pulls.unpin,
             )
-            await engine.start()
-            self.pulls.engine = engine
+            self.pulls.use(await start_engine(self.config.transport, made, self.config.bulk_tls))
             self.mesh.listen()  # now that a greeting can say where bytes are read
+            self.mesh.spawn(self.membership.run())
+            await self.membership.admitted(ADMITTED_S)
         self.door.open(socket_path)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        await self.janitor.run(stop, self.config.linger_s, self.config.linger_unread_s)
+    async def run(self, leave: asyncio.Event, stop: asyncio.Event) -> bool:
+        """Until `stop`, or nobody is left; after `leave`, until all it has is elsewhere. True where
+        the plane goes on without this process: it may return as a new one."""
+        deposed = asyncio.create_task(self.membership.deposed.wait())
+        serving = asyncio.create_task(
+            self.janitor.run(stop, self.config.linger_s, self.config.linger_unread_s)
+        )
+        leaving = asyncio.create_task(self.succession.leaving.leave(leave))
+        tasks = deposed, serving, leaving
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in ended:
+            one.result()
+        return self.membership.deposed.is_set() and not (stop.is_set() or leave.is_set())
 
     async def close(self) -> None:
+        await self.keeper.close()
         await self.door.close()
         await self.mesh.close()
-        if self.pulls.engine is not None:
-            await self.pulls.engine.stop()
+        await self.pulls.close()
+        if self.spilling is not None:
+            await self.spilling.close()
+        await self.devices.close()
+        # Another life of this process would find it still mapped, and have so much less.
+        self.host.arena.close()
 
-    def _bulk_addresses(self) -> list[str]:
-        return list(self.pulls.engine.address) if self.pulls.engine else []
+    def _spill_to(self, spill: Spill) -> None:
+        host = self.host
+        name = f"{host.plane}\0{host.name}\0{host.incarnation}"
+        file = SpillFile(spill.folder(), name, host.arena.view)
+        self.spilling = Spilling(host, self.mesh, self.room, self.credit, file, spill.size_bytes)
+        self.devices.from_disk = self.spilling.read
+        self.reporting.spilling = self.spilling
+        self.standstill.spilling = self.spilling
+
+    def _bulk(self) -> tuple[list[str], str]:
+        engine = self.pulls.engine
+        return (list(engine.address), engine.fingerprint) if engine else ([], "")
 
     # what follows from a change
 
     def settle(self, entry: Entry) -> None:
         freed = False
         for owner, ranges, counts in entry.store.freed():
-            freed |= self._let_go(owner, ranges, counts)
+            freed |= self.grants.let_go(owner, ranges, counts)
+            self.copying.freed(entry, owner, ranges, counts)
         if freed:
             self.room.pump()
-        for keys, groups in zip(entry.store.unnamed(), (False, True), strict=True):
+        for groups, keys in enumerate(entry.store.unnamed()):
             if keys and not self.host.solo:
-                self.mesh.spawn(self.routing.forget(entry, keys, groups))
+                self.mesh.spawn(self.routing.forget(entry, keys, bool(groups)))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)
@@ -165,21 +283,17 @@ class Peer:
             if entry.definition.groups is not None:
                 self.mesh.spawn(self._tell_closed(entry, closed))
 
-    def _let_go(self, owner: Owner, ranges: Any, counts: Any) -> bool:
-        """Values that a shard no longer holds; their bytes may be another peer's."""
-        if owner == self.host.owner:
-            return bool(self.host.space.release(ranges, counts))
-        body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
-        self.mesh.spawn(self.mesh.insist(owner.peer, body))
-        return False
-
     async def _tell_closed(self, entry: Entry, closed: int) -> None:
-        home = self.host.roster.home(entry.name)
+        home = functools.partial(self._home, entry.name)
         with contextlib.suppress(PartitionGone):
             await self.mesh.insist(home, Tally(entry.name, entry.generation, closed))
 
+    def _home(self, partition: str) -> str:
+        return self.host.roster.home(partition)
+
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
+        self.pinned.end(session.id)
         self.room.pump()
 
     def _unsent(self, session: Session, request: m.Request, body: m.Body) -> None:
@@ -196,10 +310,11 @@ class Peer:
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])
+                self.host.operations.forget(session.id, request.op)
             case m.PutDone():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 body.extents = b""
-            case m.ReadDone() | m.Fetched():
+            case m.ReadDone() | m.Fetched() | c.SaveDone():
                 space.unpin(session.id, [body.pin])
             case _:
                 return
@@ -212,23 +327,6 @@ class Peer:
             blocks, alive = entry.store.packs(self.host.owner)
             wasted += int(self.host.space.ranges.extents(blocks)["length"].sum()) - alive
         return max(0, wasted)
-
-    def _is_stuck(self) -> bool:
-        """Is there nobody who could still free space?
-
-        Nothing is leased, no claim can be met (those that wait could not, and rows that are ready
-        have nobody else to claim them), and every client of these partitions waits in a call.
-        """
-        entries = [entry for entry in self.host.entries.values() if len(entry.store)]
-        if not self.host.solo or not entries:
-            return False
-        if any(entry.store.leased or entry.definition.free == "drop" for entry in entries):
-            return False
-        filled = {entry.name for entry in entries}
-        concerned = [session for session in self.sessions if session.partitions & filled]
-        if not all(session.waiting for session in concerned):
-            return False
-        return self.claims.waiting > 0 or not any(entry.store.claimable for entry in entries)
 
     # which message goes where
 
@@ -246,15 +344,32 @@ class Peer:
             m.Put: writing.put,
             m.Tag: changes.tag,
             m.Drop: changes.drop,
-            m.Read: reading.read,
+            m.Read: self._reads(reading.read),
             m.Claim: claims.claim,
-            m.Fetch: reading.fetch,
+            m.Fetch: self._reads(reading.fetch),
             m.Finish: finishing.finish,
             m.Wait: self.waits.wait,
+            m.Losses: self.losses.losses,
+            **self.checkpoints.handlers,
         }
-        for body in MUTATING:
+        for body in (*ONCE, c.Restore):
             table[body] = self._once(table[body])
+        table[c.Save] = self._reads(table[c.Save])
         return table
+
+    def _reads(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """A read that is repeated is done anew; the pin of its first answer, which nobody received,
+        goes."""
+
+        async def read(session: Session, request: m.Request, body: m.Body) -> m.Body:
+            first = self.pinned.recall(session.id, request.op)
+            if first is not None:
+                self.host.space.unpin(session.id, [first])
+            done: m.ReadDone | m.Fetched | c.SaveDone = await handler(session, request, body)
+            self.pinned.remember(session.id, request.op, request.floor, done.pin)
+            return done
+
+        return read
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
@@ -263,7 +378,7 @@ class Peer:
         )
 
     async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
-        await self.mesh.call(self.host.roster.home(body.partition), body)
+        await self.partitions.ask_home(body.partition, body)
         return m.Done()
 
     def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Bytes of other hosts, brought here once however many readers ask.
+"""Bytes of other hosts, and of the spill file, brought here once however many readers ask.
 
 A pulled range becomes a cached copy in the local arena: budgeted in the pull class, evicted when
 nobody pins it. Packs are pulled up to the last byte that was asked for; a later reader that needs
@@ -8,19 +8,34 @@ more of one pulls it again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import RowsGone, RowsLost, TransferFailed, Unavailable
+from dataplane.errors import (
+    DeadlineExceeded,
+    RowsGone,
+    RowsLost,
+    TransferFailed,
+    TransportMissing,
+    Unavailable,
+)
+from dataplane.launch.transport import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
-from dataplane.peer.host import Host
+from dataplane.memory.spilled import DISK
+from dataplane.peer.host import Host, call_deadline, call_stage
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.meters import ByLabel
+from dataplane.peer.paths import Paths
 from dataplane.peer.room import Room
+from dataplane.peer.sampling import Sampling
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.seam import Remote
@@ -32,18 +47,37 @@ log = logging.getLogger(__name__)
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 PULL_S = 30.0
-Key = tuple[int, int]
+GRANT = "grant"
+"""What carries small values that come with a claim's grant, beside the transports."""
 
 
 class Pulls:
-    def __init__(self, host: Host, mesh: Mesh, room: Room) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, room: Room, transport: TransportChoice = AUTO
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.room = room
         self.engine: BulkEngine | None = None
+        self.sampling = Sampling(host, mesh, room, transport)
+        self.paths = Paths(mesh, self.sampling, transport)
         self.pulled_bytes = 0
+        self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
+        """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
-        self._under_way: dict[Key, asyncio.Future[None]] = {}
+        self.from_elsewhere: Callable[..., Awaitable[None]] | None = None
+        """reads ranges of this peer that are not in the arena, to places in it"""
+        self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
+        """by the owner's incarnation and the range's key; only what somebody brings now"""
+
+    def use(self, engine: BulkEngine) -> None:
+        """What moves the bytes, from now on."""
+        self.engine = self.paths.engine = self.sampling.engine = engine
+
+    async def close(self) -> None:
+        self.sampling.close()
+        if self.engine is not None:
+            await self.engine.stop()
 
     # reading from others
 
@@ -62,19 +96,29 @@ class Pulls:
                 rest = np.flatnonzero(local["generation"] == 0)
                 if not len(rest):
                     return local, pins
-                keys = self._keys(owner, remote[rest])
-                waits = [self._under_way[k] for k in keys if k in self._under_way]
-                if waits:
-                    await asyncio.wait(waits)
+                keys: list[int] = remote[rest].view(np.uint64).tolist()
+                coming = self._under_way.get(owner.incarnation, {})
+                if waits := [coming[key] for key in keys if key in coming] if coming else []:
+                    await self._wait_for_others(waits, owner)
                     continue
                 await self._pull(owner, remote[rest], needed[rest], keys, holder, local, rest, pins)
         except BaseException:
             self.host.space.unpin(holder, pins)
             raise
 
-    @staticmethod
-    def _keys(owner: Owner, remote: npt.NDArray[Any]) -> list[Key]:
-        return [(owner.incarnation, packed) for packed in remote.view(np.uint64).tolist()]
+    def _left(self) -> float:
+        """How long this may take: the call that reads waits no longer."""
+        return max(0.0, min(PULL_S, call_deadline.get() - self.host.now()))
+
+    async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
+        limit_s = self._left()
+        ended, _ = await asyncio.wait(waits, timeout=limit_s)
+        if not ended:
+            raise DeadlineExceeded(
+                f"values of {owner.peer} that another call here brings were still on their way "
+                f"after {limit_s:.1f} s; give a longer timeout=",
+                limit_s=limit_s,
+            )
 
     def _pin_found(
         self,
@@ -102,7 +146,7 @@ class Pulls:
         owner: Owner,
         remote: npt.NDArray[Any],
         needed: npt.NDArray[Any],
-        keys: list[Key],
+        keys: list[int],
         holder: int,
         local: npt.NDArray[Any],
         rest: npt.NDArray[Any],
@@ -110,7 +154,8 @@ class Pulls:
     ) -> None:
         """One transfer for all that nobody else is bringing already."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._under_way |= dict.fromkeys(keys, done)
+        coming = self._under_way.setdefault(owner.incarnation, {})
+        coming |= dict.fromkeys(keys, done)
         try:
             copies = await self._transfer(owner, remote, needed)
             pins.append(self.host.space.pin(holder, copies))
@@ -118,31 +163,123 @@ class Pulls:
             self.host.space.copies.insert(owner.incarnation, remote, copies)
         finally:
             for key in keys:
-                del self._under_way[key]
+                del coming[key]
+            if not coming:
+                del self._under_way[owner.incarnation]
             done.set_result(None)
 
     async def _transfer(
         self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any]
     ) -> npt.NDArray[Any]:
-        """Room, bytes, ranges of our own. Nothing is kept of a transfer that failed."""
-        space = self.host.space
-        sizes = np.maximum(padded(needed.astype(U8)), np.uint64(64))
+        sizes = padded(needed.astype(U8))
+        if owner.incarnation == DISK:
+            assert self.from_elsewhere is not None
+            return await self._fill(sizes, functools.partial(self.from_elsewhere, remote))
         source = await self._remote(owner)
-        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], PULL_S)
+        # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
+        sizes = padded(needed.astype(U8))
+
+        async def read(dest: npt.NDArray[Any]) -> None:
+            await self._copy(source, remote, sizes, dest)
+
+        fresh = await self._fill(sizes, read)
+        self.pulled_bytes += int(needed.sum())
+        return fresh
+
+    def away(self, ranges: npt.NDArray[Any], reader: int = PULLER) -> bool:
+        """Whether this client, or none, reads any of these ranges of this peer only as a copy."""
+        return bool(np.count_nonzero(self.host.space.away(ranges, reader)))
+
+    async def at_hand(
+        self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER
+    ) -> tuple[npt.NDArray[Any], list[int]]:
+        """As `bring`, for different ranges of this peer: copies of those that are away from this
+        reader, a client that reads devices in place or none."""
+        space = self.host.space
+        local, out = ranges.copy(), space.away(ranges, reader)
+        pins = [space.pin(holder, ranges[~out])]
+        if out.any():
+            try:
+                lengths = space.ranges.extents(ranges[out])["length"]
+                disk = Owner(self.host.address, DISK)
+                local[out], brought = await self.bring(disk, ranges[out], lengths, holder)
+            except BaseException:
+                space.unpin(holder, pins)
+                raise
+            pins += brought
+        return local, pins
+
+    async def take_over(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        lengths: npt.NDArray[Any],
+        extents: npt.NDArray[Any],
+        refs: npt.NDArray[Any],
+    ) -> npt.NDArray[Any]:
+        """Values of another peer as this one's own, in room that was reserved for new rows."""
+        try:
+            source = await self._remote(owner)
+        except BaseException:
+            self.host.space.give_back(PULLER, extents)
+            raise
+
+        async def read(dest: npt.NDArray[Any]) -> None:
+            await self._copy(source, remote, lengths, dest)
+
+        return await self._write(padded(lengths), extents, read, refs, Admission.OPEN)
+
+    async def _copy(
+        self,
+        source: Remote,
+        remote: npt.NDArray[Any],
+        nbytes: npt.NDArray[Any],
+        dest: npt.NDArray[Any],
+    ) -> None:
+        copies = np.zeros(len(remote), COPY)
+        copies["range"], copies["generation"] = remote["range"], remote["generation"]
+        copies["nbytes"], copies["dest"] = nbytes, dest
+        await self._read(source, copies)
+
+    async def land(self, blocks: Sequence[bytes]) -> npt.NDArray[Any]:
+        """Bytes that came with a message, as ranges with one reference each: the caller's."""
+
+        async def copy(dest: npt.NDArray[Any]) -> None:
+            for block, to in zip(blocks, dest.tolist(), strict=True):
+                self.host.arena.view[to : to + len(block)] = block
+
+        fresh = await self._fill(padded(np.array([len(b) for b in blocks], U8)), copy)
+        self.brought[GRANT].add(call_stage.get(), sum(map(len, blocks)))
+        return fresh
+
+    async def _fill(
+        self,
+        sizes: npt.NDArray[np.uint64],
+        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+    ) -> npt.NDArray[Any]:
+        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self._left())
+        return await self._write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
+
+    async def _write(
+        self,
+        sizes: npt.NDArray[np.uint64],
+        extents: npt.NDArray[Any],
+        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+        refs: npt.NDArray[Any],
+        kind: Admission,
+    ) -> npt.NDArray[Any]:
+        """Bytes into room that was reserved, ranges of our own. Nothing is kept of what failed."""
+        space = self.host.space
         try:
             dest = place(sizes, extents)
-            copies = np.zeros(len(remote), COPY)
-            copies["range"], copies["generation"] = remote["range"], remote["generation"]
-            copies["nbytes"], copies["dest"] = needed, dest
-            await self._read(source, copies)
-            written = np.zeros(len(remote), EXTENT)
+            await write(dest)
+            written = np.zeros(len(sizes), EXTENT)
             written["offset"], written["length"] = dest, sizes
-            fresh = space.commit(PULLER, written, np.ones(len(remote), U4), Admission.PULL)
+            fresh = space.commit(PULLER, written, refs, kind)
         except BaseException:
             space.give_back(PULLER, extents)
             raise
         self._give_back_rest(written, extents)
-        self.pulled_bytes += int(needed.sum())
         return fresh
 
     def _give_back_rest(self, written: npt.NDArray[Any], extents: npt.NDArray[Any]) -> None:
@@ -160,10 +297,20 @@ class Pulls:
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
         assert self.engine is not None
+        way = await self.paths.take(source, int(copies["nbytes"].sum()))
         try:
-            outcome = await self.engine.read(source, copies, PULL_S)
-        except TransferFailed:
-            outcome = await self.engine.read(source, copies, PULL_S)
+            outcome = await self.engine.read(source, copies, self._left(), way)
+            self.paths.worked(source.owner, way)
+        except (TransferFailed, Unavailable, TransportMissing) as exc:
+            again = self.paths.failed(source.owner, way, exc)
+            if again == way and not isinstance(exc, TransferFailed):
+                raise
+            way = again
+            outcome = await self.engine.read(source, copies, self._left(), way)
+        except DeadlineExceeded as exc:
+            self.paths.failed(source.owner, way, exc)
+            raise
+        self.brought[way].add(call_stage.get(), outcome.nbytes)
         if outcome.gone.any():
             raise RowsGone(
                 f"{int(outcome.gone.sum())} values were freed at {source.owner.peer} before they "
@@ -180,19 +327,44 @@ class Pulls:
                 "the one before: put them again",
                 peer=owner.peer,
             )
-        return Remote(owner, tuple(hello.bulk))
+        return Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
 
     # serving others
 
-    def pin(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+    def pin(
+        self, ranges: npt.NDArray[Any]
+    ) -> tuple[int, npt.NDArray[Any]] | Awaitable[tuple[int, npt.NDArray[Any]]]:
         """For a transfer that reads here: hold what lives, say where it is."""
+        if self.away(ranges):
+            return self._pin_copies(ranges)
+        return self._pin(ranges, self.host.space.alive(ranges))
+
+    def _pin(
+        self, local: npt.NDArray[Any], alive: npt.NDArray[np.bool_]
+    ) -> tuple[int, npt.NDArray[Any]]:
         space = self.host.space
-        alive = space.alive(ranges)
-        places = np.zeros(len(ranges), EXTENT)
+        places = np.zeros(len(local), EXTENT)
         places["offset"] = GONE
         if alive.any():
-            places[alive] = space.ranges.extents(ranges[alive])
-        return space.pin(PULLER, ranges[alive]), places
+            places[alive] = space.ranges.extents(local[alive])
+        return space.pin(PULLER, local[alive]), places
+
+    async def _pin_copies(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+        """Copies stand for those that are in the spill file or on a device."""
+        while True:
+            alive = self.host.space.alive(ranges)
+            keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
+            try:
+                found, pins = await self.at_hand(keys.view(RANGE), PULLER)
+                break
+            except RowsGone:
+                continue  # some died meanwhile: fewer are left to wait for
+        try:
+            local = np.zeros(len(ranges), RANGE)
+            local[alive] = found[inverse]
+            return self._pin(local, alive)
+        finally:
+            self.host.space.unpin(PULLER, pins)
 
     def unpin(self, pin: int) -> None:
         if self.host.space.unpin(PULLER, [pin]):

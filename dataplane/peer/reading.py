@@ -6,20 +6,24 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import functools
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import LeaseExpired, RowsGone
+from dataplane.errors import FieldUnknown, LeaseExpired, RowsGone, StaleEpoch, counted
 from dataplane.memory.space import Space
+from dataplane.peer import packs
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.leases import Leases
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.budgets import Budgets
+from dataplane.peer.host import Caller, Entry, Host, call_stage
+from dataplane.peer.leases import Handed, Leases
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.pulls import Pulls
+from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.peer.routing import Routing
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT, MAX_ROWS_PER_MESSAGE
@@ -32,11 +36,6 @@ Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
 
 
-def ranges_of(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The RANGE records at the head of VALUE records."""
-    return values.view(np.uint64).reshape(-1, 3)[:, 0].copy().view(RANGE)
-
-
 class Reading:
     def __init__(
         self,
@@ -46,6 +45,7 @@ class Reading:
         routing: Routing,
         leases: Leases,
         pulls: Pulls,
+        budgets: Budgets,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -53,20 +53,69 @@ class Reading:
         self.routing = routing
         self.leases = leases
         self.pulls = pulls
+        self.budgets = budgets
         mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
 
-    def resolve(self, table: Table, holder: int) -> Resolved | Awaitable[Resolved]:
-        """At once where all bytes are here, else after pulling them."""
-        flat = np.frombuffer(
-            b"".join(b for c in table.columns for b in (c.values, c.leaves)), VALUE
-        )
+    def gather(self, handed: Sequence[Handed], holder: int) -> Resolved | Awaitable[Resolved]:
+        """What a claim was handed, as one table."""
+        if any(one.packs for one in handed):
+            return self._land(handed, holder)
+        return self.resolve(rowset.join([one.table for one in handed]), holder)
+
+    async def _land(self, handed: Sequence[Handed], holder: int) -> Resolved:
+        """Packs become ranges here, which live as long as somebody reads them."""
+        space, ranges = self.host.space, []
+        try:
+            tables = []
+            for one in handed:
+                table = one.table
+                if one.packs:
+                    ranges.append(await self.pulls.land(one.packs))
+                    table = packs.landed(table, ranges[-1], self.host.owner)
+                tables.append(table)
+            resolved = self.resolve(rowset.join(tables), holder)
+            return resolved if isinstance(resolved, tuple) else await resolved
+        finally:
+            for column in ranges:
+                space.release(column)
+
+    def resolve(
+        self, table: Table, holder: int, *, in_place: bool = True
+    ) -> Resolved | Awaitable[Resolved]:
+        """At once where all bytes are here, else after pulling them. in_place: on devices too,
+        where the holder reads those."""
+        reader = holder if in_place else PULLER
+        if self.budgets.client_bytes is not None:
+            return self._resolve_in_turn(table, holder, reader)
+        return self._resolve(table, holder, reader)
+
+    async def _resolve_in_turn(self, table: Table, holder: int, reader: int) -> Resolved:
+        """Clients of this peer may only have so much in view."""
+        flat = rowset.flat_values(table.columns)
+        flat = flat[flat["owner"] != ABSENT]
+        if not self.host.space.all_here and self.host.owner in table.owners:
+            here = flat["owner"] == table.owners.index(self.host.owner)
+            here[here] = self.host.space.in_place(rowset.ranges_of(flat[here]), reader)
+            flat = flat[~here]
+        names = flat[["owner", "range", "generation"]]
+        _, first = np.unique(names, return_index=True)
+        nbytes = int(flat["nbytes"][first].sum())
+        await self.budgets.before_reading(holder, nbytes)
+        resolved = self._resolve(table, holder, reader)
+        return resolved if isinstance(resolved, tuple) else await resolved
+
+    def _resolve(self, table: Table, holder: int, reader: int) -> Resolved | Awaitable[Resolved]:
+        flat = rowset.flat_values(table.columns)
         if not len(flat):
             return _with_places(table, np.zeros(0, PLACE)), 0
         if table.owners == [self.host.owner] or not table.owners:
-            return self._places(table, flat, flat["owner"] != ABSENT, holder)
-        return self._pull(table, flat, holder)
+            here = flat["owner"] != ABSENT
+            space = self.host.space
+            if space.all_here or not self.pulls.away(rowset.ranges_of(flat[here]), reader):
+                return self._places(table, flat, here, holder)
+        return self._pull(table, flat, holder, reader)
 
     def _places(
         self, table: Table, flat: npt.NDArray[Any], here: npt.NDArray[Any], holder: int
@@ -76,32 +125,36 @@ class Reading:
         places["nbytes"] = flat["nbytes"]
         places["spec"] = flat["spec"]
         if here.all():
-            pin, starts = space.pin_places(holder, ranges_of(flat))
+            pin, starts = space.pin_places(holder, rowset.ranges_of(flat))
             places["offset"] = starts + flat["delta"]
         else:
-            pin, starts = space.pin_places(holder, ranges_of(flat[here]))
+            pin, starts = space.pin_places(holder, rowset.ranges_of(flat[here]))
             places["offset"][here] = starts + flat["delta"][here]
             places["flags"][~here] = PLACE_ABSENT
         return _with_places(table, places), pin
 
-    async def _pull(self, table: Table, flat: npt.NDArray[Any], holder: int) -> Resolved:
-        """Local copies take the place of remote ranges; they are pinned as they arrive."""
+    async def _pull(
+        self, table: Table, flat: npt.NDArray[Any], holder: int, reader: int
+    ) -> Resolved:
+        """Local copies take the place of ranges that are remote or away; they are pinned as they
+        arrive."""
         flat = flat.copy()
         here = flat["owner"] != ABSENT
         interim: list[int] = []
         try:
             for code, owner in enumerate(table.owners):
-                if owner == self.host.owner:
-                    continue
                 at = np.flatnonzero(flat["owner"] == code)
                 if not len(at):
                     continue
                 wanted = flat[at]
-                keys = ranges_of(wanted).view(np.uint64)
+                keys = rowset.ranges_of(wanted).view(np.uint64)
                 unique, inverse = np.unique(keys, return_inverse=True)
-                needed = np.zeros(len(unique), np.uint64)
-                np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
-                local, pins = await self.pulls.bring(owner, unique.view(RANGE), needed, holder)
+                if owner == self.host.owner:
+                    local, pins = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
+                else:
+                    needed = np.zeros(len(unique), np.uint64)
+                    np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
+                    local, pins = await self.pulls.bring(owner, unique.view(RANGE), needed, holder)
                 interim += pins
                 flat["range"][at] = local["range"][inverse]
                 flat["generation"][at] = local["generation"][inverse]
@@ -113,6 +166,12 @@ class Reading:
 
     async def read(self, session: Session, request: Request, body: Read) -> Body:
         """Rows without a lease, wherever they are; one page of them where there are many."""
+        try:
+            return await self._read(session, body)
+        except RowsGone:
+            return await self._read(session, body)  # a place is a hint: bytes may have moved
+
+    async def _read(self, session: Session, body: Read) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
         if body.rows is not None:
             table, cursor = await self._read_keys(entry, body), b""
@@ -124,41 +183,65 @@ class Reading:
 
     async def _read_keys(self, entry: Entry, body: Read) -> Table:
         assert body.rows is not None
-        parts = await self.routing.find(entry, body.rows)
+        rows = body.rows
         tables: list[Table] = []
         order: list[npt.NDArray[Any]] = []
-        for address, index in parts:
-            asked = Read(
-                body.partition,
-                body.generation,
-                rowset.take_rows(body.rows, index) if len(parts) > 1 else body.rows,
-                None,
-                body.fields,
-            )
-            found: Found = await self.mesh.call(address, asked)
+        unknown: dict[str, FieldUnknown] = {}
+
+        async def act(address: str, index: npt.NDArray[Any], epoch: tuple[int, int]) -> None:
+            some = rowset.take_rows(rows, index) if len(index) < rowset.count(rows) else rows
+            asked = Read(body.partition, body.generation, some, None, body.fields)
+            found = await self._ask(address, asked, epoch, unknown)
             tables.append(found.table)
             order.append(index)
-        table = rowset.join(tables) if tables else Table(rowset.take_rows(body.rows, np.arange(0)))
-        if len(parts) > 1:
+
+        await self.routing.visit(rows, functools.partial(self.routing.find, entry), act)
+        table = rowset.join(tables) if tables else Table(rowset.take_rows(rows, np.arange(0)))
+        here = {c.field for c in table.columns}
+        for name, refusal in unknown.items():
+            if name not in here:
+                raise refusal
+        if len(tables) > 1:
             table = rowset.reorder(table, np.argsort(np.concatenate(order), kind="stable"))
         return table
 
+    async def _ask(
+        self, address: str, asked: Read, epoch: tuple[int, int], unknown: dict[str, FieldUnknown]
+    ) -> Found:
+        """A peer none of whose rows ever had a field may be one of several: its rows lack it."""
+        while True:
+            try:
+                found: Found = await self.mesh.call(address, asked, epoch=epoch)
+                return found
+            except FieldUnknown as exc:
+                name = exc.details.get("field")
+                if asked.fields is None or name not in asked.fields:
+                    raise
+                unknown[name] = exc
+                left = [field for field in asked.fields if field != name]
+                asked = msgspec.structs.replace(asked, fields=left)
+
     async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows, peer after peer. The cursor is a u2 (which peer) and a key."""
-        members = self.host.roster.members
-        at, after = int.from_bytes(body.after[:2], "little"), body.after[2:]
+        """A page of all rows, peer after peer. The cursor is the roster's number (u8), which peer
+        (u2) and a key."""
+        roster = self.host.roster
+        members = roster.members
+        number = roster.epoch[1].to_bytes(8, "little")
+        if body.after and body.after[:8] != number:
+            raise StaleEpoch("the roster changed in the middle of this read: read again")
+        at, after = int.from_bytes(body.after[8:10], "little"), body.after[10:]
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         tables: list[Table] = []
         while at < len(members) and limit > 0:
             asked = Read(
                 body.partition, body.generation, None, body.where, body.fields, limit, after
             )
-            found: Found = await self.mesh.call(members[at], asked)
+            found: Found = await self.mesh.call(members[at], asked, epoch=roster.epoch)
             tables.append(found.table)
             limit -= rowset.count(found.table.rows)
             after = found.table.rows.keys[-16:] if found.more else b""
             at += not found.more
-        cursor = b"" if at >= len(members) else at.to_bytes(2, "little") + after
+        cursor = b"" if at >= len(members) else number + at.to_bytes(2, "little") + after
         return rowset.join(tables), cursor
 
     async def _read_here(self, caller: Caller, body: Read) -> Body:
@@ -173,10 +256,12 @@ class Reading:
 
     async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
         lease = self.leases.of(session, body.lease)
+        call_stage.set(lease.stage)
         tables = []
         for part in lease.parts:
-            found: Found = await self.mesh.call(
-                part.address, Fetch(part.lease, body.fields, lease.partition, lease.generation)
+            found: Found = await self.mesh.reach(
+                functools.partial(self.host.serving, part.owner),
+                Fetch(part.lease, body.fields, lease.partition, lease.generation),
             )
             tables.append(found.table)
         resolved = self.resolve(rowset.join(tables), session.id)
@@ -206,4 +291,7 @@ def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:
 
 def gone(names: list[Any]) -> RowsGone:
     shown = ", ".join(map(str, names[:5])) + (" …" if len(names) > 5 else "")
-    return RowsGone(f"{len(names)} rows were freed, or never put: {shown}", keys=names[:1000])
+    return RowsGone(
+        f"{counted(len(names), 'row was', 'rows were')} freed, or never put: {shown}",
+        keys=names[:1000],
+    )

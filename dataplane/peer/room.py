@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
+from dataplane.memory.space import Space
 from dataplane.peer.host import Host
 
 _DOING = {
     Admission.OPEN: "opening new groups",
     Admission.CONTINUE: "continuing groups",
-    Admission.PULL: "pulling from other hosts",
+    Admission.PULL: "pulling from other hosts or the spill file",
 }
-STUCK_TICKS = 3
 
 Units = list[npt.NDArray[np.uint64]]
 
@@ -38,17 +38,55 @@ class Waiter:
     granted: asyncio.Future[tuple[int, npt.NDArray[Any]]]
 
 
-class Room:
-    """Reservations of this peer. `stuck()`: is there nobody left who could free space?"""
+HOST_ADVICE = "or give the peer a larger --arena or --spill"
 
-    def __init__(self, host: Host, stuck: Callable[[], bool]) -> None:
+
+class Room:
+    """Reservations of this peer, of its host arena or of a device's."""
+
+    def __init__(
+        self, host: Host, space: Space | None = None, name: str = "", advice: str = HOST_ADVICE
+    ) -> None:
+        """space: None for the host arena. name, advice: of the other memory and against its being
+        full, for messages."""
         self._host = host
-        self._stuck = stuck
-        self._stuck_ticks = 0
+        self._space = host.space if space is None else space
+        self._name, self._advice = name, advice
+        self.beside: list[Room] = []
+        """the rooms of the devices: looked at whenever this one is"""
+        self.on_room: list[Callable[[], None]] = []
+        """called when room may have come that no reservation waits for"""
+        self.on_wait: list[Callable[[], None]] = []
+        """called when somebody begins to wait"""
+        self.beyond: Callable[[], tuple[type[BackPressure], str]] = lambda: (BackPressure, "")
+        """what ends a wait in vain, and what is to be said of where else values may go"""
+        self.waited = [0] * len(Admission)
+        """how many had to wait, by class"""
+        self.waited_s = [0.0] * len(Admission)
+        self.refused = [0] * len(Admission)
+        """waits that ended in BackPressure"""
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(map(len, self._lines.values())) + sum(map(len, self.beside))
+
+    @property
+    def producers(self) -> int:
+        """Puts and adds that wait for room."""
+        return len(self) - len(self._lines[Admission.PULL])
+
+    def waiting(self, admission: Admission) -> int:
+        """How many reservations of this class wait now."""
+        return len(self._lines[admission])
+
+    def at_once(
+        self, holder: int, admission: Admission, units: Units
+    ) -> tuple[int, npt.NDArray[Any]] | None:
+        """As `reserve`; None where it would wait."""
+        if self._lines[admission]:
+            return None
+        count, extents = self._space.reserve(holder, admission, units)
+        return (count, extents) if count else None
 
     async def reserve(
         self, holder: int, admission: Admission, units: Units, timeout_s: float
@@ -57,27 +95,31 @@ class Room:
 
         ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
         """
-        space = self._host.space
+        space = self._space
         line = self._lines[admission]
+        granted = self.at_once(holder, admission, units)
+        if granted is not None:
+            return granted
         if line:
             space.check_units(admission, units)
-        else:
-            count, extents = space.reserve(holder, admission, units)
-            if count:
-                return count, extents
         waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
         line.append(waiter)
+        began = self._host.now()
+        self.waited[admission] += 1
+        for told in self.on_wait:
+            told()
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter.granted
         except BaseException as exc:
-            granted = waiter.granted
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                space.give_back(holder, granted.result()[1])  # it came as it was given up
+            given = waiter.granted
+            if given.done() and not given.cancelled() and given.exception() is None:
+                space.give_back(holder, given.result()[1])  # it came as it was given up
             if isinstance(exc, TimeoutError):
                 raise self._back_pressure(waiter, f"no room within {timeout_s:g} s") from exc
             raise
         finally:
+            self.waited_s[admission] += self._host.now() - began
             if waiter in line:
                 line.remove(waiter)
                 self.pump()
@@ -88,24 +130,22 @@ class Room:
             line = self._lines[admission]
             while line:
                 waiter = line[0]
-                count, extents = self._host.space.reserve(waiter.holder, admission, waiter.units)
+                count, extents = self._space.reserve(waiter.holder, admission, waiter.units)
                 if not count:
                     break
                 line.popleft()
                 if not waiter.granted.done():
                     waiter.granted.set_result((count, extents))
                 else:
-                    self._host.space.give_back(waiter.holder, extents)
+                    self._space.give_back(waiter.holder, extents)
+        for room in self.beside:
+            room.pump()
+        for told in self.on_room:
+            told()
 
-    def check_stuck(self) -> None:
-        """Called by the clock: raise BackPressure in the waiters of a deadlock.
-
-        It must be seen a few times in a row: a claim that is just being met looks the same.
-        """
+    def end_in_vain(self) -> None:
+        """Nobody is left who could free space: BackPressure for all producers that wait."""
         writers = [w for a in (Admission.OPEN, Admission.CONTINUE) for w in self._lines[a]]
-        self._stuck_ticks = self._stuck_ticks + 1 if writers and self._stuck() else 0
-        if self._stuck_ticks < STUCK_TICKS:
-            return
         for waiter in writers:
             if not waiter.granted.done():
                 waiter.granted.set_exception(
@@ -114,9 +154,12 @@ class Room:
                         "nothing here is leased or can be claimed, and every client waits",
                     )
                 )
+        for room in self.beside:
+            room.end_in_vain()
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
-        host, stats = self._host, self._host.space.stats()
+        self.refused[waiter.admission] += 1
+        host, stats = self._host, self._space.stats()
         needed = int(waiter.units[0].sum())
         kind = waiter.admission.name.lower()
         room = stats["classes"][kind]["room_bytes"]
@@ -128,22 +171,24 @@ class Room:
                 "granted_bytes": granted,
                 "pinned_bytes": pinned,
             }
-            for holder, granted, pinned in host.space.holders()
+            for holder, granted, pinned in self._space.holders()
         ]
         views = "; ".join(
             f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"
             for h in holders[:3]
         )
-        return BackPressure(
-            f"peer {host.name!r} has no room: {needed} B are needed and {room} B are left for "
-            f"{_DOING[waiter.admission]} ({stats['used_bytes']} B used, {stats['free_bytes']} B "
-            f"free of {stats['size_bytes']}); {why}. Rows here: {rows}{'; ' if views else ''}"
-            f"{views}. Consume or drop rows, claim with min= where a claim waits for more rows "
-            "than fit, or give the peer a larger --arena",
+        kind_of, beyond = self.beyond()
+        return kind_of(
+            f"peer {host.name!r} has no room{self._name}: {needed} B are needed and {room} B are "
+            f"left for {_DOING[waiter.admission]} ({stats['used_bytes']} B used, "
+            f"{stats['free_bytes']} B free of {stats['size_bytes']}{beyond}); {why}. Rows here: "
+            f"{rows}{'; ' if views else ''}{views}. Consume or drop rows, claim with min= where a "
+            f"claim waits for more rows than fit, {self._advice}",
             needed_bytes=needed,
             room_bytes=room,
             free_bytes=stats["free_bytes"],
             arena_bytes=stats["size_bytes"],
+            spilled_bytes=stats["spilled_bytes"],
             rows=held,
             holders=holders,
         )

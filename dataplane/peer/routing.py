@@ -7,16 +7,18 @@ ordered there. What this peer has itself it knows without asking.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidRows
+from dataplane.errors import InvalidRows, PartitionConflict, StaleEpoch, Unavailable
 from dataplane.metadata.names import hash_name, is_minted, key_shard
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.wire.limits import NO_GROUP, SHARDS
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Enter, Entered, Leave
@@ -43,13 +45,20 @@ class Routing:
     async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
         """Rows or groups with these names are gone: the names leave the directory."""
         keys = column(raw, KEY)
-        primary = self.host.roster.primary(self.host.roster.directory_shards(entry.name, keys))
+        shards = self.host.roster.directory_shards(entry.name, keys)
+        primary = self.host.roster.primary(shards)
         for peer in np.unique(primary):
-            mine = keys[primary == peer].tobytes()
-            body = Leave(entry.name, entry.generation, mine, groups)
-            await self.mesh.insist(self.host.roster.members[int(peer)], body)
+            mine = primary == peer
+            body = Leave(entry.name, entry.generation, keys[mine].tobytes(), groups)
+            # They were looked up at one peer, and move to others one by one if at all.
+            at = functools.partial(self._address, int(shards[mine][0]))
+            await self.mesh.insist(at, body)
 
-    def _enter(self, caller: Caller, body: Enter) -> Body:
+    def _address(self, shard: int) -> str:
+        return self.host.roster.address(shard)
+
+    async def _enter(self, caller: Caller, body: Enter) -> Body:
+        await self.host.informed()
         keys = column(body.keys, KEY)
         scope = 2 * body.generation + body.groups  # a group and a row may have one name
         shards = self.host.directory.enter(scope, keys, body.shard)
@@ -60,6 +69,8 @@ class Routing:
         what is not known here is a minted key of a shard of this peer that leads nowhere else."""
         if self.host.solo:
             return True
+        if self.host.untold:
+            return False
         if rows.group_keys and not entry.store.knows_groups(rows.group_keys).all():
             return False
         new = column(rows.keys, KEY)[~entry.store.knows_rows(rows.keys)]
@@ -75,8 +86,39 @@ class Routing:
         entered = self.host.directory.enter(2 * entry.generation, new, None)
         return bool((entered == NOWHERE).all())
 
-    async def place(self, entry: Entry, rows: Rows) -> Routed:
-        """Where a put's rows go; new names are entered on the way."""
+    async def visit(
+        self,
+        rows: Rows,
+        place: Callable[[Rows], Awaitable[Routed]],
+        act: Callable[[str, Index, tuple[int, int]], Awaitable[None]],
+    ) -> None:
+        """Do something where rows are, once for each; where the roster changes on the way, where
+        the others are then. act: takes an address, which of the rows, and the roster's epoch."""
+        left = np.arange(rowset.count(rows))
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while len(left):
+            roster = self.host.roster
+            todo = np.ones(len(left), np.bool_)
+            try:
+                mine = rows if len(left) == rowset.count(rows) else rowset.take_rows(rows, left)
+                parts = await place(mine)
+                if self.host.roster is not roster:
+                    continue
+                for address, index in parts:
+                    await act(address, left[index], roster.epoch)
+                    todo[index] = False
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end):
+                    raise
+            left = left[todo]
+
+    def shard(self) -> int:
+        """Where this host enters new names. A put keeps to one, also when the roster changes on the
+        way: what it entered before must lead where it enters the rest."""
+        return int(self.host.roster.mint_shards(self.host.address)[0])
+
+    async def place(self, entry: Entry, shard: int, rows: Rows) -> Routed:
+        """Where a put's rows go; new names are entered on the way, for this shard."""
         n = rowset.count(rows)
         if self.host.solo:
             return [(self.host.address, np.arange(n))]
@@ -89,13 +131,43 @@ class Routing:
             grouped = group_index != NO_GROUP
             group_keys = column(rows.group_keys, KEY)
             names_minted = _minted(rows.group_names, len(group_keys))
-            of_group = await self._open(entry, group_keys, names_minted, groups=True)
+            of_group = await self._open(entry, shard, group_keys, names_minted, groups=True)
             shards[grouped] = of_group[group_index[grouped]]
             await self._tell_rows(entry, keys[grouped], minted[grouped], shards[grouped])
         alone = ~grouped
         if alone.any():
-            shards[alone] = await self._open(entry, keys[alone], minted[alone])
+            shards[alone] = await self._open(entry, shard, keys[alone], minted[alone])
         return self._by_peer(shards)
+
+    async def house(self, entry: Entry, rows: Rows) -> str:
+        """The peer at which restored rows live: this one, where it has shards. Their names are
+        entered for it; PartitionConflict where one of them is in this partition already."""
+        roster = self.host.roster
+        shard = int(roster.mint_shards(self.host.address)[0])
+        if not self.host.solo:
+            await self._claim_names(entry, rows.group_keys, rows.group_names, shard, groups=True)
+            await self._claim_names(entry, rows.keys, rows.names, shard, groups=False)
+        return roster.address(shard)
+
+    async def _claim_names(
+        self, entry: Entry, raw: bytes, names: list[Name] | None, shard: int, groups: bool
+    ) -> None:
+        roster = self.host.roster
+        keys = column(raw, KEY)
+        minted = _minted(names, len(keys))
+        own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
+        at_home = roster.primary(np.minimum(own, SHARDS - 1)) == roster.primary(shard)
+        asked = np.flatnonzero(~(minted & at_home))
+        if not len(asked):
+            return
+        entered = await self._ask(entry, keys[asked], minted[asked], shard, groups)
+        others = int((roster.primary(entered) != roster.primary(shard)).sum())
+        if others:
+            raise PartitionConflict(
+                f"{others} names that are to be restored are in partition {entry.name!r} already; "
+                "restore where it is not, or drop it first",
+                partition=entry.name,
+            )
 
     async def find(self, entry: Entry, rows: Rows) -> Routed:
         """Where rows are, by key alone; an unknown name is looked for here."""
@@ -143,15 +215,19 @@ class Routing:
         return shards
 
     async def _open(
-        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool = False
+        self,
+        entry: Entry,
+        shard: int,
+        keys: npt.NDArray[Any],
+        minted: npt.NDArray[Any],
+        groups: bool = False,
     ) -> npt.NDArray[Any]:
-        """Like `_look`, but new given names are entered for a shard of this peer."""
+        """Like `_look`, but new given names are entered for this shard."""
         shards = np.full(len(keys), NOWHERE, np.uint16)
         unknown = ~self._known_here(entry, keys, groups)
         given = np.flatnonzero(unknown & ~minted)
         if len(given):
-            mine = int(self.host.roster.mint_shards(self.host.address)[0])
-            shards[given] = await self._ask(entry, keys[given], minted[given], mine, groups)
+            shards[given] = await self._ask(entry, keys[given], minted[given], shard, groups)
         own = np.flatnonzero(unknown & minted)
         if len(own):
             shards[own] = await self._look(entry, keys[own], minted[own], groups)
@@ -166,8 +242,7 @@ class Routing:
     ) -> None:
         """Rows follow their group: enter keys whose own shard or entry would lead elsewhere."""
         roster = self.host.roster
-        mine = int(roster.mint_shards(self.host.address)[0])
-        shards = np.where(shards == NOWHERE, mine, shards)
+        shards = np.where(shards == NOWHERE, self.shard(), shards)
         own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
         stray = ~minted | (roster.primary(np.minimum(own, SHARDS - 1)) != roster.primary(shards))
         for shard in np.unique(shards[stray]):
@@ -190,14 +265,17 @@ class Routing:
     ) -> npt.NDArray[Any]:
         """One message to each peer that keeps a part of the directory for these keys."""
         # A minted key is looked up at the peer of its own shard, a name at its hash.
-        home = self.host.roster.directory_shards(entry.name, keys)
+        roster = self.host.roster
+        home = roster.directory_shards(entry.name, keys)
         home[minted] = [key_shard(k.tobytes()) % SHARDS for k in keys[minted]]
-        primary = self.host.roster.primary(home)
+        primary = roster.primary(home)
         shards = np.empty(len(keys), np.uint16)
         for peer in np.unique(primary):
             at = np.flatnonzero(primary == peer)
             body = Enter(entry.name, entry.generation, keys[at].tobytes(), shard, groups)
-            reply: Entered = await self.mesh.call(self.host.roster.members[int(peer)], body)
+            reply: Entered = await self.mesh.call(
+                roster.members[int(peer)], body, epoch=roster.epoch
+            )
             shards[at] = column(reply.shards, U2, len(at))
         return shards
 

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
+from dataplane.metadata.names import format_minted_many
 from dataplane.wire.limits import ABSENT, NO_GROUP
-from dataplane.wire.records import KEY, U4, VALUE, column
+from dataplane.wire.records import KEY, RANGE, U4, VALUE, column
 from dataplane.wire.tables import Column, Name, Owner, Rows, Spec, Table
 
 Index = npt.NDArray[np.intp]
@@ -24,6 +25,32 @@ def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
         raise ProtocolError(f"a column of keys has {len(rows.keys)} bytes, not a multiple of 16")
     return len(rows.keys) // KEY.itemsize
+
+
+def names(rows: Rows) -> list[Name]:
+    """The keys as users know them."""
+    return format_minted_many(rows.keys) if rows.names is None else rows.names
+
+
+def flat_values(columns: list[Column]) -> npt.NDArray[Any]:
+    """All VALUE records of columns in one row, leaves behind the values of each; read-only."""
+    return np.frombuffer(b"".join(b for c in columns for b in (c.values, c.leaves)), VALUE)
+
+
+def with_values(columns: list[Column], flat: npt.NDArray[Any]) -> list[Column]:
+    """The columns with other records, in the order of `flat_values`."""
+    raw, at = flat.tobytes(), 0
+    result = []
+    for c in columns:
+        middle, end = at + len(c.values), at + len(c.values) + len(c.leaves)
+        result.append(Column(c.field, raw[at:middle], c.leaf_counts, raw[middle:end]))
+        at = end
+    return result
+
+
+def ranges_of(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The RANGE records at the head of VALUE records."""
+    return values.view(np.uint64).reshape(-1, 3)[:, 0].copy().view(RANGE)
 
 
 def take_rows(rows: Rows, index: Index) -> Rows:
@@ -55,9 +82,11 @@ def take_column(source: Column, index: Index, record: np.dtype = VALUE) -> Colum
     ends = np.cumsum(counts)
     leaves = column(source.leaves, record)
     parts = [leaves[ends[i] - counts[i] : ends[i]] for i in index]
-    joined = np.concatenate(parts) if parts else leaves[:0]
     return Column(
-        source.field, values.tobytes(), counts[index].astype(U4).tobytes(), joined.tobytes()
+        source.field,
+        values.tobytes(),
+        counts[index].astype(U4).tobytes(),
+        b"".join(part.tobytes() for part in parts),
     )
 
 

@@ -7,30 +7,35 @@ instructions are carried out here. Each peer reports a stage's figures when they
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
-from dataplane.errors import ClaimTimeout, DataplaneError, PartitionGone, StreamEnd
+from dataplane.errors import ClaimTimeout, DataplaneError, PartitionGone, StaleEpoch, StreamEnd
 from dataplane.metadata.counts import Counts, Lane
-from dataplane.metadata.homes import (
+from dataplane.metadata.homes import StageHome
+from dataplane.metadata.instructions import (
     ClaimId,
     Complete,
     Ended,
     Order,
     Return,
-    StageHome,
+    Starved,
     Unmeetable,
     Watch,
 )
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Wait
 from dataplane.wire.peering import Counted, Demand, Report, Settled, Supplied, Withdraw
-from dataplane.wire.tables import Owner, Where
+from dataplane.wire.tables import Where
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,7 @@ REPORT_DELAY_S = 0.002
 """How long changes of a stage are gathered before its home elsewhere is told."""
 
 SeatKey = tuple[str, int, str]
+_figures = attrgetter(*Counted.__struct_fields__)
 
 
 @dataclass(slots=True)
@@ -52,8 +58,13 @@ class Seat:
     returning: dict[ClaimId, asyncio.Task[object]] = field(default_factory=dict)
     """claims that give back what they hold: nothing more is granted to them before that is done"""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: int = 0
-    """rows that the stage had not had when the peer that had them was lost"""
+    closed: bool = False
+    """the partition is gone, or its claims queue elsewhere: what was ordered before ends here"""
+
+    @property
+    def lost(self) -> int:
+        """Rows that the stage never had and never will."""
+        return sum(counts.lost_rows for counts in self.counts.values())
 
 
 def _lane(where: Where | None) -> Lane:
@@ -68,10 +79,11 @@ class Seats:
         self.partitions = partitions
         self._seats: dict[SeatKey, Seat] = {}
         self._watched: dict[SeatKey, list[Where]] = {}
-        self._due: dict[SeatKey, asyncio.TimerHandle] = {}
+        self._due: set[tuple[SeatKey, str]] = set()
+        """what is to be reported to which home"""
+        self._turns: WeakValueDictionary[tuple[SeatKey, str], asyncio.Lock] = WeakValueDictionary()
         partitions.on_phase.append(self._on_phase)
         mesh.on_parted.append(self._tell_again)
-        mesh.others.on_lost.append(self._forget)
         mesh.handlers |= {
             Report: self._report,
             Demand: self._demand,
@@ -86,34 +98,48 @@ class Seats:
         """Figures of these stages changed here."""
         for stage in stages:
             key = (entry.name, entry.generation, stage)
-            if self.host.roster.stage_home(entry.name, stage) == self.host.address:
+            home = self.host.roster.stage_home(entry.name, stage)
+            if home == self.host.address:
                 seat = self._seats.get(key)
                 if seat is not None:
                     self._refresh(seat)
                     self._pump(seat)
-            elif key not in self._due:
-                self._due[key] = asyncio.get_running_loop().call_later(
-                    REPORT_DELAY_S, self._send_report, entry, stage
+            elif (key, home) not in self._due:
+                self._due.add((key, home))
+                asyncio.get_running_loop().call_later(
+                    REPORT_DELAY_S, self._send_report, home, entry, stage
                 )
 
-    def _send_report(self, entry: Entry, stage: str) -> None:
-        self._due.pop((entry.name, entry.generation, stage), None)
-        self.mesh.spawn(self.tell(entry, stage))
+    def _send_report(self, home: str, entry: Entry, stage: str) -> None:
+        self.mesh.spawn(self._report_to(home, entry, stage))
 
     async def tell(self, entry: Entry, stage: str) -> None:
-        """Report a stage to its home elsewhere; a home that cannot be reached is told later."""
+        """Report a stage to its home now."""
         home = self.host.roster.stage_home(entry.name, stage)
-        if home == self.host.address or self.host.entries.get(entry.name) is not entry:
-            return
-        for where in [None, *self._watched.get((entry.name, entry.generation, stage), [])]:
-            counts = Counted(*astuple(entry.store.counts(stage, where)))
-            body = Report(entry.name, entry.generation, stage, counts, entry.store.sealing, where)
-            try:
-                await self.mesh.call(home, body)
-            except DataplaneError:
-                loop = asyncio.get_running_loop()
-                loop.call_later(1.0, self.changed, entry, {stage})
+        if home != self.host.address:
+            await self._report_to(home, entry, stage)
+
+    async def _report_to(self, home: str, entry: Entry, stage: str) -> None:
+        """One report at a time: each replaces those before it, so none may overtake another. A home
+        that cannot be reached is told later."""
+        key = (entry.name, entry.generation, stage)
+        turn = self._turns.setdefault((key, home), asyncio.Lock())
+        async with turn:
+            self._due.discard((key, home))
+            if self.host.entries.get(entry.name) is not entry:
                 return
+            roster = self.host.roster
+            if roster.stage_home(entry.name, stage) != home:
+                return
+            for where in [None, *self._watched.get(key, [])]:
+                counts = Counted(*_figures(entry.store.counts(stage, where)))
+                sealing = entry.store.sealing
+                body = Report(entry.name, entry.generation, stage, counts, sealing, where)
+                try:  # under another roster this peer may have more rows than it counted here
+                    await self.mesh.call(home, body, epoch=roster.epoch)
+                except DataplaneError:
+                    asyncio.get_running_loop().call_later(1.0, self.changed, entry, {stage})
+                    return
 
     def is_hungry(self, entry: Entry, stage: str) -> bool:
         """Does demand queue at a home that sits here?"""
@@ -129,22 +155,25 @@ class Seats:
 
     # the home
 
-    def _forget(self, gone: Owner) -> None:
-        """A peer is lost: its rows, its claims, and what was ordered from it."""
-        address = gone.peer
+    def turned(self) -> None:
+        """A new roster: all soft state goes. Claims queue again, and every peer reports again."""
         for seat in self._seats.values():
-            counts = seat.counts.pop(address, None)
-            seat.lost += counts.outstanding("rows") if counts is not None else 0
-            for claim in [c for c in seat.demands if c.peer == address]:
-                del seat.demands[claim]
-            seat.home.forget(address)
-            self._pump(seat)
+            self._close(seat, "moved")
+        self._seats.clear()
+        for entry in self.host.entries.values():
+            self.changed(entry, set(entry.definition.stages))
+
+    def _close(self, seat: Seat, outcome: str) -> None:
+        seat.closed = True
+        for claim in list(seat.demands):
+            self._settle(seat, claim, outcome)
+        seat.changed.set()
 
     async def _seat(self, partition: str, generation: int, stage: str) -> Seat:
         key = (partition, generation, stage)
         seat = self._seats.get(key)
         if seat is None:
-            entry = await self.partitions.entry(partition, generation)
+            entry = await self.partitions.entry(partition, generation, stage)
             seat = self._seats.get(key)
             if seat is None:
                 seat = Seat(entry, stage, StageHome(self.host.roster.members))
@@ -176,7 +205,7 @@ class Seats:
         seat = await self._seat(body.partition, body.generation, body.stage)
         claim = ClaimId(caller.address, body.number)
         seat.demands[claim] = body
-        seat.home.demand(claim, body.want)
+        seat.home.demand(claim, body.want, credit_bytes=body.credit_bytes)
         self._pump(seat)
         return Done()
 
@@ -194,34 +223,50 @@ class Seats:
 
     def _pump(self, seat: Seat) -> None:
         """Carry out what the home decided. Supplied orders come back here with new figures."""
+        if seat.closed:
+            return
         seat.changed.set()
         seat.changed = asyncio.Event()
         for instruction in seat.home.instructions():
             match instruction:
                 case Order():
                     self.mesh.spawn(self._order(seat, instruction))
-                case Complete(claim):
-                    self._settle(seat, claim, "complete")
+                case Complete(claim, _, told):
+                    if told:
+                        seat.demands.pop(claim, None)
+                    else:
+                        self._settle(seat, claim, "complete")
                 case Ended(claim):
                     self._settle(seat, claim, "lost" if seat.lost else "ended")
                 case Unmeetable(claim):
                     self._settle(seat, claim, "unmeetable")
+                case Starved(claim, needed_bytes):
+                    self._settle(seat, claim, "starved", needed_bytes)
                 case Return(claim):
                     body = Settled(claim.number, "return")
-                    seat.returning[claim] = self.mesh.spawn(self.mesh.call(claim.peer, body))
+                    seat.returning[claim] = self._tell(claim, body)
                 case Watch():
                     self.mesh.spawn(self._tell_watch(seat, instruction))
 
-    def _settle(self, seat: Seat, claim: ClaimId, outcome: str) -> None:
+    def _settle(self, seat: Seat, claim: ClaimId, outcome: str, needed_bytes: int = 0) -> None:
         seat.demands.pop(claim, None)
-        body = Settled(claim.number, outcome)  # type: ignore[arg-type]
-        self.mesh.spawn(self.mesh.call(claim.peer, body))
+        self._tell(claim, Settled(claim.number, outcome, needed_bytes))  # type: ignore[arg-type]
+
+    def _tell(self, claim: ClaimId, body: Settled) -> asyncio.Task[Any]:
+        """Until the claim's peer has heard it: the claim waits for nothing else."""
+
+        def find() -> str | None:
+            return claim.peer if claim.peer in self.host.roster.members else None
+
+        return self.mesh.spawn(self.mesh.insist(find, body))
 
     async def _order(self, seat: Seat, order: Order) -> None:
-        """One supplier leases to the claim; a supplier that fails has supplied nothing."""
+        """One supplier leases to the claim. What one that does not answer supplied is not known:
+        the claim gives back what it has, and queues anew."""
         demand = seat.demands.get(order.claim)
         entry = seat.entry
         reply = Supplied(0, 0, False)
+        unknown = False
         returning = seat.returning.pop(order.claim, None)
         if returning is not None:
             await asyncio.wait([returning])
@@ -238,29 +283,54 @@ class Seats:
                 demand.label,
                 demand.lease_ms,
                 demand.fields,
+                order.credit_bytes,
             )
             try:
                 reply = await self.mesh.call(order.peer, body)
             except DataplaneError as exc:
                 log.warning("%s could not supply stage %r: %s", order.peer, seat.stage, exc)
-        seat.home.supplied(order.claim, order.peer, reply.units, reply.amount, reply.blocked)
+                unknown = not isinstance(exc, StaleEpoch | PartitionGone)
+        if reply.ended:
+            seat.demands.pop(order.claim, None)
+            seat.home.withdraw(order.claim)
+        seat.home.supplied(
+            order.claim,
+            order.peer,
+            reply.units,
+            reply.amount,
+            reply.blocked,
+            reply.nbytes,
+            reply.needed_bytes,
+        )
+        if unknown and order.claim in seat.demands:
+            seat.home.withdraw(order.claim)
+            self._settle(seat, order.claim, "moved")
         self._refresh(seat)
         self._pump(seat)
 
     # lanes with a filter
 
     async def _tell_watch(self, seat: Seat, watch: Watch) -> None:
-        """Peers that count this lane tell its figures at once."""
+        """Peers that count this lane tell its figures at once. Each is told until it has heard, or
+        it is not wanted any more: a claim may wait for what only this peer can tell."""
         entry = seat.entry
         where = watch.lane.filter
         body = peering.Watch(entry.name, entry.generation, seat.stage, where, watch.on)
-        if watch.peer is None:
-            await self.mesh.call_all(body)
-        else:
-            await self.mesh.call(watch.peer, body)
+
+        def find(peer: str) -> str | None:
+            wanted = seat.home.watches(watch.lane) == watch.on
+            there = peer in self.host.roster.members
+            return peer if wanted and there and self._is_in_force(seat) else None
+
+        peers = self.host.roster.members if watch.peer is None else [watch.peer]
+        telling = (self.mesh.insist(functools.partial(find, peer), body) for peer in peers)
+        await asyncio.gather(*telling)
+
+    def _is_in_force(self, seat: Seat) -> bool:
+        return self._seats.get((seat.entry.name, seat.entry.generation, seat.stage)) is seat
 
     async def _watch(self, caller: Caller, body: peering.Watch) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = await self.partitions.entry(body.partition, body.generation, body.stage)
         watched = self._watched.setdefault((body.partition, body.generation, body.stage), [])
         if body.where is not None and body.on and body.where not in watched:
             watched.append(body.where)
@@ -277,23 +347,32 @@ class Seats:
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
         seat = await self._seat(body.partition, body.generation, body.stage)
+        if not self._has_heard_all(seat):
+            self.mesh.spawn(self._tell_watch(seat, Watch(_lane(None), True)))
         try:
             async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
                 while not self._is_satisfied(seat, body):
                     await seat.changed.wait()
                     if self.host.entries.get(body.partition) is not seat.entry:
                         raise PartitionGone(f"partition {body.partition!r} was dropped")
+                    if not self._is_in_force(seat):
+                        raise StaleEpoch(f"stage {body.stage!r} is looked after anew: ask again")
         except TimeoutError:
             raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None
         return Done()
 
-    @staticmethod
-    def _is_satisfied(seat: Seat, body: Wait) -> bool:
+    def _has_heard_all(self, seat: Seat) -> bool:
+        """A peer that has not reported yet may have what is waited for, or be full of it."""
+        return seat.counts.keys() >= set(self.host.roster.members)
+
+    def _is_satisfied(self, seat: Seat, body: Wait) -> bool:
         totals = list(seat.counts.values())
+        if body.count and sum(c.ready(body.unit) for c in totals) >= body.count:
+            return True
+        if not self._has_heard_all(seat):
+            return False
         outstanding = sum(c.outstanding(body.unit) for c in totals)
         if body.below and outstanding < body.below:
-            return True
-        if body.count and sum(c.ready(body.unit) for c in totals) >= body.count:
             return True
         if body.count and seat.entry.sealed and outstanding < body.count:
             remaining = sum(c.remaining(body.unit) for c in totals)
@@ -311,9 +390,7 @@ class Seats:
             seat = self._seats[key]
             if phase == "dropped":
                 del self._seats[key]
-                for claim in list(seat.demands):
-                    self._settle(seat, claim, "dropped")
-                seat.changed.set()
+                self._close(seat, "dropped")
             else:
                 seat.home.sealed(entry.sealed)
                 self._refresh(seat)

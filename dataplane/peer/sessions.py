@@ -1,8 +1,8 @@
 """Sessions: one client process each, what it holds, and the proof of its end.
 
 A session has several connections. Its leases end when the last connection closes or the process
-exits, whichever is seen first; memory it can still write or read comes back only when it said
-goodbye or its process is proved gone (pidfd), until then it is quarantined.
+exits, whichever is seen first; memory it can still write or read comes back only when it gave that
+back or its process is proved gone (pidfd), until then it is quarantined.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import ClientClosed
@@ -30,7 +30,6 @@ class Session:
     partitions: set[str] = field(default_factory=set)
     """partitions that it has declared or attached to"""
     pidfd: int = -1
-    said_goodbye: bool = False
     ended: bool = False
     gone: bool = False
     waiting: int = 0
@@ -46,6 +45,8 @@ class Sessions:
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
         self.last_seen = host.now()
+        self.came = False
+        """there has been a client"""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -53,10 +54,13 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._live.values()))
 
-    def open(self, pid: int, label: str) -> Session:
+    def open(self, pid: int, label: str, pools: Sequence[int] = ()) -> Session:
+        """pools: the device arenas that it reads in place."""
         session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on {self._host.name}")
         self._live[session.id] = session
+        self.came = True
         self._host.label(session.id, session.label)
+        self._host.reads_in_place(session.id, pools)
         try:
             session.pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)
@@ -80,7 +84,6 @@ class Sessions:
                 self._prove(session)
 
     def goodbye(self, session: Session) -> None:
-        session.said_goodbye = True
         self._host.space.give_back_all(session.id)
 
     def _end(self, session: Session) -> None:
@@ -88,8 +91,8 @@ class Sessions:
         session.ended = True
         self._ended(session)
         self._host.operations.end(session.id)
-        if session.said_goodbye and not self._host.space.pinned(session.id):
-            self._prove(session)
+        if not self._host.space.holds(session.id):
+            self._prove(session)  # of what it does not hold nothing must come back
             return
         self._quarantined[session.id] = session
         self._host.space.disown(session.id)

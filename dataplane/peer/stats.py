@@ -9,14 +9,21 @@ import os
 from typing import Any
 
 from dataplane.errors import DataplaneError
+from dataplane.memory.host_memory import HostMemory
+from dataplane.peer.budgets import Budgets
 from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import Caller, Mesh
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.room import Room
+from dataplane.peer.sampling import own_version
 from dataplane.peer.sessions import Session
+from dataplane.peer.spilling import Spilling
+from dataplane.peer.spreading import Spreading
+from dataplane.transport.seam import Remote
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
+from dataplane.wire.tables import Owner
 
 
 class Reporting:
@@ -26,27 +33,39 @@ class Reporting:
         mesh: Mesh,
         door: Door,
         room: Room,
+        budgets: Budgets,
         claims: Claims,
         pulls: Pulls,
+        spreading: Spreading,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.door = door
         self.room = room
+        self.budgets = budgets
         self.claims = claims
         self.pulls = pulls
+        self.spreading = spreading
+        self.spilling: Spilling | None = None
         mesh.handlers[Stats] = self._stats_here
 
     async def stats(self, session: Session, request: Request, body: Stats) -> Body:
+        if body.probe:
+            return StatsDone(await self._probed())
         if body.partition is None:
             return StatsDone(await self._plane())
         parts = await self.mesh.call_all(body)
         total = _sum([p.stats for p in parts])
         if total.get("rows"):
             total["bytes_per_row"] = total["metadata_bytes"] / total["rows"]
+        heard = [p.stats["lost_rows"] for p in parts if p.stats]
+        if heard:
+            total["lost_rows"] = max(heard)  # each has heard of all of them
         return StatsDone(total)
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:
+        if body.probe:
+            return StatsDone(await self._ways())
         if body.partition is None:
             return StatsDone(self._peer())
         entry = self.host.entries.get(body.partition)
@@ -63,17 +82,84 @@ class Reporting:
             "address": host.address,
             "incarnation": host.incarnation,
             "arena": space,
+            "devices": host.space.device_figures() if isinstance(host.space, HostMemory) else [],
             "shards": len(host.roster.shards_of(host.address)),
+            "roster": _roster(host),
             "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
             "clients": len(self.door.sessions),
             "connections": len(self.door.connections),
+            "encrypted": self.mesh.gate.encrypted,
+            "asked": dict(self.mesh.asked),
+            "refused": self.door.refusals.total + self.mesh.refused,
             "directory_names": len(host.directory),
             "leases": len(self.claims.leases),
             "waiting_claims": self.claims.waiting,
+            "starved_claims": len(self.claims.credit),
             "waiting_puts": len(self.room),
+            "waiting_for_budgets": len(self.budgets),
+            "budgets": self._budgets(),
             "pulled_bytes": self.pulls.pulled_bytes,
             "pull_hits": self.pulls.hits,
-            "bulk": self.pulls.engine.stats() if self.pulls.engine else None,
+            "moved_bytes": self.spreading.moved_bytes,
+            "adopted_bytes": self.spreading.adopted_bytes,
+            "spill_written_bytes": self.spilling.written_bytes if self.spilling else 0,
+            "spill_read_bytes": self.spilling.read_bytes if self.spilling else 0,
+            "bulk": self._bulk(),
+        }
+
+    def _bulk(self) -> dict[str, Any] | None:
+        if self.pulls.engine is None:
+            return None
+        return self.pulls.engine.stats() | {"paths": self.pulls.paths.stats()}
+
+    async def _probed(self) -> dict[str, Any]:
+        """Every peer's ways from all others: one after another, so that none is measured beside
+        another's load."""
+        peers = []
+        for address in self.host.roster.members:
+            try:
+                reply: StatsDone = await self.mesh.call(address, Stats(probe=True))
+                peers.append(reply.stats)
+            except DataplaneError as exc:
+                peers.append({"peer": self.mesh.others.name(address), "error": exc.message})
+        return {"plane": self.host.plane, "peers": peers}
+
+    async def _ways(self) -> dict[str, Any]:
+        """The ways to this peer from each other one."""
+        host, ways = self.host, []
+        for address in host.roster.members:
+            if address != host.address:
+                ways.append(await self._way(address))
+        return {
+            "peer": host.name,
+            "address": host.address,
+            "version": own_version(),
+            "arena_bytes": host.space.size_bytes,
+            **{k: v for k, v in self.pulls.paths.stats().items() if k != "peers"},
+            "from": ways,
+        }
+
+    async def _way(self, address: str) -> dict[str, Any]:
+        named = {"peer": self.mesh.others.name(address), "address": address}
+        try:
+            hello = await self.mesh.hello(address)
+            owner = Owner(address, hello.incarnation)
+            source = Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+            path, about = await self.pulls.paths.tried(source)
+        except DataplaneError as exc:
+            return named | {"error": exc.message}
+        return {"peer": hello.name, "address": address, **about, **path.shown()}
+
+    def _budgets(self) -> dict[str, dict[str, int]]:
+        """Of partitions that have one, what they use of it here."""
+        used = {entry.name: self.budgets.used_bytes(entry) for entry in self.host.entries.values()}
+        return {
+            name: {
+                "used_bytes": nbytes,
+                "limit_bytes": self.host.entries[name].definition.host_bytes or 0,
+            }
+            for name, nbytes in used.items()
+            if nbytes is not None
         }
 
     async def _plane(self) -> dict[str, Any]:
@@ -86,15 +172,35 @@ class Reporting:
                 continue
             try:
                 reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=2.0)
-                stats["peers"][reply.stats["peer"]] = _line(reply.stats)
+                name = reply.stats["peer"]  # embedded ones are all called so
+                name = f"{name} at {address}" if name in stats["peers"] else name
+                stats["peers"][name] = _line(reply.stats)
             except DataplaneError as exc:
                 stats["peers"][address] = {"address": address, "error": exc.message}
         return stats
 
 
+def _roster(host: Host) -> dict[str, Any]:
+    """The roster in force here. unprotected: members whose shards no backup in sync has."""
+    roster = host.roster
+    backup, in_sync = roster.backup_of(host.address)
+    hosts = [member for member in roster.members if len(roster.shards_of(member))]
+    return {
+        "founding": list(host.founding),
+        "epoch": list(roster.epoch),
+        "members": list(roster.members),
+        "backup": backup,
+        "in_sync": in_sync,
+        "unprotected": sum(not roster.backup_of(member)[1] for member in hosts),
+        "operations": host.progress.done,
+        "confirmed": host.progress.confirmed,
+    }
+
+
 def _line(stats: dict[str, Any]) -> dict[str, Any]:
     return {
         "address": stats["address"],
+        "incarnation": stats["incarnation"],
         "shards": stats["shards"],
         "partitions": len(stats["partitions"]),
         "rows": sum(p["rows"] for p in stats["partitions"].values()),
@@ -107,7 +213,8 @@ def _line(stats: dict[str, Any]) -> dict[str, Any]:
 def _partition(entry: Entry) -> dict[str, Any]:
     return {
         **entry.store.stats(),
-        "phase": "sealed" if entry.sealed else "sealing" if entry.store.sealing else "open",
+        "lost_rows": entry.losses.total,
+        "phase": entry.phase,
         "generation": entry.generation,
     }
 

@@ -6,20 +6,25 @@ again, so that a failure leaves nothing behind.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
+
+import numpy as np
 
 from dataplane.errors import DataplaneError, PutIncomplete, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.metadata.puts import PutPlan
+from dataplane.metadata.roster import Roster
 from dataplane.peer import rows as rowset
+from dataplane.peer.budgets import bytes_of
 from dataplane.peer.grants import Committed, Grants
-from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import Caller, Mesh, caller_of
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.mesh import Mesh, caller_of
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.routing import Routing
+from dataplane.peer.routing import Index, Routed, Routing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Put, PutDone, Request
-from dataplane.wire.records import DIGEST, U4, column
+from dataplane.wire.records import DIGEST, EXTENT, U4, column
 from dataplane.wire.tables import Column, Owner, Rows
 
 
@@ -46,6 +51,8 @@ class Writing:
             entry = self.host.entry(body.partition, body.generation)
             if entry is None or not self.routing.is_here(entry, body.rows):
                 return self._put_routed(session, request, body)
+            if self._must_wait(session, entry, body):
+                return self._put_routed(session, request, body)
             plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
             committed = self._commit_put(session, entry, body)
         try:
@@ -58,54 +65,62 @@ class Writing:
     async def _put_routed(self, session: Session, request: Request, body: Put) -> Body:
         with self.grants.unless_refused(session, body.ranges):
             entry = await self.partitions.entry(body.partition, body.generation)
-            parts = await self.routing.place(entry, body.rows)
-            for address, index in parts:
-                if address == self.host.address:
-                    rows = body.rows if len(parts) == 1 else rowset.take_rows(body.rows, index)
-                    columns = [rowset.take_column(c, index) for c in body.columns]
-                    entry.store.check_put(rows, columns, replace=body.replace)
+            look = functools.partial(self.routing.place, entry, self.routing.shard())
+            place = _Placed(self.host, look)
+            await self.routing.visit(body.rows, place, functools.partial(self._check, entry, body))
+            if self._must_wait(session, entry, body):
+                opens = not self._continues(session, entry, body.rows)
+                nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
+                await self.grants.budgets.before_putting(session, entry, nbytes, opens)
             committed = self._commit_put(session, entry, body)
         caller = caller_of(self.host, request, session)
-        stored: list[str | int] = []
-        for position, (address, index) in enumerate(parts):
-            whole = len(parts) == 1
-            rows = body.rows if whole else rowset.take_rows(body.rows, index)
-            columns = (
-                committed.columns
-                if whole
-                else [rowset.take_column(c, index) for c in committed.columns]
-            )
-            tags = body.tags if whole else {t: [v[i] for i in index] for t, v in body.tags.items()}
-            sub = Put(
-                body.partition,
-                body.generation,
-                rows,
-                columns,
-                body.specs,
-                tags,
-                replace=body.replace,
-                owners=committed.owners,
-            )
+        stored: list[Index] = []
+        tried = np.zeros(rowset.count(body.rows), np.bool_)
+
+        async def act(address: str, index: Index, epoch: tuple[int, int]) -> None:
+            sub = _part_of(body, committed, index)
+            # A peer that was lost may have taken them, and whoever took it over has them then.
+            sub.keep = bool(tried[index].any()) and not body.replace
             try:
-                await self.mesh.call(address, sub, caller=caller)
-            except BaseException as exc:
-                # A shard that did not answer may have taken its rows: their bytes stay.
-                first = position + isinstance(exc, Unavailable)
-                for _, refused in parts[first:]:
-                    self.grants.release_rows(committed.columns, refused)
-                if stored and isinstance(exc, DataplaneError):
-                    raise PutIncomplete(
-                        f"{len(stored)} of {rowset.count(body.rows)} rows of this put are in, then "
-                        f"it failed: {exc}. Put the rest again",
-                        committed=stored,
-                    ) from exc
+                await self.grants.hand_over(address, sub, caller, epoch)
+            except Unavailable:
+                tried[index] = True
                 raise
-            stored += rowset.row_names(rows)
+            stored.append(index)
+
+        with self.grants.under_way(committed, caller):
+            try:
+                await self.routing.visit(body.rows, place, act)
+            except DataplaneError as exc:
+                if not stored:
+                    raise
+                done = np.concatenate(stored)
+                raise PutIncomplete(
+                    f"{len(done)} of {rowset.count(body.rows)} rows of this put are in, then "
+                    f"it failed: {exc}. Put the rest again",
+                    committed=rowset.row_names(rowset.take_rows(body.rows, done)),
+                ) from exc
         return self._put_done(session, entry, body, committed)
+
+    async def _check(
+        self, entry: Entry, body: Put, address: str, index: Index, epoch: tuple[int, int]
+    ) -> None:
+        """What this peer would refuse it refuses before anything is written anywhere."""
+        if address == self.host.address:
+            rows = rowset.take_rows(body.rows, index)
+            columns = [rowset.take_column(c, index) for c in body.columns]
+            entry.store.check_put(rows, columns, replace=body.replace)
 
     def _commit_put(self, session: Session, entry: Entry, body: Put) -> Committed:
         kind = Admission.CONTINUE if self._continues(session, entry, body.rows) else Admission.OPEN
-        return self.grants.commit(session.id, body.columns, body.ranges, body.shared, kind)
+        return self.grants.commit(session, entry, body.columns, body.ranges, body.shared, kind)
+
+    def _must_wait(self, session: Session, entry: Entry, body: Put) -> bool:
+        if not entry.definition.host_bytes:
+            return False
+        opens = not self._continues(session, entry, body.rows)
+        nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
+        return self.grants.budgets.must_wait(entry, nbytes, opens)
 
     def _continues(self, session: Session, entry: Entry, rows: Rows) -> bool:
         """Is this about a group or row that is here already? The first one speaks for all."""
@@ -128,6 +143,7 @@ class Writing:
             owners,
             body.tags,
             replace=body.replace,
+            keep=body.keep,
             now=self.host.now(),
             plan=plan,
         )
@@ -143,7 +159,7 @@ class Writing:
         if body.pin:
             space.unpin(session.id, [body.pin])
         self.settle(entry)
-        return PutDone(self.grants.ahead(session, body.want_bytes))
+        return PutDone(self.grants.ahead(session, body.want_bytes, entry))
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
@@ -151,3 +167,38 @@ class Writing:
         if caller.address != self.host.address:
             self.settle(entry)
         return PutDone(kept=kept)
+
+
+class _Placed:
+    """Where a put's rows go: looked up once for the check and for the put, under one roster."""
+
+    def __init__(self, host: Host, look: Callable[[Rows], Awaitable[Routed]]) -> None:
+        self._host = host
+        self._look = look
+        self._known: tuple[Rows, Roster, Routed] | None = None
+
+    async def __call__(self, rows: Rows) -> Routed:
+        roster = self._host.roster
+        if self._known is None or self._known[0] is not rows or self._known[1] is not roster:
+            self._known = rows, roster, await self._look(rows)
+        return self._known[2]
+
+
+def _part_of(body: Put, committed: Committed, index: Index) -> Put:
+    """Some rows of a put, with their values where they lie."""
+    whole = len(index) == rowset.count(body.rows)
+    columns = committed.columns
+    tags = body.tags
+    if not whole:
+        columns = [rowset.take_column(c, index) for c in columns]
+        tags = {t: v if len(v) == 1 else [v[i] for i in index] for t, v in tags.items()}
+    return Put(
+        body.partition,
+        body.generation,
+        body.rows if whole else rowset.take_rows(body.rows, index),
+        columns,
+        body.specs,
+        tags,
+        replace=body.replace,
+        owners=committed.owners,
+    )

@@ -4,9 +4,10 @@
 |---|---|
 | what a transport must be able to do | seam |
 | the peer's door to bulk transfer; one worker process and its restart | engine, link, limiter |
-| the worker process | worker |
+| the worker process; which transports there are | worker, registry |
 | TCP: both sides, its connections, one stream | tcp, tcp_reader, tcp_owner, connections, stream |
-| frames and records, tickets, cutting | bulk_frames, tickets, slices |
+| other engines: the reader holds, reads and confirms; the owner holds | holding, holds |
+| frames and records, tickets, what may be asked, cutting | bulk_frames, tickets, asked, slices |
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.seam import (
     Capabilities,
+    Held,
     ReadOutcome,
     ReadRequest,
     Region,
+    RegionKey,
     Remote,
+    SendRequest,
     Transport,
 )
 from dataplane.transport.tickets import plane_key
@@ -26,10 +30,13 @@ __all__ = [
     "COPY",
     "GONE",
     "Capabilities",
+    "Held",
     "ReadOutcome",
     "ReadRequest",
     "Region",
+    "RegionKey",
     "Remote",
+    "SendRequest",
     "Transport",
     "plane_key",
 ]

@@ -1,8 +1,9 @@
 """Frames and records of bulk transfer: between two workers (TCP), and between worker and peer.
 
 Both are a u32 little-endian length and one MessagePack body, as at the local door. Between workers
-the owner's side speaks first (`Greeting`), a `Pull` is answered by `Sending`, the raw bytes of all
-items that are not gone, in order, and `Sent`; or by `Refused`, which ends the connection.
+the owner's side speaks first (`Greeting`); `Join` and `Joined` prove to each other that both are of
+the plane. Then a `Pull` is answered by `Sending`, the raw bytes of all items that are not gone, in
+order, and `Sent`; or by `Refused`, which ends the connection.
 Lengths are checked before anything is stored; per-item data are raw columns.
 """
 
@@ -17,10 +18,16 @@ from dataplane.errors import DataplaneError, FrameTooLarge, ProtocolError, from_
 from dataplane.wire.tables import Owner
 
 HEADER_BYTES = 4
+MAX_JOIN_FRAME_BYTES = 4_096
+"""For frames of whoever has not yet proved to be of the plane."""
 MAX_PULL_FRAME_BYTES = 1 << 20
 MAX_PULL_ITEMS = 16_384
 MAX_PULL_BYTES = 8 << 20
 """The most that one `Pull` may ask for: small requests wait behind no more than this."""
+MAX_HOLD_BYTES = 64 << 20
+"""The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
+MAX_CARD_BYTES = 64 << 10
+"""What an engine may tell of a registered region."""
 SMALL_LANE_BYTES = 256 << 10
 """Reads up to this size have connections of their own: they never queue behind large ones."""
 CHALLENGE_BYTES = 16
@@ -71,6 +78,20 @@ class Greeting(Frame, tag=1):
     max_bytes: int
 
 
+class Join(Frame, tag=6):
+    """The reader's first frame: its own challenge, and the proof that it has the plane's key."""
+
+    version: int
+    challenge: bytes
+    proof: bytes
+
+
+class Joined(Frame, tag=7):
+    """The owner's proof; from here on the connection takes pulls."""
+
+    proof: bytes
+
+
 class Pull(Frame, tag=2):
     """pieces: PIECE records. nbytes: their sum, so that a damaged column is noticed."""
 
@@ -89,6 +110,36 @@ class Sending(Frame, tag=3):
 
 class Sent(Frame, tag=4):
     """The ranges were pinned until the last of these bytes was handed over."""
+
+    nbytes: int
+
+
+class Hold(Frame, tag=8):
+    """Pins pieces for an engine that does not do so itself, until `Release`.
+
+    tag, card: of the reader, for an engine whose owner sends. nbytes: as in `Pull`.
+    """
+
+    version: int
+    ticket: Ticket
+    pieces: bytes
+    nbytes: int
+    transport: str
+    tag: int = 0
+    card: bytes = b""
+
+
+class Held(Frame, tag=9):
+    """sources: u64 per piece, its offset in the owner's region, or GONE. mac: see `tickets`."""
+
+    sources: bytes
+    generation: int
+    card: bytes
+    mac: bytes
+
+
+class Release(Frame, tag=15):
+    """The reader has `nbytes` of what was held; `Sent` says that it was held until now."""
 
     nbytes: int
 
@@ -112,21 +163,33 @@ class Refused(Frame, tag=5):
 
 
 class Configure(Frame, tag=10):
-    """The first frame: who this peer is, and the plane's key for tickets."""
+    """The first frame: who this peer is, and the plane's key for tickets.
+
+    tls: private key and certificate in PEM of a peer that speaks TLS alone; empty: it speaks none.
+    """
 
     owner: Owner
     key: bytes
     transport: str = "tcp"
+    tls: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"<Configure {self.transport} for {self.owner.peer}>"
 
 
 class Read(Frame, tag=11):
-    """copies: COPY records. timeout_ms counts from the arrival of this frame."""
+    """copies: COPY records. timeout_ms counts from the arrival of this frame.
+
+    fingerprint: see `seam.Remote`.
+    """
 
     job: int
     owner: Owner
     addresses: list[str]
     copies: bytes
     timeout_ms: int
+    transport: str = "tcp"
+    fingerprint: str = ""
 
 
 class Cancel(Frame, tag=12):
@@ -146,15 +209,18 @@ class Forget(Frame, tag=14):
 
     owner: Owner
     addresses: list[str]
+    fingerprint: str = ""
 
 
 # from a worker to its peer
 
 
 class Ready(Frame, tag=20):
-    """The arena is mapped and the worker serves."""
+    """The arena is mapped and the worker serves. missing: why not with the engine asked for."""
 
     pid: int
+    transport: str = "tcp"
+    missing: str = ""
 
 
 class PinAsked(Frame, tag=21):
@@ -181,14 +247,16 @@ class Finished(Frame, tag=23):
     refused: Refused | None = None
 
 
-FromOwner = Greeting | Sending | Sent | Refused
+ToOwner = Pull | Hold | Release
+FromOwner = Greeting | Joined | Sending | Sent | Refused | Held
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished
 
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
-_pull = msgspec.msgpack.Decoder(Pull)
+_join = msgspec.msgpack.Decoder(Join)
+_to_owner: msgspec.msgpack.Decoder[ToOwner] = msgspec.msgpack.Decoder(ToOwner)
 _from_owner: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -212,8 +280,13 @@ def frame_length(header: bytes, limit: int) -> int:
     return length
 
 
-def decode_pull(body: bytes) -> Pull:
-    return _decode(_pull, body)
+def decode_join(body: bytes) -> Join:
+    return _decode(_join, body)
+
+
+def decode_to_owner(body: bytes) -> ToOwner:
+    """What a member may ask of an owner."""
+    return _decode(_to_owner, body)
 
 
 def decode_from_owner(body: bytes) -> FromOwner:

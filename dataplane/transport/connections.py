@@ -1,4 +1,4 @@
-"""Outbound connections of a bulk worker: greeted, pooled per remote address and lane.
+"""Outbound connections of a bulk worker: greeted and joined, pooled per remote address and lane.
 
 One transfer at a time per connection. Large transfers share a bounded number of connections to an
 address; small ones have others, so that they never wait behind a large one.
@@ -6,29 +6,38 @@ address; small ones have others, so that they never wait behind a large one.
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dataplane.errors import ProtocolError, VersionMismatch
+from dataplane.errors import ProtocolError, TicketRefused, TransportMissing, VersionMismatch
 from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
-    MAX_PULL_FRAME_BYTES,
+    MAX_JOIN_FRAME_BYTES,
+    FromOwner,
     Greeting,
+    Join,
+    Joined,
     Refused,
     decode_from_owner,
+    encode,
 )
+from dataplane.transport.seam import Endpoint
+from dataplane.transport.secure_stream import dialling
 from dataplane.transport.stream import BulkStream, unconnected
-from dataplane.transport.tickets import nonce_of
+from dataplane.transport.tickets import nonce_of, proof
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
 Lane = Literal["small", "large"]
 
 PARALLEL = {"small": 4, "large": 4}
-"""Connections to one address that may be in use at once, by lane."""
+"""Connections to one endpoint that may be in use at once, by lane."""
 IDLE_S = 60.0
 """Less than the owner's patience, so that a pooled connection is rarely found closed."""
 CONNECT_S = 5.0
@@ -36,9 +45,9 @@ CONNECT_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A greeted stream; `nonce` must be taken exactly once per request."""
+    """A joined stream; `nonce` must be taken exactly once per request."""
 
-    address: str
+    endpoint: Endpoint
     lane: Lane
     stream: BulkStream
     greeting: Greeting
@@ -69,17 +78,19 @@ class Watch(Protocol):
 class Connections:
     """The pool. Whoever borrowed a connection gives it back or discards it."""
 
-    def __init__(self) -> None:
-        self._idle: defaultdict[tuple[str, Lane], list[Connection]] = defaultdict(list)
-        self._used: defaultdict[tuple[str, Lane], int] = defaultdict(int)
+    def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
+        self._key = key
+        self._tls_only = tls_only
+        self._idle: defaultdict[tuple[Endpoint, Lane], list[Connection]] = defaultdict(list)
+        self._used: defaultdict[tuple[Endpoint, Lane], int] = defaultdict(int)
         self._changed = threading.Condition()
 
-    def borrow(self, address: str, lane: Lane, deadline: float, user: Watch) -> Connection:
+    def borrow(self, endpoint: Endpoint, lane: Lane, deadline: float, user: Watch) -> Connection:
         """A connection for one transfer. TimeoutError when none is free before the deadline.
 
         OSError when it cannot be made, or when the user was told to stop.
         """
-        where = (address, lane)
+        where = (endpoint, lane)
         with self._changed:
             self._await_turn(where, deadline, user)
             self._expire(time.monotonic() - IDLE_S)
@@ -89,7 +100,7 @@ class Connections:
                 user.watch(connection.stream)
                 return connection
         try:
-            return _greeted(address, lane, deadline, user)
+            return self._joined(endpoint, lane, deadline, user)
         except BaseException:
             self._leave(where)
             raise
@@ -102,18 +113,19 @@ class Connections:
     def give_back(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         with self._changed:
-            self._idle[connection.address, connection.lane].append(connection)
-        self._leave((connection.address, connection.lane))
+            self._idle[connection.endpoint, connection.lane].append(connection)
+        self._leave((connection.endpoint, connection.lane))
 
     def discard(self, connection: Connection) -> None:
         """The connection is broken, or nobody knows what is still on its way."""
-        connection.stream.close()
-        self._leave((connection.address, connection.lane))
+        connection.stream.reset()
+        self._leave((connection.endpoint, connection.lane))
 
-    def forget(self, addresses: Iterable[str]) -> None:
+    def forget(self, endpoints: Iterable[Endpoint]) -> None:
         """Closes what is idle there; what is in use ends by itself."""
+        gone = set(endpoints)
         with self._changed:
-            for where in [w for w in self._idle if w[0] in set(addresses)]:
+            for where in [w for w in self._idle if w[0] in gone]:
                 for connection in self._idle.pop(where):
                     connection.stream.close()
 
@@ -121,14 +133,62 @@ class Connections:
         with self._changed:
             self._expire(float("inf"))
 
-    def _await_turn(self, where: tuple[str, Lane], deadline: float, user: Watch) -> None:
+    def _joined(self, endpoint: Endpoint, lane: Lane, deadline: float, user: Watch) -> Connection:
+        stream, place = unconnected(endpoint.address, self._stream_of(endpoint))
+        try:
+            user.watch(stream)
+            stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
+            stream.handshake(deadline)
+            greeting = _opening(stream, deadline)
+            if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
+                raise ProtocolError(f"{endpoint} does not greet like a bulk worker")
+            version = _common_version(greeting.versions)
+            self._join(endpoint, stream, greeting.challenge, version, deadline)
+            return Connection(endpoint, lane, stream, greeting, version)
+        except BaseException:
+            user.unwatch(stream)
+            stream.reset()
+            raise
+
+    def _stream_of(self, endpoint: Endpoint) -> Callable[[socket.socket], BulkStream]:
+        if endpoint.fingerprint:
+            return dialling(endpoint.fingerprint)
+        if self._tls_only:
+            raise TransportMissing(
+                f"the peer at {endpoint} speaks no TLS, and this one reads with --bulk-tls: start "
+                "every peer of the plane with --bulk-tls (DATAPLANE_BULK_TLS=1)",
+                address=endpoint.address,
+            )
+        return BulkStream
+
+    def _join(
+        self,
+        endpoint: Endpoint,
+        stream: BulkStream,
+        challenge: bytes,
+        version: int,
+        deadline: float,
+    ) -> None:
+        """Both sides prove that they have the plane's key."""
+        mine = secrets.token_bytes(CHALLENGE_BYTES)
+        join = Join(version, mine, proof(self._key, "reader", challenge, mine))
+        stream.send(encode(join), deadline)
+        answer = _opening(stream, deadline)
+        expected = proof(self._key, "owner", challenge, mine)
+        if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
+            raise TicketRefused(
+                f"what listens at {endpoint} cannot prove that it is a peer of this plane",
+                address=endpoint.address,
+            )
+
+    def _await_turn(self, where: tuple[Endpoint, Lane], deadline: float, user: Watch) -> None:
         while self._used.get(where, 0) >= PARALLEL[where[1]] and not user.stopped:
             if not self._changed.wait(deadline - time.monotonic()):
                 raise TimeoutError(f"no connection to {where[0]} became free in time")
         if user.stopped:
             raise ConnectionAbortedError("told to stop")
 
-    def _leave(self, where: tuple[str, Lane]) -> None:
+    def _leave(self, where: tuple[Endpoint, Lane]) -> None:
         with self._changed:
             self._used[where] -= 1
             if not self._used[where]:
@@ -144,24 +204,15 @@ class Connections:
                 del self._idle[where]
 
 
-def _greeted(address: str, lane: Lane, deadline: float, user: Watch) -> Connection:
-    stream, place = unconnected(address)
-    try:
-        user.watch(stream)
-        stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
-        frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
-        if frame is None:
-            raise ConnectionResetError("the owner's worker closed the connection at once")
-        greeting = decode_from_owner(frame)
-        if isinstance(greeting, Refused):
-            raise greeting.error()
-        if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-            raise ProtocolError(f"{address} does not greet like a bulk worker")
-        return Connection(address, lane, stream, greeting, _common_version(greeting.versions))
-    except BaseException:
-        user.unwatch(stream)
-        stream.close()
-        raise
+def _opening(stream: BulkStream, deadline: float) -> FromOwner:
+    """One of the owner's first two frames."""
+    frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
+    if frame is None:
+        raise ConnectionResetError("the owner's worker closed the connection at once")
+    answer = decode_from_owner(frame)
+    if isinstance(answer, Refused):
+        raise answer.error()
+    return answer
 
 
 def _common_version(versions: tuple[int, int]) -> int:

@@ -16,13 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import DeadlineExceeded, LimitExceeded, TransferFailed, Unavailable
+from dataplane.errors import (
+    DeadlineExceeded,
+    InvalidConfig,
+    LimitExceeded,
+    TransferFailed,
+    Unavailable,
+)
 from dataplane.transport.bulk_frames import COPY, SMALL_LANE_BYTES, Configure
+from dataplane.transport.identity import Identity
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
+from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.transport.slices import Slice, cut
-from dataplane.transport.tcp import TcpTransport
 from dataplane.wire.tables import Owner
 
 PART_BYTES = 64 << 20
@@ -46,6 +53,8 @@ class BulkEngine:
 
     arena_rw_fd: the arena's memfd, read-write; the engine borrows it. host: where to listen.
     pin, unpin: called in the event loop, see `link.Pin`. key: the plane's, see `tickets`.
+    transport: what the workers run beside TCP; `transport` and `missing` tell how that went.
+    identity: the workers speak TLS alone, with this certificate, and run nothing beside TCP.
     """
 
     def __init__(
@@ -59,11 +68,18 @@ class BulkEngine:
         pin: Pin,
         unpin: Unpinned,
         workers: int = 1,
+        transport: str = TCP,
+        identity: Identity | None = None,
     ) -> None:
+        if identity is not None and transport != TCP:
+            raise InvalidConfig(f"{transport} moves bytes unencrypted: it cannot run with TLS")
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
         self._host = host
-        self._configure = Configure(owner, key)
+        self._configure = Configure(owner, key, transport, identity.pem if identity else b"")
+        self._identity = identity
+        self.left_out = ""
+        """why no other engine was tried; said where `missing` is"""
         self._pin = pin
         self._unpin = unpin
         self._traffic = Traffic()
@@ -89,6 +105,23 @@ class BulkEngine:
     def pids(self) -> tuple[int, ...]:
         """The worker processes that run now."""
         return tuple(link.pid for link in self._links if link and link.pid)
+
+    @property
+    def transport(self) -> str:
+        """What all workers run beside TCP: the engine asked for, or `tcp`."""
+        running = {link.transport for link in self._links if link is not None}
+        return running.pop() if len(running) == 1 else TCP
+
+    @property
+    def missing(self) -> str:
+        """Why the workers do not run the engine asked for; "" where they do."""
+        said = (link.missing for link in self._links if link and link.missing)
+        return next(said, self.left_out)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the certificate that the workers show, see `Remote`; "": they speak no TLS."""
+        return self._identity.fingerprint if self._identity is not None else ""
 
     async def start(self) -> None:
         """Starts all workers. Unavailable when one does not get ready."""
@@ -118,25 +151,29 @@ class BulkEngine:
         for listener in self._listeners:
             listener.close()
 
-    async def read(self, remote: Remote, copies: Records, timeout_s: float = 30.0) -> ReadOutcome:
+    async def read(
+        self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
+    ) -> ReadOutcome:
         """Brings the pieces named by COPY records from a peer into this arena.
 
         Items whose range is gone there are marked in the outcome, the others arrive. Raises
         TransferFailed (may be retried once), Unavailable, DeadlineExceeded, TicketRefused,
-        LimitExceeded. Cancelling the task cancels the transfer, and waits until it has stopped.
+        LimitExceeded, TransportMissing. Cancelling the task cancels the transfer, and waits until
+        it has stopped.
         """
         copies = np.ascontiguousarray(copies, COPY)
         self._check_inside(copies)
         deadline = asyncio.get_running_loop().time() + timeout_s
         parts = list(cut(copies, PART_BYTES, PART_ITEMS))
         if len(parts) == 1 and len(parts[0].copies) == len(copies):
-            return await self._read_part(remote, parts[0], deadline)
+            return await self._read_part(remote, parts[0], deadline, transport)
         tasks: list[asyncio.Task[ReadOutcome]] = []
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
-                    tasks.append(group.create_task(self._read_part(remote, part, deadline)))
+                    read = self._read_part(remote, part, deadline, transport)
+                    tasks.append(group.create_task(read))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         gone = np.zeros(len(copies), bool)
@@ -155,8 +192,11 @@ class BulkEngine:
         """Plain figures since the start: bytes, jobs, pins, workers."""
         links = [link for link in self._links if link is not None]
         return {
-            "transport": TcpTransport.capabilities.name,
+            "transport": self.transport,
+            "tls": self._identity is not None,
+            "addresses": list(self.address),
             "bytes_in": self._traffic.bytes_in,
+            "bytes_in_over": dict(self._traffic.bytes_in_over),
             "bytes_out": self._traffic.bytes_out,
             "jobs_done": self._traffic.jobs_done,
             "jobs_failed": self._traffic.jobs_failed,
@@ -168,13 +208,15 @@ class BulkEngine:
             "restarts": self._traffic.restarts,
         }
 
-    async def _read_part(self, remote: Remote, part: Slice, deadline: float) -> ReadOutcome:
+    async def _read_part(
+        self, remote: Remote, part: Slice, deadline: float, transport: str
+    ) -> ReadOutcome:
         small = part.nbytes <= SMALL_LANE_BYTES
         limit = self._limits["small" if small else "large"]
         loop = asyncio.get_running_loop()
         async with _room(limit, max(part.nbytes, SMALL_JOB_BYTES), deadline):
             link = await self._usable_link(deadline)
-            job, future = link.read(remote, part.copies, deadline - loop.time())
+            job, future = link.read(remote, part.copies, deadline - loop.time(), transport)
             try:
                 await asyncio.wait({future}, timeout=deadline - loop.time() + GRACE_S)
             except asyncio.CancelledError:

@@ -25,13 +25,14 @@ class ResourceLimiter:
     @asynccontextmanager
     async def room(self, nbytes: int) -> AsyncIterator[None]:
         """Waits for room in order of arrival; leaving the body, or a cancelled wait, frees it."""
-        await self._acquire(nbytes)
+        await self.acquire(nbytes)
         try:
             yield
         finally:
-            self._release(nbytes)
+            self.release(nbytes)
 
-    async def _acquire(self, nbytes: int) -> None:
+    async def acquire(self, nbytes: int) -> None:
+        """Waits for room in order of arrival; `release` frees it."""
         if not self._queue and self._fits(nbytes):
             self.used_bytes += nbytes
             return
@@ -42,14 +43,14 @@ class ResourceLimiter:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._release(nbytes)  # the room was given in the moment of the cancellation
+                self.release(nbytes)  # the room was given in the moment of the cancellation
             else:
                 with suppress(ValueError):  # already skipped by `_admit`
                     self._queue.remove(entry)
                 self._admit()
             raise
 
-    def _release(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         self.used_bytes -= nbytes
         self._admit()
 

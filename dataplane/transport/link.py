@@ -14,9 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -37,12 +37,15 @@ from dataplane.transport.bulk_frames import (
     decode_from_worker,
     encode,
 )
+from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.frames import FrameReader
 from dataplane.wire.records import EXTENT, RANGE, column
 
-Pin = Callable[[Records], tuple[int, Records]]
-"""RANGE records in; a pin id, and an EXTENT per range whose `offset` is GONE where it is gone."""
+Pinning = tuple[int, Records]
+Pin = Callable[[Records], Pinning | Awaitable[Pinning]]
+"""RANGE records in; a pin id, and an EXTENT per range whose `offset` is GONE where it is gone. At
+once, or when what is not in the arena has been read back; cancelled, it holds nothing."""
 Unpinned = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class Traffic:
     jobs_failed: int = 0
     pins_served: int = 0
     restarts: int = 0
+    bytes_in_over: dict[str, int] = field(default_factory=dict)
+    """by transport"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +85,19 @@ class WorkerLink(asyncio.Protocol):
         self._traffic = traffic
         self._frames = FrameReader()
         self._numbers = itertools.count(1)
-        self._jobs: dict[int, tuple[asyncio.Future[ReadOutcome], int, int]] = {}
+        self._jobs: dict[int, tuple[asyncio.Future[ReadOutcome], int, int, str]] = {}
         self._pins: dict[int, int] = {}
+        self._pinning: dict[int, asyncio.Task[None]] = {}
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.outstanding_bytes = 0
+        self.transport = TCP
+        """what the worker runs beside TCP, if it does"""
+        self.missing = ""
+        """why not what it was asked for"""
 
     def __repr__(self) -> str:
         state = "ended" if self.ended.done() else "ready" if self.usable else "starting"
@@ -147,23 +157,25 @@ class WorkerLink(asyncio.Protocol):
         )
 
     def read(
-        self, remote: Remote, copies: Records, timeout_s: float
+        self, remote: Remote, copies: Records, timeout_s: float, transport: str = TCP
     ) -> tuple[int, asyncio.Future[ReadOutcome]]:
         """Starts a job: its number, and what becomes of it."""
         job, nbytes = next(self._numbers), int(copies["nbytes"].sum())
         future: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
-        self._jobs[job] = (future, nbytes, len(copies))
+        self._jobs[job] = (future, nbytes, len(copies), transport)
         self.outstanding_bytes += nbytes
         timeout_ms = max(1, int(timeout_s * 1000))
         addresses = list(remote.addresses)
-        self._send(Read(job, remote.owner, addresses, copies.tobytes(), timeout_ms))
+        raw = copies.tobytes()
+        fingerprint = remote.fingerprint
+        self._send(Read(job, remote.owner, addresses, raw, timeout_ms, transport, fingerprint))
         return job, future
 
     def cancel(self, job: int) -> None:
         self._send(Cancel(job))
 
     def forget(self, remote: Remote) -> None:
-        self._send(Forget(remote.owner, list(remote.addresses)))
+        self._send(Forget(remote.owner, list(remote.addresses), remote.fingerprint))
 
     def kill(self) -> None:
         """Ends the process at once; `ended` says when it has."""
@@ -201,33 +213,50 @@ class WorkerLink(asyncio.Protocol):
             case Finished() as finished:
                 self._finished(finished)
             case PinAsked() as asked:
-                self._send(self._answer(asked))
+                self._pin_for(asked)
             case Unpin(ask=ask, nbytes=nbytes):
                 self._traffic.bytes_out += nbytes
+                if (pinning := self._pinning.get(ask)) is not None:
+                    pinning.cancel()
                 if (pin := self._pins.pop(ask, None)) is not None:
                     self._unpin(pin)
-            case Ready():
+            case Ready(transport=transport, missing=missing):
+                self.transport, self.missing = transport, missing
                 if not self.ready.done():
                     self.ready.set_result(None)
 
-    def _answer(self, asked: PinAsked) -> PinAnswer:
+    def _pin_for(self, asked: PinAsked) -> None:
+        ask = asked.ask
         try:
-            ranges = column(asked.ranges, RANGE)
-            pin, places = self._pin(ranges)
-        except DataplaneError as exc:
-            return PinAnswer(asked.ask, b"", Refused.of(exc))
-        except Exception:
-            logger.exception("bulk: ranges could not be pinned")
-            bug = InternalError("the owner could not pin the ranges; its log has the traceback")
-            return PinAnswer(asked.ask, b"", Refused.of(bug))
-        self._pins[asked.ask] = pin
+            pinned = self._pin(column(asked.ranges, RANGE))
+        except Exception as exc:
+            self._send(_not_pinned(ask, exc))
+            return
+        if isinstance(pinned, tuple):
+            self._send(self._answer(ask, *pinned))
+            return
+        task = asyncio.get_running_loop().create_task(self._pin_later(ask, pinned))
+        self._pinning[ask] = task
+        task.add_done_callback(lambda _: self._pinning.pop(ask))
+
+    async def _pin_later(self, ask: int, pinned: Awaitable[Pinning]) -> None:
+        try:
+            answer = self._answer(ask, *await pinned)
+        except Exception as exc:
+            answer = _not_pinned(ask, exc)
+        self._send(answer)
+
+    def _answer(self, ask: int, pin: int, places: Records) -> PinAnswer:
+        self._pins[ask] = pin
         self._traffic.pins_served += 1
-        return PinAnswer(asked.ask, np.ascontiguousarray(places, EXTENT).tobytes())
+        return PinAnswer(ask, np.ascontiguousarray(places, EXTENT).tobytes())
 
     def _finished(self, finished: Finished) -> None:
-        future, nbytes, count = self._jobs.pop(finished.job)
+        future, nbytes, count, transport = self._jobs.pop(finished.job)
         self.outstanding_bytes -= nbytes
         self._traffic.bytes_in += finished.nbytes
+        over = self._traffic.bytes_in_over
+        over[transport] = over.get(transport, 0) + finished.nbytes
         if finished.refused is not None:
             self._traffic.jobs_failed += 1
             _settle(future, finished.refused.error())
@@ -251,15 +280,25 @@ class WorkerLink(asyncio.Protocol):
             pid=self.pid,
             exit_code=code,
         )
-        for future, _, _ in self._jobs.values():
+        for future, *_ in self._jobs.values():
             self._traffic.jobs_failed += 1
             _settle(future, error)
         self._jobs.clear()
         self.outstanding_bytes = 0
+        for pinning in self._pinning.values():
+            pinning.cancel()
         for pin in self._pins.values():
             self._unpin(pin)
         self._pins.clear()
         self.ended.set_result(None)
+
+
+def _not_pinned(ask: int, exc: Exception) -> PinAnswer:
+    if isinstance(exc, DataplaneError):
+        return PinAnswer(ask, b"", Refused.of(exc))
+    logger.error("bulk: ranges could not be pinned", exc_info=exc)
+    bug = InternalError("the owner could not pin the ranges; its log has the traceback")
+    return PinAnswer(ask, b"", Refused.of(bug))
 
 
 def _settle(future: asyncio.Future[ReadOutcome], error: DataplaneError) -> None:

@@ -1,15 +1,16 @@
 """The seam that every way of moving bytes between hosts implements; `tcp` is the one always there.
 
 A transport runs inside a bulk worker, a child process of the peer that maps the peer's arena. It
-registers the arena once, serves other peers' reads of it, and reads from theirs straight into it.
-It never decides what may be read: the `PinDesk`, which asks the peer, does. Another engine is one
-file with a subclass of `Transport`.
+registers the arena once and moves bytes between registered regions. It never decides what may be
+read: pins, tickets and the confirmation (`holding`, `holds`) lie above it. Another engine is one
+file with a subclass of `Transport`, named in the entry point group `dataplane.transports`.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -28,33 +29,86 @@ Mask = npt.NDArray[np.bool_]
 class Capabilities:
     """What a transport can do, so that nobody has to ask for its name.
 
-    one_sided: it reads remote memory by offset; ranges are pinned at the owner beforehand and
-    `ReadRequest.sources` is filled. Otherwise the request itself takes the pin.
+    memory: kinds of regions that it registers, on either side.
+    one_sided: it reads remote memory by offset. Otherwise the owner sends, see `Transport.send`.
     needs_target_progress: the owner's worker must run for a read of its memory to advance.
+    takes_pins: its own request pins the ranges at the owner and its answer confirms them (tcp).
+    Otherwise they are held before `read` and confirmed after it, and `ReadRequest.held` is there.
     """
 
     name: str
     memory: frozenset[MemoryKind]
     one_sided: bool
     needs_target_progress: bool
+    takes_pins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The arena as this process has it mapped, from first to last byte."""
+    """The arena as this process has it mapped, from first to last byte. fd: its memfd, or -1."""
 
     address: int
     nbytes: int
     kind: MemoryKind = "host"
     device: int = 0
+    fd: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RegionKey:
+    """What others need to reach a registered region.
+
+    generation: differs for every registration, so that what a reader keeps of an earlier life of
+    the owner's worker is noticed. card: the engine's own words, at most MAX_CARD_BYTES; readers get
+    it authenticated, with every hold.
+    """
+
+    generation: int
+    card: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`host:port` of a bulk worker. fingerprint: of its certificate; "": it speaks no TLS."""
+
+    address: str
+    fingerprint: str = ""
+
+    def __str__(self) -> str:
+        return self.address
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A peer in one life of its process, and where its bulk workers listen."""
+    """A peer in one life of its process, and where its bulk workers listen.
+
+    fingerprint: SHA-256 in hex of the certificate that they show; "": they speak no TLS.
+    """
 
     owner: Owner
     addresses: tuple[str, ...]
+    fingerprint: str = ""
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint(address, self.fingerprint) for address in self.addresses)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Ranges that are pinned at their owner for one read.
+
+    key: of the owner's region. sources: for each copy, the offset in that region. tag: names this
+    transfer to both sides of a two-sided one.
+    check: raises TransferFailed or DeadlineExceeded when nobody needs the bytes any more: the job
+    was cancelled, its time is over, or the owner is gone. To be called every 100 ms or so by
+    whoever waits; any thread may.
+    """
+
+    key: RegionKey
+    sources: Offsets
+    tag: int
+    check: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +122,23 @@ class ReadRequest:
     remote: Remote
     copies: Records
     deadline: float
-    sources: Offsets | None = None
+    held: Held | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendRequest:
+    """What the owner sends in a two-sided transfer: stretches of its region, in order.
+
+    key: of the reader's region. tag and check: as in `Held`.
+    """
+
+    key: RegionKey
+    tag: int
+    sources: Offsets
+    nbytes: Offsets
+    deadline: float
+    check: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +159,7 @@ class Pinned:
 
 
 class PinDesk(Protocol):
-    """Where a transport asks its own peer to hold ranges while their bytes move."""
+    """Where a worker asks its own peer to hold ranges while their bytes move."""
 
     def pin(self, ranges: Records, deadline: float) -> Pinned:
         """Blocks until the peer answered. DeadlineExceeded, or the error that the peer raised."""
@@ -102,25 +171,40 @@ class PinDesk(Protocol):
 
 
 class Transport(ABC):
-    """Moves bytes between registered arenas. `read` is called from several threads at once."""
+    """Moves bytes between registered regions. `read` and `send` come from several threads at once.
+
+    Made as `cls(owner)` with the peer that it works for (`tcp` apart). TransportMissing where
+    something that it needs is not installed or does not work here: the message says what.
+    """
 
     capabilities: ClassVar[Capabilities]
 
-    @abstractmethod
-    def open(self, region: Region, desk: PinDesk) -> None:
-        """Registers the region and serves other peers' reads of it from now on."""
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
 
     @abstractmethod
-    def read(self, request: ReadRequest) -> ReadOutcome:
-        """Blocks until every copy is in place or marked gone.
+    def register(self, region: Region) -> RegionKey:
+        """Makes the region readable for others and the destination of `read`. Called once."""
 
-        When it returns or raises, nothing of this request writes into the region any more.
+    @abstractmethod
+    def read(self, request: ReadRequest) -> Mask | None:
+        """Blocks until every copy is in place; copies lie inside the region, none is empty.
+
+        When it returns or raises, nothing of this request writes into the region any more. Where
+        that cannot be had it does not return: the peer then ends the worker. A mask marks copies
+        whose ranges are gone (only where it `takes_pins`).
         Raises TransferFailed, Unavailable, DeadlineExceeded, or what the owner refused with.
         """
 
-    @abstractmethod
-    def cancel(self, job: int) -> None:
-        """Makes the `read` of this job raise soon; unknown jobs are no error."""
+    def send(self, request: SendRequest) -> None:
+        """The owner's part of a two-sided transfer; blocks until the bytes may be reused."""
+        raise NotImplementedError(f"{self.capabilities.name} is one-sided")
+
+    def holding(self, count: int) -> None:  # noqa: B027
+        """So many reads of this worker's region are under way; for engines that must poll then."""
+
+    def cancel(self, job: int) -> None:  # noqa: B027
+        """Makes the `read` of this job raise soon. Not needed where it looks at `Held.check`."""
 
     @abstractmethod
     def forget(self, remote: Remote) -> None:

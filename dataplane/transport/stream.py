@@ -85,25 +85,43 @@ class BulkStream:
     def abort(self) -> None:
         """Wakes whoever waits on this stream; safe from any thread, at any time."""
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._shut(socket.SHUT_RDWR)
+
+    def handshake(self, deadline: float) -> None:
+        """On either side, once connected and before the first frame: nothing, without TLS."""
 
     def close(self) -> None:
+        self._sock.close()
+
+    def reset(self) -> None:
+        """Closes so that a sender on the other side hears of it at once.
+
+        After `abort` the kernel offers no more room, however much is drained: a sender that met a
+        full window would ask again and again, for 20 s, a connection that is only half closed.
+        """
+        with suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         self._sock.close()
 
     def refuse(self, frame: Frame, deadline: float) -> None:
         """Sends a last frame so that it arrives: closing over unread input would destroy it."""
         with suppress(OSError):
             self.send(encode(frame), deadline)
-            self._sock.shutdown(socket.SHUT_WR)
-            while time.monotonic() < deadline and self.readable(deadline - time.monotonic()):
-                if not self._sock.recv(1 << 16):
+            self._shut(socket.SHUT_WR)
+            # Thrown away as it comes, whatever stands between the socket and its frames.
+            while time.monotonic() < deadline and self._polled(
+                select.POLLIN, deadline - time.monotonic()
+            ):
+                if not socket.socket.recv(self._sock, 1 << 16):
                     return
 
     def readable(self, timeout_s: float) -> bool:
         """Whether bytes, or the end, arrive in time."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+        return self._polled(select.POLLIN, timeout_s)
+
+    def ended(self) -> bool:
+        """Whether the other side is gone; what it may have sent before is not looked at."""
+        return self._polled(select.POLLRDHUP, 0)
 
     def receive(self, limit: int, deadline: float) -> bytes | None:
         """One frame body; None when the other side closed instead of beginning one."""
@@ -134,6 +152,14 @@ class BulkStream:
         """Fills all of it; errors as `send_from`, ConnectionResetError at an early end."""
         self._move(_libc.recvmsg, vectors, socket.MSG_WAITALL, socket.SO_RCVTIMEO, deadline)
 
+    def _polled(self, events: int, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def _shut(self, how: int) -> None:
+        self._sock.shutdown(how)
+
     def _receive_exactly(self, nbytes: int, deadline: float) -> bytes | None:
         buffer = np.empty(nbytes, np.uint8)
         try:
@@ -161,7 +187,7 @@ class BulkStream:
                 raise EOFError("the connection ended")
             if moved > 0:
                 moved_before = True
-                vectors = _advance(vectors, moved)
+                vectors = advance(vectors, moved)
 
     def _arm(self, timeout_option: int, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -192,8 +218,8 @@ def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
     return vector
 
 
-def _advance(vectors: Records, moved: int) -> Records:
-    """What is left of the vectors after `moved` bytes."""
+def advance(vectors: Records, moved: int) -> Records:
+    """What is left of the vectors after `moved` bytes; the one that is partly done is changed."""
     ends = np.cumsum(vectors["length"][:IOV_MAX])
     done = int(np.searchsorted(ends, moved, side="right"))
     rest = vectors[done:]
@@ -204,11 +230,13 @@ def _advance(vectors: Records, moved: int) -> Records:
     return rest
 
 
-def unconnected(address: str) -> tuple[BulkStream, tuple[str, int]]:
+def unconnected(
+    address: str, made: Callable[[socket.socket], BulkStream] = BulkStream
+) -> tuple[BulkStream, tuple[str, int]]:
     """A stream for `dial`; apart from it, so that somebody can `abort` while it connects."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return BulkStream(socket.socket(family, socket.SOCK_STREAM)), (host, port)
+    return made(socket.socket(family, socket.SOCK_STREAM)), (host, port)
 
 
 def split_address(address: str) -> tuple[str, int]:

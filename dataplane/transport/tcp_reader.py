@@ -20,7 +20,6 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     InternalError,
-    LimitExceeded,
     ProtocolError,
     TransferFailed,
     Unavailable,
@@ -39,7 +38,7 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.connections import Connection, Connections, Lane
-from dataplane.transport.seam import ReadOutcome, ReadRequest, Region
+from dataplane.transport.seam import Endpoint, Mask, ReadRequest, Region
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
 from dataplane.transport.tickets import issue
@@ -113,17 +112,15 @@ class Job:
 class RangeReader:
     """Reads for all jobs of one worker over one pool of connections."""
 
-    def __init__(self, region: Region, key: bytes) -> None:
+    def __init__(self, region: Region, key: bytes, *, tls_only: bool = False) -> None:
         self._region = region
         self._key = key
-        self._connections = Connections()
+        self._connections = Connections(key, tls_only=tls_only)
         self._runners = ThreadPoolExecutor(RUNNERS, "bulk-runner")
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
 
-    def read(self, request: ReadRequest) -> ReadOutcome:
-        self._check_inside(request)
-        began = time.monotonic()
+    def read(self, request: ReadRequest) -> Mask:
         job = Job(request)
         with self._lock:
             self._jobs[request.job] = job
@@ -139,7 +136,7 @@ class RangeReader:
         with self._lock:
             del self._jobs[request.job]
         job.raise_error()
-        return ReadOutcome(job.gone, job.nbytes, time.monotonic() - began)
+        return job.gone
 
     def cancel(self, number: int) -> None:
         with self._lock:
@@ -148,8 +145,8 @@ class RangeReader:
             job.stop(TransferFailed("the read was cancelled"))
             self._connections.wake()
 
-    def forget(self, addresses: tuple[str, ...]) -> None:
-        self._connections.forget(addresses)
+    def forget(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self._connections.forget(endpoints)
 
     def close(self) -> None:
         with self._lock:
@@ -160,25 +157,19 @@ class RangeReader:
         self._connections.close()
         self._runners.shutdown(wait=False, cancel_futures=True)
 
-    def _check_inside(self, request: ReadRequest) -> None:
-        dest, nbytes = request.copies["dest"], request.copies["nbytes"]
-        size = np.uint64(self._region.nbytes)
-        if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
-            raise LimitExceeded("a destination lies outside the arena", limit=int(size))
-
     def _run(self, job: Job, nth: int) -> None:
         """Takes slices until none is left or the job stopped. Never raises."""
-        addresses = job.request.remote.addresses
-        address = addresses[(job.request.job + nth) % len(addresses)]
+        endpoints = job.request.remote.endpoints
+        address = endpoints[(job.request.job + nth) % len(endpoints)]
         try:
             part = job.next()
             while part is not None:
                 part = self._pull(job, part, address)
         except BaseException as exc:
-            job.stop(_typed(exc, job, address))
+            job.stop(typed_error(exc, job.request, job.nbytes, address))
             self._connections.wake()
 
-    def _pull(self, job: Job, part: Slice, address: str) -> Slice | None:
+    def _pull(self, job: Job, part: Slice, address: Endpoint) -> Slice | None:
         """Slices one after another on one connection; the one to repeat if it was closed idle."""
         connection = self._connections.borrow(address, job.lane, job.request.deadline, job)
         answered, clean = connection.sequence > 0, False
@@ -245,17 +236,19 @@ class RangeReader:
         job.arrived(part, gone, answer.nbytes)
 
 
-def _typed(exc: BaseException, job: Job, address: str) -> DataplaneError:
-    """The one place where what sockets raise becomes an error of ours."""
-    peer = job.request.remote.owner.peer
+def typed_error(
+    exc: BaseException, request: ReadRequest, nbytes: int, address: Endpoint
+) -> DataplaneError:
+    """The one place where what sockets raise becomes an error of ours. nbytes: that arrived."""
+    peer = request.remote.owner.peer
     if isinstance(exc, DataplaneError):
         return exc
-    if isinstance(exc, TimeoutError) and time.monotonic() >= job.request.deadline:
+    if isinstance(exc, TimeoutError) and time.monotonic() >= request.deadline:
         return DeadlineExceeded(
             f"peer {peer!r} at {address} did not send all bytes in time; it may be stopped or cut "
-            f"off ({job.nbytes} bytes arrived)",
+            f"off ({nbytes} bytes arrived)",
             peer=peer,
-            nbytes=job.nbytes,
+            nbytes=nbytes,
         )
     if isinstance(exc, (ConnectionRefusedError, TimeoutError)):
         return Unavailable(f"peer {peer!r} does not answer at {address}: {exc}", peer=peer)

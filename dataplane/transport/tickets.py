@@ -1,7 +1,9 @@
-"""Tickets: the proof that a bulk read is asked for by a member of the plane.
+"""Proofs in bulk transfer: that both sides are of the plane, and what a read may read.
 
-A ticket names the owner in one life of its process, binds the pieces by digest and the connection
-by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the plane's key.
+A connection begins with a proof of each side: an HMAC of its role and of both sides' challenges.
+A ticket then names the owner in one life of its process, binds the pieces by digest and the
+connection by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the
+plane's key.
 A copied ticket is worthless on another connection, so no clock is compared: `expiry_ms` is how
 long the owner works on the request, counted on its own clock from its arrival.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Literal
 
 import msgspec
 
@@ -18,20 +21,33 @@ from dataplane.transport.bulk_frames import Ticket
 from dataplane.wire.tables import Owner
 
 _CONTEXT = b"dataplane bulk ticket 1"
+_JOIN_CONTEXT = b"dataplane bulk join 1"
+_HELD_CONTEXT = b"dataplane bulk held 1"
 
 
-def plane_key(plane: str, epoch: tuple[int, int]) -> bytes:
-    """The key of a plane that has no cluster token yet.
+def plane_key(plane: str, epoch: tuple[int, int], secret: bytes | None = None) -> bytes:
+    """The key of a plane's bulk transfer under one roster; secret: derived from its token.
 
-    It keeps the peers of different planes apart. It keeps out nobody who knows the plane's name
-    and seeds: until there is a token, only the refusal to listen beyond loopback does that.
+    Without a secret it keeps the peers of different planes apart, and keeps out nobody who knows
+    the plane's name and seeds: then only the refusal to listen beyond loopback does that.
     """
-    return hashlib.sha256(msgspec.msgpack.encode((_CONTEXT, plane, epoch))).digest()
+    named = msgspec.msgpack.encode((_CONTEXT, plane, epoch))
+    if secret is None:
+        return hashlib.sha256(named).digest()
+    return hmac.digest(secret, named, "sha256")
 
 
 def nonce_of(challenge: bytes, sequence: int) -> bytes:
     """The nonce of the n-th request on a connection."""
     return challenge + sequence.to_bytes(8, "little")
+
+
+def proof(
+    key: bytes, role: Literal["owner", "reader"], owners_challenge: bytes, readers_challenge: bytes
+) -> bytes:
+    """What one side of a new connection shows the other."""
+    signed = msgspec.msgpack.encode((_JOIN_CONTEXT, role, owners_challenge, readers_challenge))
+    return hmac.digest(key, signed, "sha256")
 
 
 def issue(key: bytes, owner: Owner, expiry_ms: int, nonce: bytes, pieces: bytes) -> Ticket:
@@ -65,6 +81,17 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
             peer=owner.peer,
             incarnation=owner.incarnation,
         )
+
+
+def held_bytes(pieces: bytes, transport: str, card: bytes) -> bytes:
+    """What the ticket of a `Hold` binds."""
+    return pieces + transport.encode() + card
+
+
+def held_mac(key: bytes, nonce: bytes, generation: int, card: bytes, sources: bytes) -> bytes:
+    """The owner's proof that a card and offsets are its own, for this request."""
+    signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, generation, card, sources))
+    return hmac.digest(key, signed, "sha256")
 
 
 def _digest(pieces: bytes) -> bytes:

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     InternalError,
+    LimitExceeded,
     ProtocolError,
+    TransportMissing,
 )
 from dataplane.transport.bulk_frames import (
     COPY,
@@ -48,7 +50,10 @@ from dataplane.transport.bulk_frames import (
     decode_to_worker,
     encode,
 )
-from dataplane.transport.seam import Pinned, ReadRequest, Records, Region, Remote, Transport
+from dataplane.transport.holding import HeldReads
+from dataplane.transport.holds import Holds
+from dataplane.transport.registry import TCP, load
+from dataplane.transport.seam import Mask, Pinned, ReadRequest, Records, Region, Remote
 from dataplane.transport.tcp import TcpTransport
 from dataplane.wire.frames import body_length
 from dataplane.wire.records import EXTENT, column
@@ -116,21 +121,32 @@ class PeerDesk:
             waiting.put(answer)
 
 
+class Reads(Protocol):
+    """What the worker needs of each engine: TCP itself, or another one with holds."""
+
+    def read(self, request: ReadRequest) -> Mask | None: ...
+
+    def cancel(self, job: int) -> None: ...
+
+    def forget(self, remote: Remote) -> None: ...
+
+
 class Worker:
     """Takes operations until the peer is gone."""
 
-    def __init__(self, control: ControlChannel, region: Region, transport: Transport) -> None:
+    def __init__(
+        self, control: ControlChannel, region: Region, desk: PeerDesk, reads: dict[str, Reads]
+    ) -> None:
         self._control = control
-        self._transport = transport
-        self._desk = PeerDesk(control)
+        self._region = region
+        self._desk = desk
+        self._reads = reads
         # Two lanes: a small read never queues for a thread behind large ones.
         self._small = ThreadPoolExecutor(SMALL_JOBS, "bulk-small")
         self._large = ThreadPoolExecutor(LARGE_JOBS, "bulk-large")
         self._live: dict[int, ReadRequest] = {}
-        transport.open(region, self._desk)
 
     def serve(self) -> None:
-        self._control.send(Ready(os.getpid()))
         while (frame := self._control.receive()) is not None:
             self._take(frame)
 
@@ -141,28 +157,32 @@ class Worker:
             case Cancel(job=job):
                 if (request := self._live.get(job)) is not None:
                     request.cancelled.set()
-                    self._transport.cancel(job)
+                    for reads in self._reads.values():
+                        reads.cancel(job)
             case PinAnswer():
                 self._desk.answered(frame)
             case Forget():
-                self._transport.forget(Remote(frame.owner, tuple(frame.addresses)))
+                for reads in self._reads.values():
+                    reads.forget(_remote(frame))
             case Configure():
                 raise ProtocolError("a bulk worker is configured once")
 
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
-        remote = Remote(frame.owner, tuple(frame.addresses))
         deadline = time.monotonic() + frame.timeout_ms / 1000
-        request = ReadRequest(frame.job, remote, copies, deadline)
+        request = ReadRequest(frame.job, _remote(frame), copies, deadline)
         self._live[frame.job] = request
         small = int(copies["nbytes"].sum()) <= SMALL_LANE_BYTES
-        (self._small if small else self._large).submit(self._read, request)
+        (self._small if small else self._large).submit(self._read, frame.transport, request)
 
-    def _read(self, request: ReadRequest) -> None:
+    def _read(self, transport: str, request: ReadRequest) -> None:
+        began = time.monotonic()
         try:
-            done = self._transport.read(request)
-            gone = done.gone.astype(np.uint8).tobytes() if done.gone.any() else b""
-            finished = Finished(request.job, gone, done.nbytes, done.seconds)
+            check_destinations(self._region, request.copies)
+            if transport not in self._reads:
+                raise TransportMissing(f"this bulk worker does not run {transport}")
+            gone = self._reads[transport].read(request)
+            finished = _finished(request, gone, time.monotonic() - began)
         except DataplaneError as exc:
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(exc))
         except BaseException as exc:
@@ -173,6 +193,25 @@ class Worker:
         self._control.send(finished)
 
 
+def _remote(frame: Read | Forget) -> Remote:
+    return Remote(frame.owner, tuple(frame.addresses), frame.fingerprint)
+
+
+def _finished(request: ReadRequest, gone: Mask | None, seconds: float) -> Finished:
+    nbytes = request.copies["nbytes"]
+    if gone is None or not gone.any():
+        return Finished(request.job, b"", int(nbytes.sum()), seconds)
+    mask = gone.astype(np.uint8).tobytes()
+    return Finished(request.job, mask, int(nbytes[~gone].sum()), seconds)
+
+
+def check_destinations(region: Region, copies: Records) -> None:
+    """LimitExceeded for a copy that would go outside the region: addresses are raw."""
+    dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
+    if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
+        raise LimitExceeded("a destination lies outside the arena", limit=int(size))
+
+
 def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> None:
     """Serves until the peer is gone."""
     control = ControlChannel(socket.socket(fileno=control_fd))
@@ -181,13 +220,31 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         return
     if not isinstance(first, Configure):
         raise ProtocolError("the first operation must configure the worker")
-    if first.transport != TcpTransport.capabilities.name:
-        raise ProtocolError(f"this worker has no transport {first.transport!r}")
     arena = mmap.mmap(arena_fd, arena_bytes)
     base = np.frombuffer(arena, np.uint8).ctypes.data
-    os.close(arena_fd)
-    transport = TcpTransport(socket.socket(fileno=listen_fd), first.owner, first.key)
-    Worker(control, Region(base, arena_bytes), transport).serve()
+    region, desk = Region(base, arena_bytes, fd=arena_fd), PeerDesk(control)
+    tcp = TcpTransport(socket.socket(fileno=listen_fd), first.owner, first.key, desk, first.tls)
+    tcp.register(region)
+    reads: dict[str, Reads] = {TCP: tcp}
+    holds, missing = None, ""
+    if first.transport != TCP:
+        try:
+            reads[first.transport], holds = _engine(first, region, desk)
+        except TransportMissing as exc:
+            missing = exc.message
+    tcp.serve(holds)
+    control.send(Ready(os.getpid(), TCP if holds is None else first.transport, missing))
+    Worker(control, region, desk, reads).serve()
+
+
+def _engine(first: Configure, region: Region, desk: PeerDesk) -> tuple[HeldReads, Holds]:
+    """Both sides of the engine that the worker runs beside TCP."""
+    engine = load(first.transport)(first.owner)
+    own = engine.register(region)
+    return (
+        HeldReads(engine, own, first.key),
+        Holds(engine, own, region, desk, first.key),
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -36,14 +36,14 @@ def encode(envelope: Request | Reply) -> bytearray:
     return frame
 
 
-def body_length(header: bytes | bytearray | memoryview) -> int:
+def body_length(header: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> int:
     """The length that a frame's header announces; FrameTooLarge over the limit."""
     length = int.from_bytes(header[:HEADER_BYTES], "little")
-    if length > MAX_FRAME_BYTES:
+    if length > limit_bytes:
         raise FrameTooLarge(
-            f"a frame announces {length} bytes, the limit is {MAX_FRAME_BYTES}",
+            f"a frame announces {length} bytes, the limit is {limit_bytes}",
             size=length,
-            limit=MAX_FRAME_BYTES,
+            limit=limit_bytes,
         )
     return length
 
@@ -63,18 +63,24 @@ def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies."""
+    """Cuts a byte stream into frame bodies of at most `limit_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.awaited_bytes = 0
+        """announced by the frame that is not complete yet; 0 between frames"""
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
         buffer = self._buffer
         buffer += data
+        self.awaited_bytes = 0
         while len(buffer) >= HEADER_BYTES:
-            end = HEADER_BYTES + body_length(buffer[:HEADER_BYTES])
+            length = body_length(buffer[:HEADER_BYTES], self.limit_bytes)
+            end = HEADER_BYTES + length
             if len(buffer) < end:
+                self.awaited_bytes = length
                 return
             body = bytes(memoryview(buffer)[HEADER_BYTES:end])
             del buffer[:end]  # cheap: a bytearray remembers where it starts

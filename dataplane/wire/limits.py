@@ -8,8 +8,15 @@ PROTOCOL_VERSION_MIN = 1
 SHARDS = 4096
 """Units of placement in a plane. Peers with another number refuse each other."""
 
+MAX_MEMBERS = 4_096
+"""Peers of a plane."""
+
 MAX_FRAME_BYTES = 64 << 20
 MAX_ROWS_PER_MESSAGE = 65_536
+MAX_OPS_PER_MESSAGE = 65_536
+"""Operations that are shipped to a backup at once."""
+MAX_LOST_PER_MESSAGE = 4_096
+"""Names of lost rows that are told at once."""
 MAX_FIELDS = 64
 MAX_TAGS = 64
 MAX_STAGES = 16
@@ -20,6 +27,11 @@ MAX_NESTING = 64
 MAX_WHERE_NODES = 256
 MAX_SPECS_PER_MESSAGE = 65_536
 MAX_CONNECTIONS = 4_096
+MAX_HELLO_BYTES = 65_536
+"""A frame of a client that has no session yet."""
+MAX_REQUESTS_PER_CONNECTION = 64
+MAX_BYTES_UNDER_WAY = 256 << 20
+"""At one door: of larger messages that are coming in, or (between peers) are being answered."""
 
 PACK_LIMIT_BYTES = 4_096
 """Values of at least this many bytes are ranges of their own; smaller ones are packed."""
@@ -31,3 +43,7 @@ ALIGNMENT_BYTES = 64
 NO_GROUP = 0xFFFF_FFFF
 ABSENT = 0xFFFF
 """`owner` of a value record of a row that lacks the field."""
+INLINE = 0xFFFE
+"""`owner` of a value record in a grant whose bytes ride in it; `range` is the index of the pack."""
+MAX_GRANT_PACKS = 4
+"""Packs of small values that a grant carries at most, each a block of PACK_BLOCK_BYTES or less."""

@@ -12,18 +12,28 @@ from typing import Any, Literal
 
 import msgspec
 
-from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
-
-
-class Body(msgspec.Struct, array_like=True):
-    """Base of all message bodies; the tag is the first element of the array."""
-
+from dataplane.wire.body import Body as Body
+from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.tables import (
+    Column,
+    Definition,
+    Name,
+    Owner,
+    PoolHandle,
+    Rows,
+    Scalar,
+    Spec,
+    Table,
+    Where,
+)
 
 # handshake
 
 
 class Welcome(Body, tag=1):
-    """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it."""
+    """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it.
+
+    pools: its device arenas. Their addresses follow the arena's, in this order."""
 
     versions: tuple[int, int]
     plane: str
@@ -34,21 +44,25 @@ class Welcome(Body, tag=1):
     epoch: tuple[int, int]
     max_frame_bytes: int
     max_rows: int
+    max_requests: int = 1
+    pools: list[PoolHandle] = []
 
 
 class Hello(Body, tag=2):
-    """The client's first frame. `session` 0 opens a session, else this connection joins it."""
+    """The client's first frame. `session` 0 opens a session, else this connection joins it.
+
+    pools: which device arenas the session reads in place, 1 is the first."""
 
     version: int
     session: int = 0
     label: str = ""
+    pools: list[int] = []
 
 
 class HelloDone(Body, tag=3):
     """mint: shards for which this client mints keys (they lie on this host where it has any).
 
-    share_bytes: the largest unit per admission class (opening, continuing, pulls).
-    """
+    share_bytes: the largest unit per admission class (opening, continuing, pulls)."""
 
     session: int
     mint: list[int]
@@ -106,14 +120,16 @@ class Reserve(Body, tag=20):
 
     units: per unit the u8 column of the sizes of its ranges (packs of small values count as one).
     continuing: to groups or keys that this client put or leased before, or fields added to them.
-    digests: a DIGEST record per candidate for dedup.
-    """
+    digests: a DIGEST record per candidate for dedup. device: in which device arena, 0: the host's;
+    overflow: in the host's where that device has no room now."""
 
     partition: str
     generation: int
     units: list[bytes]
     continuing: bool = False
     digests: bytes = b""
+    device: int = 0
+    overflow: bool = False
 
 
 class Reserved(Body, tag=21):
@@ -151,6 +167,7 @@ class Put(Body, tag=30):
     ranges: EXTENT records, written by this client inside its grants. shared: RANGE records of
     known ranges (dedup). A value's `range` is an index into ranges, then shared.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
+    keep: between peers: values that are there already stay, this is perhaps a repetition.
     """
 
     partition: str
@@ -167,6 +184,7 @@ class Put(Body, tag=30):
     digest_index: bytes = b""
     want_bytes: int = 0
     owners: list[Owner] = []
+    keep: bool = False
 
 
 class PutDone(Body, tag=31):
@@ -278,7 +296,8 @@ class Finish(Body, tag=44):
     """The end of a lease, for all its rows or for those at `index` (u4), with what was added.
 
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` nothing
-    is added, tags are set. `keep`: the lease goes on (adds only)."""
+    is added, tags are set. `keep`: the lease goes on (adds only). again: between peers: this may
+    have been carried out before, by a peer that is lost."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep"]
@@ -293,6 +312,7 @@ class Finish(Body, tag=44):
     owners: list[Owner] = []
     partition: str = ""
     generation: int = 0
+    again: bool = False
 
 
 class Wait(Body, tag=45):
@@ -307,13 +327,32 @@ class Wait(Body, tag=45):
     timeout_ms: int = -1
 
 
+class Losses(Body, tag=46):
+    """Names of rows that were lost with a peer, beyond the first `after`; waits for some."""
+
+    partition: str
+    generation: int
+    after: int = 0
+    timeout_ms: int = -1
+
+
+class LossesDone(Body, tag=47):
+    """missed: names in between that this peer has no more. ended: no row can be lost any more."""
+
+    after: int
+    names: list[Name] = []
+    missed: int = 0
+    ended: bool = False
+
+
 # looking
 
 
 class Stats(Body, tag=50):
-    """partition None: the whole peer."""
+    """partition None: the whole peer. probe: the ways between all peers, tried anew."""
 
     partition: str | None = None
+    probe: bool = False
 
 
 class StatsDone(Body, tag=51):
@@ -357,7 +396,9 @@ class Request(msgspec.Struct, array_like=True):
         | Fetch
         | Finish
         | Wait
+        | Losses
         | Stats
+        | Asked
     )
 
 
@@ -373,7 +414,9 @@ class Reply(msgspec.Struct, array_like=True):
         | ReadDone
         | Claimed
         | Fetched
+        | LossesDone
         | StatsDone
+        | Answered
         | Done
         | Failed
     )

@@ -14,6 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from dataplane.errors import ProtocolError
+from dataplane.wire import rosters, sampling
+from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -36,13 +39,15 @@ from dataplane.wire.messages import (
     Wait,
     Want,
 )
-from dataplane.wire.tables import Table, Where
+from dataplane.wire.tables import Owner, Table, Where
 
 
 class PeerHello(Body, tag=100):
     """Both directions: who one is. Anything that must be equal is compared before anything else.
 
-    bulk: `host:port` of each bulk worker."""
+    epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of each bulk
+    worker. bulk_fingerprint: SHA-256 in hex of the certificate that they show; "": they speak no
+    TLS."""
 
     versions: tuple[int, int]
     plane: str
@@ -52,6 +57,8 @@ class PeerHello(Body, tag=100):
     epoch: tuple[int, int]
     shards: int
     bulk: list[str]
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    bulk_fingerprint: str = ""
 
 
 class Enter(Body, tag=101):
@@ -119,6 +126,7 @@ class Counted(msgspec.Struct, array_like=True, frozen=True):
     remaining_groups: int
     outstanding_rows: int
     outstanding_groups: int
+    lost_rows: int = 0
 
 
 class Report(Body, tag=110):
@@ -135,7 +143,7 @@ class Report(Body, tag=110):
 
 
 class Demand(Body, tag=111):
-    """To a stage's home: a claim of this peer that waits."""
+    """To a stage's home: a claim of this peer that waits. credit_bytes: what the peer may pull."""
 
     partition: str
     generation: int
@@ -146,6 +154,7 @@ class Demand(Body, tag=111):
     label: str
     lease_ms: int
     fields: list[str] | None
+    credit_bytes: int
 
 
 class Withdraw(Body, tag=112):
@@ -158,7 +167,9 @@ class Withdraw(Body, tag=112):
 
 
 class Order(Body, tag=113):
-    """From a stage's home to a supplying peer: lease up to `want` to the claim, tell its peer."""
+    """From a stage's home to a supplying peer: lease up to `want` to the claim, tell its peer.
+
+    credit_bytes: the most that the claim's peer may have to pull for it."""
 
     partition: str
     generation: int
@@ -171,14 +182,19 @@ class Order(Body, tag=113):
     label: str
     lease_ms: int
     fields: list[str] | None
+    credit_bytes: int
 
 
 class Grant(Body, tag=114):
-    """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended."""
+    """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended.
+
+    complete: the claim has all it gets. packs: bytes of values whose owner is INLINE."""
 
     number: int
     lease: int
     table: Table
+    complete: bool = False
+    packs: list[bytes] = []
 
 
 class Granted(Body, tag=115):
@@ -186,21 +202,32 @@ class Granted(Body, tag=115):
 
 
 class Supplied(Body, tag=116):
-    """Answer to an Order: what was granted. blocked: the next unit would exceed the budget."""
+    """Answer to an Order: what was granted. blocked: the next unit would exceed the budget.
+
+    nbytes: of the credit. needed_bytes: cut by the credit, which had to be this much; else 0.
+    ended: the claim had ended already."""
 
     units: int
     amount: float
     blocked: bool
+    nbytes: int = 0
+    needed_bytes: int = 0
+    ended: bool = False
 
 
 class Settled(Body, tag=117):
     """From a stage's home to the claim's peer: all of it was granted, or no row can come.
 
     `return`: what was granted so far goes back, the claim goes on waiting. `lost`: no row can come,
-    and some were lost with their peer."""
+    and some were lost with their peer. `starved`: what is next needs `needed_bytes` beyond what was
+    granted, more than the claim's credit: it queues again when its peer may pull so much. `moved`:
+    the home is another one, ask there."""
 
     number: int
-    outcome: Literal["complete", "ended", "lost", "unmeetable", "dropped", "return"]
+    outcome: Literal[
+        "complete", "ended", "lost", "unmeetable", "dropped", "return", "starved", "moved"
+    ]
+    needed_bytes: int = 0
 
 
 class Watch(Body, tag=118):
@@ -236,6 +263,41 @@ class Found(Body, tag=121):
     more: bool = False
 
 
+class Relieve(Body, tag=132):
+    """From a full peer, `owner`, to one whose shards keep rows with values there: find up to
+    `nbytes` of them another host, in partitions that may spread."""
+
+    owner: Owner
+    nbytes: int
+
+
+class Relieved(Body, tag=133):
+    """How many ranges moved."""
+
+    ranges: int
+
+
+class Adopt(Body, tag=130):
+    """To a peer with room: become the owner of these values of `owner`, whose host is full.
+
+    ranges: RANGE. lengths: u8, their bytes. counts: u4, how many values of the sender's rows name
+    each."""
+
+    partition: str
+    generation: int
+    owner: Owner
+    ranges: bytes
+    lengths: bytes
+    counts: bytes
+
+
+class Adopted(Body, tag=131):
+    """ranges: RANGE of `owner` for the first of them, as far as it had room."""
+
+    owner: Owner
+    ranges: bytes
+
+
 class PeerRequest(msgspec.Struct, array_like=True):
     rid: int
     sender: str
@@ -247,6 +309,16 @@ class PeerRequest(msgspec.Struct, array_like=True):
     deadline_ms: int
     body: (
         PeerHello
+        | rosters.Beat
+        | rosters.Rostered
+        | rosters.Restated
+        | rosters.Append
+        | rosters.Inherited
+        | rosters.LostRows
+        | rosters.CanLose
+        | rosters.Held
+        | rosters.CanFree
+        | rosters.Void
         | Enter
         | Leave
         | AddStage
@@ -261,6 +333,8 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Watch
         | Missing
         | Release
+        | Relieve
+        | Adopt
         | Define
         | Seal
         | Close
@@ -273,6 +347,8 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Finish
         | Wait
         | Stats
+        | sampling.Sample
+        | Asked
     )
 
 
@@ -283,14 +359,22 @@ class PeerReply(msgspec.Struct, array_like=True):
     incarnation: int
     body: (
         PeerHello
+        | rosters.Rostered
         | Entered
         | Granted
         | Supplied
+        | Relieved
+        | Adopted
         | Defined
         | PutDone
         | Dropped
         | Found
+        | rosters.Remaining
+        | rosters.Unheld
+        | rosters.Stirring
         | StatsDone
+        | sampling.Sampled
+        | Answered
         | Done
         | Failed
     )

@@ -6,6 +6,7 @@ checks the length. Keys are 16-byte records: minted (shard, session, counter) or
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,11 @@ def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) 
             f"{'a multiple' if count is None else count * dtype.itemsize}"
         )
     return np.frombuffer(data, dtype)
+
+
+def joined(parts: Iterable[npt.NDArray[Any]], dtype: np.dtype) -> npt.NDArray[Any]:
+    """Columns of records one behind the other, read-only.
+
+    np.concatenate promotes structured dtypes pair by pair, in Python.
+    """
+    return np.frombuffer(b"".join([part.tobytes() for part in parts]), dtype)

@@ -18,13 +18,18 @@ Where = list[Any]
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True):
-    """What a partition was declared as. Declaring it again must give the same."""
+    """What a partition was declared as. Declaring it again must give the same.
+
+    host_bytes: what its values may take of one host's arena before new groups wait; nil: all of it.
+    """
 
     stages: dict[str, list[str]] = {}
     group_size: int | None = None
     groups: int | None = None
     free: Literal["acked", "drop"] = "drop"
     place: Literal["local", "spread"] = "local"
+    replicas: Literal[1, 2] = 1
+    host_bytes: int | None = None
 
 
 class Spec(msgspec.Struct, array_like=True, frozen=True):
@@ -45,6 +50,39 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
 
     peer: str
     incarnation: int
+
+
+class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
+    """What another process of this host needs to open a device arena.
+
+    kind, device: of which driver, and which of its devices, by a name that is the same in all
+    processes. raw: the driver's own handle, of the whole allocation; the pool begins `offset` bytes
+    behind that allocation's start and is `nbytes` long.
+    """
+
+    kind: str
+    device: str
+    raw: bytes
+    offset: int
+    nbytes: int
+
+
+class RosterTable(msgspec.Struct, array_like=True, frozen=True):
+    """A roster: see `metadata.roster`.
+
+    incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
+    primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync, minted: one bit a
+    shard, the first shard in the highest bit. leaving: members that hand over what they have.
+    """
+
+    members: list[str]
+    incarnations: list[int]
+    epoch: tuple[int, int]
+    primaries: bytes
+    backups: bytes
+    in_sync: bytes
+    minted: bytes
+    leaving: list[str] = []
 
 
 class Column(msgspec.Struct, array_like=True):

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from bench.run import Settings, execute
+from tests import leaks
 
 
 def silent(rows: int, expected: int) -> None:
@@ -26,7 +27,7 @@ def test_rows_move_between_hosts_without_a_controller(hosts: int) -> None:
     assert (run["moved"]["across"] > 0) == (hosts > 1)
     assert run["moved"]["copied_in"] == run["bytes_unique"]
     assert {"peer-host0", "arena", "train-0"} <= run["peak_memory_bytes"].keys()
-    assert psutil.Process().children() == []
+    assert not leaks.children()
 
 
 def test_media_flow_through_an_arena_smaller_than_they_are() -> None:
@@ -61,5 +62,5 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays() -> None:
     assert run["status"] == "error"
     assert killed
     assert "signal 9" in run["error"] or "PeerLost" in run["error"]
-    assert psutil.Process().children() == []
+    assert not leaks.children()
     assert not [name for name in Path("/dev/shm").iterdir() if name.name.startswith("dataplane")]

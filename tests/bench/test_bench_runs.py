@@ -18,6 +18,7 @@ import pytest
 from bench.cli import main
 from bench.flow import advantages
 from bench.run import Settings, execute, variants
+from tests import leaks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MATH = Settings(trace="math", planes=("controller",), prompts=4)
@@ -63,9 +64,34 @@ def test_the_controller_moves_every_row(hosts: int, columns: Any) -> None:
     moved = run["moved"]
     assert run["bytes_moved"] == sum(moved.values()) > run["bytes_unique"]
     assert (moved["across"] > 0) == (hosts > 1)
-    workers = {"rollout-0", "reward-0", "train-0", "train-1", "train-2", "controller"}
+    workers = {
+        "rollout-0",
+        "reward-0",
+        "reference-0",
+        "train-0",
+        "train-1",
+        "train-2",
+        "controller",
+    }
     assert workers <= run["peak_memory_bytes"].keys()
-    assert psutil.Process().children() == []
+    assert not leaks.children()
+
+
+@pytest.mark.parametrize("plane", ["controller", "dataplane"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
+    plane: str, staleness: int
+) -> None:
+    settings = Settings(
+        trace="math", planes=(plane,), prompts=2, steps=4, staleness=staleness, timeout_s=60
+    )
+    run = execute(settings, plane, True, silent)
+    assert (run["status"], run["error"]) == ("ok", "")
+    assert run["rows"] == run["rows_expected"] == 4 * 2 * 16
+    starts, ends = run["step_starts"], run["step_ends"]
+    assert len(starts) == len(ends) == 4 and ends == sorted(ends)
+    behind = 1 + staleness
+    assert all(start >= end for start, end in zip(starts[behind:], ends, strict=False))
 
 
 def test_dedup_moves_media_once_and_without_it_once_a_row() -> None:
@@ -83,7 +109,7 @@ def test_a_killed_worker_ends_the_run_with_an_error_and_nobody_stays(role: str) 
     run = execute(MATH, "controller", False, killing(role))
     assert run["status"] == "error"
     assert f"{role}-" in run["error"] and "signal 9" in run["error"]
-    assert psutil.Process().children() == []
+    assert not leaks.children()
 
 
 def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for() -> None:
@@ -95,7 +121,7 @@ def test_a_run_that_hangs_ends_at_its_deadline_and_says_what_it_waited_for() -> 
     run = execute(settings, "controller", False, stopping)
     assert run["status"] == "error"
     assert "still waited for the workers to" in run["error"]
-    assert psutil.Process().children() == []
+    assert not leaks.children()
 
 
 def test_a_killed_runner_takes_its_processes_along(tmp_path: Path) -> None:
@@ -159,6 +185,10 @@ def test_the_command_prints_a_table_and_writes_the_report(
         ["--trace", "math", "--planes", "carrier-pigeon"],
         ["--trace", "math", "--prompts", "0"],
         ["--trace", "math", "--arena", "lots"],
+        ["--trace", "math", "--columns", "some"],
+        ["--trace", "math", "--dedup", "perhaps"],
+        ["--trace", "math", "--abort", "1"],
+        ["--trace", "math", "--pace", "0"],
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_starts(options: list[str]) -> None:
@@ -175,7 +205,27 @@ def test_the_controller_runs_both_ways_unless_told() -> None:
     assert len(variants(MATH)) == 1  # no media, nothing to share
 
 
+def test_gains_are_reported_apart(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    options = ["--trace", "image_open", "--prompts", "1", "--planes", "controller", "--hosts", "1"]
+    several = ["--dedup", "both", "--columns", "all,needed", "--json", str(path)]
+    assert main(["run", *options, *several]) == 0
+    runs = json.loads(path.read_text())["runs"]
+    moved = {(run["columns"], run["dedup"]): run["bytes_moved"] for run in runs}
+    assert len(runs) == len(moved) == 4
+    assert moved["all", False] > moved["needed", False] > moved["needed", True]
+    assert moved["all", False] > moved["all", True] > moved["needed", True]
+
+
 def test_advantages_are_relative_to_the_group_and_zero_where_all_are_equal() -> None:
     weights = advantages(np.array([0, 1, 1, 0], np.float32))
     assert abs(weights.sum()) < 1e-5 and weights[1] > 0.99
     assert (advantages(np.ones(8, np.float32)) == 0).all()
+
+
+def test_latencies_are_told_by_role_over_all_its_workers() -> None:
+    run = execute(MATH, "controller", False, silent)
+    assert run["latency_ms"].keys() >= {"rollout", "reward", "train"}
+    put = run["latency_ms"]["rollout"]["put"]
+    assert put["times"] == MATH.prompts
+    assert 0 < put["p50"] <= put["p90"] <= put["p99"] <= put["max"] < 1e3 * run["seconds"]

@@ -7,9 +7,9 @@ import pytest
 
 from bench.columns import rollout_fields
 from bench.media import BLOCK_BYTES, TOKEN_IDS, Source, digest, fill
-from bench.trace import TASKS, Prompt
+from bench.traces import TASKS, Prompt, Sample, Turn
 
-PROMPT = Prompt(3, 120, (50, 2500, 50, 1))
+PROMPT = Prompt(3, 0, 120, tuple(Sample((Turn(n),)) for n in (50, 2500, 50, 1)))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32"])

@@ -77,3 +77,52 @@ def test_a_wrong_row_is_named(trained: list[dict[str, Any]], problem: str) -> No
 def test_many_problems_are_cut_short() -> None:
     empty = Ledger(prompts=50, samples=8, fields=FIELDS)
     assert empty.problems()[-1] == "and 395 more"
+
+
+def dropping(*events: dict[str, Any]) -> Ledger:
+    kept = Ledger(prompts=3, samples=2, fields=FIELDS, dropped={1: "filtered", 2: "aborted"})
+    kept.record({"event": "produced", **group(0)})
+    kept.record({"event": "trained", **group(0)})
+    for event in events:
+        kept.record(event)
+    return kept
+
+
+FILTERED = {"event": "filtered", "prompts": [1]}
+ABORTED = {"event": "aborted", "prompt": 2}
+
+
+def test_dropped_groups_are_accounted_for() -> None:
+    complete = dropping(FILTERED, ABORTED)
+    assert complete.problems() == []
+    assert complete.expected_rows == complete.trained_rows == 2
+    assert complete.dropped_rows == {"filtered": 2, "aborted": 2}
+
+
+@pytest.mark.parametrize(
+    ("events", "problem"),
+    [
+        ([FILTERED], "group 2 should have been aborted"),
+        ([ABORTED], "group 1 should have been filtered"),
+        (
+            [FILTERED, ABORTED, {"event": "filtered", "prompts": [0]}],
+            "group 0 was filtered wrongly",
+        ),
+        ([FILTERED, ABORTED, ABORTED], "group 2 was aborted 2 times"),
+        ([FILTERED, ABORTED, {"event": "trained", **group(1)}], "was filtered, and trained"),
+    ],
+)
+def test_a_group_that_was_dropped_wrongly_is_named(
+    events: list[dict[str, Any]], problem: str
+) -> None:
+    assert any(problem in found for found in dropping(*events).problems())
+
+
+def test_every_tensor_parallel_rank_must_have_read_every_row() -> None:
+    kept = Ledger(prompts=1, samples=2, fields=FIELDS, copies=2)
+    kept.record({"event": "produced", **group(0)})
+    kept.record({"event": "trained", "tp": 0, **group(0)})
+    assert "row (0, 0) was never trained" in kept.problems()
+    kept.record({"event": "trained", "tp": 1, **group(0)})
+    assert kept.problems() == []
+    assert kept.trained_rows == 2

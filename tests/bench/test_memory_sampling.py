@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from bench.memory import ARENA, Sampler, memfds, process_bytes
 
 MIB = 1 << 20
 
+# A process that has nothing but what it says: this one may hold the arenas of other tests.
+_HOLDER = """
+import mmap, os, sys
+descriptor = os.memfd_create("test-arena")
+os.ftruncate(descriptor, 64 << 20)
+arena = mmap.mmap(descriptor, 64 << 20)
+print("mapped", flush=True)
+sys.stdin.readline()
+arena[: 16 << 20] = bytes(16 << 20)
+print("touched", flush=True)
+sys.stdin.readline()
+"""
 
-@pytest.fixture
-def memfd() -> Iterator[int]:
-    descriptor = os.memfd_create("test-arena")
-    os.ftruncate(descriptor, 64 * MIB)
-    yield descriptor
-    os.close(descriptor)
+
+@contextmanager
+def holder() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _HOLDER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdin
+        assert process.stdout.readline() == "mapped\n"
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_private_memory_counts_for_its_process() -> None:
@@ -31,22 +51,37 @@ def test_private_memory_counts_for_its_process() -> None:
     assert block.all()
 
 
-def test_an_arena_counts_its_touched_pages_once_and_not_for_processes(memfd: int) -> None:
-    def pids() -> dict[str, int]:
-        return {"one": os.getpid(), "two": os.getpid()}
-
-    sampler = Sampler(pids)
-    sampler.sample()
-    before = sampler.peak_bytes["one"]
-    with mmap.mmap(memfd, 64 * MIB) as arena:
-        arena[: 16 * MIB] = bytes(16 * MIB)
+def test_an_arena_counts_its_touched_pages_once_and_not_for_processes() -> None:
+    with holder() as process:
+        sampler = Sampler(lambda: {"one": process.pid, "two": process.pid})
         sampler.sample()
-    assert sampler.peak_bytes[ARENA] == 16 * MIB
-    assert sampler.peak_bytes["one"] - before < 32 * MIB  # the bytes object alone
-    inode = Path(f"/proc/self/fd/{memfd}").stat().st_ino
-    assert [size for (_, number), size in memfds(os.getpid()).items() if number == inode] == [
-        16 * MIB
-    ]
+        before = sampler.peak_bytes["one"]
+        assert sampler.peak_bytes[ARENA] == 0
+        assert process.stdin and process.stdout
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "touched\n"
+        sampler.sample()
+        assert sampler.peak_bytes[ARENA] == sampler.peak_bytes["arena of one"] == 16 * MIB
+        assert "arena of two" not in sampler.peak_bytes
+        assert sampler.peak_bytes["one"] - before < 8 * MIB
+        assert list(memfds(process.pid).values()) == [16 * MIB]
+
+
+def test_a_grandchild_counts_under_its_service() -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_HOLDER!r}])"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as service:
+        assert service.stdin and service.stdout
+        assert service.stdout.readline() == "mapped\n"
+        service.stdin.write("\n")
+        service.stdin.flush()
+        assert service.stdout.readline() == "touched\n"
+        sampler = Sampler(lambda: {"service": service.pid})
+        sampler.sample()
+        assert sampler.peak_bytes["arena of service"] == 16 * MIB
+        service.stdin.close()  # the grandchild ends, and with it the service
 
 
 def test_a_process_that_is_gone_weighs_nothing() -> None:
@@ -61,3 +96,25 @@ def test_the_sampler_looks_at_least_once_and_stops() -> None:
     assert sampler.samples >= 1
     assert sampler.peak_bytes["me"] > 0
     assert sampler.peak_total_bytes >= sampler.peak_bytes["me"]
+
+
+def test_a_curve_says_when_a_process_was_not_there() -> None:
+    pids = {"first": os.getpid()}
+    sampler = Sampler(lambda: pids)
+    sampler.sample()
+    pids["second"] = os.getpid()
+    sampler.sample()
+    curve = sampler.curve(start=0.0)
+    assert len(curve["seconds"]) == 2 and curve["seconds"] == sorted(curve["seconds"])
+    absent, present = curve["processes"]["second"]
+    assert absent is None and present > 0
+    assert all(curve["processes"]["first"])
+
+
+def test_a_long_curve_is_thinned_and_never_longer_than_its_bound() -> None:
+    sampler = Sampler(dict)
+    for _ in range(5_000):
+        sampler.sample()
+    seconds = sampler.curve(start=0.0)["seconds"]
+    assert 1_000 <= len(seconds) <= 2_000
+    assert sampler.samples == 5_000

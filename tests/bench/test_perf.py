@@ -8,7 +8,7 @@ from bench.ceilings import Ceilings
 from bench.perf import FEW_ROWS, MANY_ROWS, report_of
 
 TIMES = ["memcpy_s", "socket_s", "round_trip_s", "put_s", "put_list_s", "pull_s", "cycle_s"]
-TIMES += ["claim_s", "claim_small_s", "fields_1_s", "fields_32_s"]
+TIMES += ["claim_s", "claim_small_s", "claim_small_cold_s", "fields_1_s", "fields_32_s"]
 TIMES += ["clients_1", "clients_4", "bytes_per_row"]
 
 

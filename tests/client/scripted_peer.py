@@ -66,6 +66,8 @@ class ScriptedPeer:
         }
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._opening = threading.Lock()
+        self._closed = False
         self.fd = os.memfd_create("scripted")
         os.ftruncate(self.fd, ARENA_BYTES)
 
@@ -81,11 +83,14 @@ class ScriptedPeer:
 
     def open(self) -> socket.socket:
         """A connected socket, as a client's opener makes it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.connections.append(ours)
-        thread = threading.Thread(target=self._serve, args=(ours,), daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._opening:
+            if self._closed:
+                raise ConnectionRefusedError("the scripted peer is closed")
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.connections.append(ours)
+            thread = threading.Thread(target=self._serve, args=(ours,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
         return theirs
 
     def bodies(self, *kinds: type[Body]) -> list[Any]:
@@ -130,6 +135,8 @@ class ScriptedPeer:
             sock.sendall(reply)
 
     def close(self) -> None:
+        with self._opening:  # a housekeeper may be about to look for another anchor
+            self._closed = True
         for sock in self.connections:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

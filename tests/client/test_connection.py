@@ -13,7 +13,17 @@ from dataplane.client import connection
 from dataplane.client.connection import Inbox
 from dataplane.client.opening import join
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import Done, Failed, Hello, Reply, Seal, Stats, StatsDone, Wait
+from dataplane.wire.messages import (
+    Done,
+    Failed,
+    Hello,
+    Reply,
+    Request,
+    Seal,
+    Stats,
+    StatsDone,
+    Wait,
+)
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 
@@ -85,7 +95,7 @@ def test_a_peer_that_goes_away_is_peer_lost_and_named(peer: ScriptedPeer, plane:
 def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection(
     peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.opening.GRACE_S", 0.05)
+    monkeypatch.setattr("dataplane.client.outgoing.GRACE_S", 0.05)
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded, match="'scripted'.*timeout="):
         plane.stats(timeout=0.05)
@@ -133,9 +143,8 @@ def test_a_complaint_about_a_one_way_message_is_logged_not_raised(
 ) -> None:
     complaint = bytes(encode(Reply(0, Failed("RowsGone", "that pin is gone"))))
 
-    def complain(request: object, body: object) -> bytes:
-        rid = peer.requests[-1].rid + 1 if peer.requests[-1].rid else 1
-        return complaint + bytes(encode(Reply(rid, StatsDone({"a": 1}))))
+    def complain(request: Request, body: object) -> bytes:
+        return complaint + bytes(encode(Reply(request.rid, StatsDone({"a": 1}))))
 
     peer.scripts[Stats] = complain
     with caplog.at_level(logging.WARNING):
@@ -205,7 +214,7 @@ def test_a_call_that_waits_for_ever_says_so_every_minute(
     class Reminded(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "still waiting" in record.getMessage():
-                peer.connections[-1].sendall(encode(Reply(3, Done())))
+                peer.connections[-1].sendall(encode(Reply(peer.requests[-1].rid, Done())))
 
     peer.scripts[Wait] = lambda r, b: SILENCE
     part = plane.partition("x", stages={})

@@ -81,7 +81,7 @@ def test_one_group_and_one_tag_may_stand_for_all_rows(peer: ScriptedPeer, part: 
     ("arguments", "says"),
     [
         ({"key": ["a"]}, "a: 2"),
-        ({"group": ["a"]}, "1 group ids for 2 rows"),
+        ({"group": ["a"]}, "1 group id for 2 rows"),
         ({"tags": {"t": [1, 2, 3]}}, "tag 't' has 3 values for 2 rows"),
         ({"tags": {"t": [{}, {}]}}, "tag 't' of row 0 is a dict"),
         ({"key": [1.5, "b"]}, "key 0 is 1.5"),
@@ -210,6 +210,14 @@ def test_a_partition_is_attached_to_on_first_use(peer: ScriptedPeer, plane: Plan
     assert repr(lazy) == "<Partition 'y' of plane 'p', generation 4>"
 
 
+def test_a_partition_is_declared_with_the_copies_that_it_shall_have(
+    plane: Plane, peer: ScriptedPeer
+) -> None:
+    plane.partition("y", replicas=2)
+    plane.partition("y", {"s": ["a"]})
+    assert [body.definition.replicas for body in peer.bodies(Define)] == [2, 1]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -218,6 +226,7 @@ def test_a_partition_is_attached_to_on_first_use(peer: ScriptedPeer, plane: Plan
         {"free": "sometimes"},
         {"stages": {"s": "tokens"}},
         {"place": "moon"},
+        {"replicas": 3},
     ],
 )
 def test_a_definition_that_makes_no_sense_is_an_invalid_call(

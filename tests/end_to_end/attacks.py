@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from dataplane import Plane
-from tests.end_to_end.conftest import until
+from tests.end_to_end.conftest import Cluster, until
+
+Planes = tuple[Plane, Plane, Plane]
 
 
 class CancelledAt:
@@ -77,3 +82,18 @@ def used_bytes(plane: Plane) -> int:
     """Bytes of rows, without cached copies."""
     arena = plane.stats()["arena"]
     return int(arena["used_bytes"] - arena["cached_bytes"])
+
+
+@contextmanager
+def clients_of_three(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
+    """Clients of the peers a, b and c; every partition goes at the end, and leaves nothing."""
+    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(cluster.run_dir))
+    a, b, c = (cluster.connect(name) for name in "abc")
+    yield a, b, c
+    cluster.end_workers()
+    for name in a.stats()["partitions"]:
+        a.partition(name).drop()
+    no_leaks(a, b, c)
+    for plane in (a, b, c):
+        until(lambda plane=plane: used_bytes(plane) == 0, f"every byte of {plane} came back")
+        plane.close()

@@ -46,12 +46,29 @@ class Cluster:
     peers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     workers: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *names: str, arena: str = "256MiB") -> None:
-        """Peers with these names, all of them seeds of one roster when there are several."""
+    def start(
+        self,
+        *names: str,
+        arena: str = "256MiB",
+        arenas: dict[str, str] | None = None,
+        spill: str = "",
+        metrics: dict[str, str] | None = None,
+        tls: tuple[str, ...] = (),
+        devices: dict[str, str] | None = None,
+    ) -> None:
+        """Peers with these names, all of them seeds of one roster when there are several. arenas:
+        of those that have another. spill: DIR:SIZE for all of them. metrics: HOST:PORT of those
+        that show theirs. tls: those with --bulk-tls. devices: the device arenas of those that have
+        some."""
         addresses = free_addresses(len(names))
         for name, address in zip(names, addresses, strict=True):
             command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
-            command += ["--plane", PLANE, "--arena", arena]
+            command += ["--plane", PLANE]
+            command += ["--arena", (arenas or {}).get(name, arena)]
+            command += ["--spill", spill] if spill else []
+            command += ["--metrics", metrics[name]] if metrics and name in metrics else []
+            command += ["--bulk-tls"] if name in tls else []
+            command += ["--device-arena", devices[name]] if devices and name in devices else []
             if len(names) > 1:
                 command += ["--listen", address, "--seeds", ",".join(addresses)]
             self._run(name, command)
@@ -71,7 +88,7 @@ class Cluster:
 
     def _await(self, name: str) -> None:
         path = self.run_dir / PLANE / f"{name}.sock"
-        until(lambda: self._is_up(name, path), f"peer {name} is up")
+        until(lambda: self._is_up(name, path), f"peer {name} is up", 60.0)
 
     def _is_up(self, name: str, path: Path) -> bool:
         assert self.peers[name].poll() is None, (self.run_dir / f"{name}.log").read_text()
@@ -97,21 +114,26 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    def stop(self) -> None:
+    def end_workers(self) -> None:
+        """Those of one test, where a file shares the peers."""
         for worker in self.workers:
             if worker.poll() is None:
                 worker.send_signal(signal.SIGCONT)
                 worker.kill()
             worker.communicate()
+        self.workers.clear()
+
+    def stop(self) -> None:
+        self.end_workers()
         for peer in self.peers.values():
-            peer.terminate()
+            peer.send_signal(signal.SIGINT)  # at once; SIGTERM would hand everything over first
         for name, peer in self.peers.items():
             try:
                 code = peer.wait(15)
             except subprocess.TimeoutExpired:
                 peer.kill()
                 peer.wait()
-                code = "it did not end on SIGTERM"
+                code = "it did not end on SIGINT"
             if peer.returncode not in (0, -signal.SIGKILL):
                 raise AssertionError(f"peer {name}: {code}\n{self.log(name)}")
             assert "Traceback" not in self.log(name), self.log(name)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dataplane
@@ -62,7 +63,9 @@ def held(plane: Plane) -> dict[str, int]:
 
 
 @contextmanager
-def running(*names: str, alone: str = "", arena: str = "256MiB") -> Iterator[Cluster]:
+def running(
+    *names: str, alone: str = "", arena: str = "256MiB", metrics: dict[str, str] | None = None
+) -> Iterator[Cluster]:
     """Peers for as long as the body runs: `names` are one plane, `alone` has none beside it."""
     run_dir = Path(tempfile.mkdtemp(prefix="dp-"))
     with pytest.MonkeyPatch.context() as patch:
@@ -71,11 +74,19 @@ def running(*names: str, alone: str = "", arena: str = "256MiB") -> Iterator[Clu
         try:
             if alone:
                 cluster.start(alone, arena=arena)
-            cluster.start(*names, arena=arena)
+            cluster.start(*names, arena=arena, metrics=metrics)
             yield cluster
         finally:
             cluster.stop()
             shutil.rmtree(run_dir)
+
+
+def warm(plane: Plane) -> None:
+    """A client that tests share has begun all that clients begin when they are first used."""
+    part = plane.partition(f"warm-{plane.peer}", free="drop")
+    part.put({"x": [np.arange(5000)]}, key=["k"])
+    assert len(part.get(keys=["k"])["x"][0]) == 5000
+    part.drop()
 
 
 @contextmanager
@@ -84,9 +95,11 @@ def one_and_two() -> Iterator[dict[str, Hosts]]:
     with running("a", "b", alone="solo") as cluster:
         planes = {name: cluster.connect(name) for name in ("solo", "a", "b")}
         again = cluster.connect("solo")
+        for plane in (*planes.values(), again):
+            warm(plane)
         yield {"one": Hosts(planes["solo"], again), "two": Hosts(planes["a"], planes["b"])}
         for plane in (*planes.values(), again):
             plane.close()
 
 
-__all__ = ["Hosts", "dataplane", "one_and_two", "running"]
+__all__ = ["Hosts", "dataplane", "one_and_two", "running", "warm"]

@@ -66,7 +66,7 @@ async def whole_surface() -> None:
             tags={"n": [1, 2, 3, 4]},
         )
         await far.wait("s", groups=2, timeout=20)
-        with pytest.raises(dataplane.ClaimTimeout, match="lack `y`"):
+        with pytest.raises(dataplane.ClaimTimeout, match="lacks? `y`"):
             await far.claim("t", rows=1, timeout=0.2)
         async with await far.claim("s", groups=1, where=tag("n") > 2, timeout=20) as batch:
             assert sorted(batch.keys) == ["c", "d"] and batch.fields == ["x"]

@@ -13,13 +13,11 @@ import pytest
 import dataplane
 from dataplane import DataplaneError, Plane
 from dataplane.client.connection import Connection, answer, frame_of
-from dataplane.client.opening import further
+from dataplane.client.handshake import further
 from dataplane.wire.messages import Body, Claim, Claimed, Finish, Request, Unpin, Want
-from tests.end_to_end.attacks import no_leaks
+from tests.end_to_end.attacks import Planes, clients_of_three, no_leaks
 from tests.end_to_end.conftest import Cluster, line, until
 from tests.end_to_end.hosts import running
-
-Planes = tuple[Plane, Plane, Plane]
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +30,8 @@ def cluster() -> Iterator[Cluster]:
 def planes(
     cluster: Cluster, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Planes]:
-    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(cluster.run_dir))
-    a, b, c = (cluster.connect(name) for name in "abc")
-    yield a, b, c
-    for name in a.stats()["partitions"]:
-        a.partition(name).drop()
-    no_leaks(a, b, c)
-    for plane in (a, b, c):
-        plane.close()
+    with clients_of_three(cluster, monkeypatch) as clients:
+        yield clients
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -225,4 +217,5 @@ def test_a_stage_that_many_declare_at_once_is_there_for_all(planes: Planes) -> N
     got = together(
         *(lambda p=p: p.claim("new", rows=2, fields=["x"], timeout=10) for p in parts * 2)
     )
+    assert not [failed for failed in got if isinstance(failed, DataplaneError)]
     assert sorted(x for batch in got for x in batch["x"]) == list(range(12)), got

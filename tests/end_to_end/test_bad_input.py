@@ -12,7 +12,7 @@ import torch
 
 import dataplane
 from dataplane import Partition, Plane, tag
-from tests.end_to_end.hosts import held, running
+from tests.end_to_end.hosts import held, running, warm
 
 BIG = 2000
 cyclic: list[Any] = []
@@ -22,6 +22,7 @@ cyclic.append(cyclic)
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Plane]:
     with running("a", arena="16MiB") as cluster, cluster.connect("a") as connected:
+        warm(connected)
         yield connected
 
 
@@ -52,12 +53,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "keys of another length": (
         lambda p: p.put({"x": [1, 2]}, key=["c"]),
         dataplane.InvalidRows,
-        "x: 2; the put has 1 rows; give each one entry a row",
+        "x: 2; the put has 1 row; give each one entry a row",
     ),
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
         dataplane.InvalidRows,
-        "1 group ids for 2 rows: give one per row, or a single one",
+        "1 group id for 2 rows: give one per row, or a single one",
     ),
     "tags of another length": (
         lambda p: p.put({"x": [1, 2]}, tags={"n": [1, 2, 3]}),
@@ -241,7 +242,7 @@ def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
         (("q", {"s": ["x"]}, 0), dataplane.InvalidCall, "group_size=0"),
         (("q", {"s": ["x"]}, None, -1), dataplane.InvalidCall, "groups=-1"),
         (("q", {"s": ["x"]}, None, None, "soon"), dataplane.InvalidCall, "'acked' or 'drop'"),
-        (("q", None, None, None, None, "spread"), dataplane.InvalidCall, "give each peer an"),
+        (("q", None, None, None, None, "far"), dataplane.InvalidCall, "'local', or 'spread'"),
     ],
 )
 def test_a_wrong_definition_says_what_to_do(
@@ -290,3 +291,21 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     batch.release()
     with pytest.raises(dataplane.LeaseExpired, match="was released"):
         batch.ack()
+
+
+def test_a_set_of_keys_is_no_order_of_rows(part: Partition) -> None:
+    with pytest.raises(dataplane.InvalidRows, match="no order"):
+        part.put({"x": [1, 2]}, key={"m", "n"})
+    with pytest.raises(dataplane.InvalidRows, match="no order"):
+        part.put({"x": [1, 2]}, group={"m", "n"})
+    with pytest.raises(dataplane.InvalidRows, match="no order"):
+        part.get(keys={"m", "n"})
+    part.put({"x": [1, 2]}, key={"m": 0, "n": 1}.keys())
+    assert part.drop(keys={"m", "n"}).rows == 2
+
+
+def test_one_row_is_counted_as_one(part: Partition) -> None:
+    with pytest.raises(dataplane.RowsGone, match="^1 of 1 row is not"):
+        part.get(keys=["never"])
+    with pytest.raises(dataplane.InvalidRows, match="2 group ids for 1 row:"):
+        part.put({"x": [1]}, group=["m", "n"])

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -95,6 +96,22 @@ def test_a_lease_with_a_limit_ends_and_late_calls_are_fenced_off(plane: dataplan
     again.ack()
     batch = part.claim("t", rows=1, timeout=5)
     assert (batch["y"][0] == 2).all()
+
+
+def test_a_limit_begins_when_a_claim_is_met_and_not_while_it_waits(
+    plane: dataplane.Plane,
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": [1]}, key=["k"], tags={"length": [4]})
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(part.claim, "s", budget={"length": 10}, lease=0.5, timeout=20)
+        with pytest.raises(dataplane.ClaimTimeout):  # longer than the limit
+            part.claim("s", rows=1, timeout=1.5)
+        part.put({"x": [2, 3]}, key=["l", "m"], tags={"length": [4, 4]})
+        batch = waits.result(20)
+    assert sorted(batch.keys) == ["k", "l"]
+    batch.ack()
+    assert part.claim("s", rows=1, timeout=5).keys == ["m"]
 
 
 def test_an_exception_in_a_stream_body_gives_the_rows_back(plane: dataplane.Plane) -> None:

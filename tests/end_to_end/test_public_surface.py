@@ -99,7 +99,7 @@ def test_a_stage_may_be_declared_by_its_first_claim(hosts: Hosts) -> None:
     here.put({"y": [5]}, key=["a"])
     batch = there.claim("late", rows=1, fields=["y"], timeout=20)
     assert batch.keys == ["a"] and list(batch["y"]) == [5]
-    with pytest.raises(dataplane.ClaimTimeout, match="lack `y`"):
+    with pytest.raises(dataplane.ClaimTimeout, match="lacks? `y`"):
         here.claim("late", rows=1, timeout=0.2)
     with pytest.raises(dataplane.StageUndefined, match="fields="):
         here.claim("unheard", rows=1, timeout=5)
@@ -132,7 +132,7 @@ def test_groups_close_by_name_or_by_the_seal(hosts: Hosts) -> None:
     there.close("closed", 2)
     batch = there.claim("s", groups=1, timeout=20)
     assert rows_of(batch) == [0, 1]
-    with pytest.raises(dataplane.ClaimTimeout, match="1 groups are still open"):
+    with pytest.raises(dataplane.ClaimTimeout, match="1 group is still open"):
         here.claim("s", groups=1, timeout=0.2)
     with pytest.raises(dataplane.GroupClosed):
         fill(here, 1, group="closed")

@@ -164,3 +164,16 @@ def test_single_row_claims_leave_no_descriptor_thread_or_range(cluster: Cluster)
             after = [len(os.listdir(f"/proc/{pid}/{k}")) for k in ("fd", "task")]
             assert all(now <= then + 1 for now, then in zip(after, before[pid], strict=True))
         assert isinstance(plane, dataplane.Plane)
+
+
+def test_rows_of_a_host_that_never_saw_a_field_lack_it(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", free="drop")
+        part.put({"x": [1], "y": [2]}, key=["k"])
+        there.partition("p").put({"x": [3]}, key=["l"])
+        rows = part.get(keys=["k", "l"], fields=["x"])
+        assert list(rows["x"]) == [1, 3]
+        assert part.get(keys=["k", "l"], fields=["y"]).fields == ["y"]
+        with pytest.raises(dataplane.FieldUnknown, match="'z'"):
+            part.get(keys=["k", "l"], fields=["z"])

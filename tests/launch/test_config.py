@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from dataplane.errors import InvalidConfig, ListenRefused
+from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch import config
+from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import PeerConfig
+from dataplane.launch.transport import parse_transport
 
 GOOD = PeerConfig("p", "a", None, (), 1 << 30, Path("/tmp"))
 
@@ -36,7 +39,7 @@ def test_only_loopback_may_be_listened_at() -> None:
     for good in ("tcp://127.0.0.1:7101", "tcp://localhost:1", "tcp://[::1]:7101"):
         assert changed(listen=good, seeds=(good,)).listen == good
     for bad in ("tcp://0.0.0.0:7101", "tcp://10.0.0.1:1", "tcp://host-a:7101"):
-        with pytest.raises(ListenRefused, match="cluster token"):
+        with pytest.raises(TokenMissing, match="cluster token"):
             changed(listen=bad)
 
 
@@ -77,8 +80,26 @@ def test_a_cgroups_limit_counts(tmp_path: Path, name: str, monkeypatch: pytest.M
     assert config.allowed_memory_bytes(tmp_path) == 2 << 20
 
 
-def test_settings_for_what_is_not_there_yet_are_not_ignored() -> None:
-    with pytest.raises(InvalidConfig, match="DATAPLANE_SPILL"):
-        config.refuse_reserved({"DATAPLANE_SPILL": "/tmp/spill"})
+def test_a_duration_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="number of seconds"):
         config.parse_seconds("soon")
+
+
+def test_bulk_tls_is_asked_for_by_one_variable() -> None:
+    for text, asked in (("1", True), ("true", True), ("0", False), ("", False)):
+        assert find_bulk_tls({"DATAPLANE_BULK_TLS": text}) is asked
+    assert find_bulk_tls({}) is False
+    with pytest.raises(InvalidConfig, match="DATAPLANE_BULK_TLS"):
+        find_bulk_tls({"DATAPLANE_BULK_TLS": "yes please"})
+
+
+def test_bulk_tls_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)  # as where it is not installed
+    with pytest.raises(InvalidConfig, match=r"pip install 'dataplane\[tls\]'"):
+        changed(bulk_tls=True)
+    assert not changed().bulk_tls
+
+
+def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:
+    with pytest.raises(InvalidConfig, match="ucx moves bytes unencrypted"):
+        changed(bulk_tls=True, transport=parse_transport("required:ucx"))

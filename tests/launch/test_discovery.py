@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import InvalidConfig, SeedsMissing
+from dataplane.errors import ConnectError, InvalidConfig, SeedsMissing
+from dataplane.launch import discovery
 from dataplane.launch.discovery import (
+    Place,
     expand_nodelist,
+    find_place,
     find_seeds,
+    node_peer,
     own_seed,
     plane_name,
     seed_port,
@@ -139,6 +144,7 @@ def test_a_later_pod_of_an_indexed_job_needs_seeds() -> None:
 
 
 def test_ray() -> None:
+    assert plane_name({"RAY_JOB_ID": "ffffffff"}) == str(UID)
     elsewhere = {"RAY_ADDRESS": "192.0.2.7:6379", "RAY_JOB_ID": "01000000"}
     assert hosts(find_seeds(elsewhere)) == ["192.0.2.7"]
     assert plane_name(elsewhere) == f"{UID}-ray-01000000"
@@ -146,11 +152,52 @@ def test_ray() -> None:
         assert find_seeds({"RAY_ADDRESS": here}) == ()
 
 
+def initialised_ray(monkeypatch: pytest.MonkeyPatch, head: str, *nodes: str) -> None:
+    """What a driver's ray says; nodes: their addresses."""
+    context = SimpleNamespace(
+        get_job_id=lambda: "02000000", get_node_id=lambda: "ab" * 28, gcs_address=f"{head}:6379"
+    )
+    ray = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_runtime_context=lambda: context,
+        nodes=lambda: [{"NodeManagerAddress": node, "Alive": True} for node in nodes],
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
 def test_a_ray_driver_is_in_the_plane_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(get_job_id=lambda: "02000000")
-    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-    monkeypatch.setitem(__import__("sys").modules, "ray", ray)
-    assert plane_name({}) == f"{UID}-ray-02000000"
+    initialised_ray(monkeypatch, "127.0.0.1", "127.0.0.1", "127.0.0.1")
+    assert plane_name({}) == plane_name({"RAY_JOB_ID": "ffffffff"}) == f"{UID}-ray-02000000"
+    assert find_seeds({}) == ()
+    assert node_peer({}) == "ray-" + "ab" * 8 == node_peer({"RAY_NODE_ID": "ab" * 28})
+
+
+def test_workers_of_ray_ask_it_for_the_head_and_whether_there_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    initialised_ray(monkeypatch, "127.0.0.1", "127.0.0.1", "192.0.2.8")
+    assert hosts(find_seeds({})) == ["127.0.0.1"]
+    initialised_ray(monkeypatch, "192.0.2.7", "192.0.2.7", "192.0.2.8")
+    assert hosts(find_seeds({"RAY_JOB_ID": "01000000"})) == ["192.0.2.7"]
+
+
+def test_a_host_that_is_not_the_first_joins_it_from_its_own_address() -> None:
+    first = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    seeds = find_seeds(first)
+    assert find_place(first) == Place(seeds, seeds[0])
+    port = seed_port(plane_name(first))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovery, "_is_this_host", lambda host: False)
+        assert find_place(first) == Place(seeds, f"tcp://127.0.0.1:{port}", join=True)
+        # In a list of all hosts each is a seed, and who is not listed does not join.
+        listed = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a[1-2]"}
+        assert find_place(listed) == Place(find_seeds(listed), None)
+
+
+def test_a_first_host_that_nobody_knows_is_told() -> None:
+    first = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"}
+    with pytest.raises(ConnectError, match="no-such-host.invalid"):
+        find_place(first)
 
 
 def test_hosts_that_one_launcher_sees_are_named_by_another() -> None:

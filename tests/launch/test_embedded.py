@@ -15,10 +15,10 @@ import pytest
 from dataplane.errors import (
     ConnectError,
     InvalidConfig,
-    ListenRefused,
     PeerAmbiguous,
     PeerNotFound,
     SeedsMissing,
+    TokenMissing,
 )
 from dataplane.launch import embedded, rundir
 from tests.launch import stand_in
@@ -154,7 +154,7 @@ def test_a_job_of_several_hosts_gets_no_private_plane(
     with pytest.raises(SeedsMissing):
         embedded.attach("p")
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://0.0.0.0:7101")
-    with pytest.raises(ListenRefused):
+    with pytest.raises(TokenMissing):
         embedded.attach("p")
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://192.0.2.7:7101")
     with pytest.raises(ConnectError, match="start its peer by hand"):
@@ -178,3 +178,16 @@ def test_the_embedded_peers_command_carries_its_whole_configuration(
     monkeypatch.setenv("DATAPLANE_LINGER", "never")
     with pytest.raises(InvalidConfig):
         embedded.embedded_config("p", run_dir, os.environ)
+
+
+def test_an_embedded_peer_is_told_of_bulk_tls(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataplane import cli
+
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("DATAPLANE_BULK_TLS", "1")
+    config = embedded.embedded_config("p", run_dir, os.environ)
+    monkeypatch.delenv("DATAPLANE_BULK_TLS")
+    arguments = cli._parser().parse_args(embedded.command_line(config)[3:])
+    assert config.bulk_tls and cli.peer_config(arguments) == config

@@ -130,3 +130,22 @@ def test_many_copies_grow_the_columns() -> None:
     assert all(found(space, 11, *range(1000)))
     assert "1000 ranges" in repr(space.copies)
     assert space.copies.drop_owner(11) == 1000 * PAGE
+
+
+def test_copies_of_several_peers_are_evicted_in_one_go() -> None:
+    space = Space(64 * PAGE)
+    for incarnation, number in ((11, 1), (12, 1), (11, 2), (12, 2)):
+        pull(space, incarnation, number)
+    assert space.copies.evict(3 * PAGE) == 3 * PAGE
+    assert found(space, 11, 1, 2) == [False, False]
+    assert found(space, 12, 1, 2) == [False, True]
+    assert space.copies.evictable_bytes == PAGE
+    assert space.stats()["cached_bytes"] == PAGE
+
+
+def test_copies_come_in_any_order_and_one_that_comes_twice_is_kept_once() -> None:
+    space = Space(64 * PAGE)
+    local = pull(space, 11, 9, 2, 9)
+    assert space.copies.lookup(11, remote(2, 9)).tolist() == [local[1].item(), local[0].item()]
+    assert space.ranges.alive(local).tolist() == [True, True, False]
+    assert space.stats()["cached_bytes"] == 2 * PAGE

@@ -96,6 +96,8 @@ def test_the_oldest_tombstones_go_first_and_are_counted() -> None:
         tombstones.add(keys[start : start + 4])
     assert tombstones.among(keys).tolist() == [False] * 30 + [True] * 10
     assert (len(tombstones), tombstones.forgotten) == (10, 30)
+    tombstones.add(keys[:3])
+    assert (tombstones.keys() == np.concatenate([keys[33:], keys[:3]])).all()
     tombstones.add(keys[:25])
     assert len(tombstones) == 10
 

@@ -6,15 +6,15 @@ import pytest
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.counts import Counts, Lane
-from dataplane.metadata.homes import (
-    MAX_WATCHED,
+from dataplane.metadata.homes import MAX_WATCHED, StageHome
+from dataplane.metadata.instructions import (
     ClaimId,
     Complete,
     Ended,
     Instruction,
     Order,
     Return,
-    StageHome,
+    Starved,
     Unmeetable,
     Watch,
 )
@@ -92,7 +92,7 @@ def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
     assert orders(home.instructions()) == [(1, "a", 8)]
     home.supplied(claim(1), "a", 8, 0.0, False)
     out = home.instructions()
-    assert out[0] == Complete(claim(1), 8)
+    assert out[0] == Complete(claim(1), 8, told=True)
     assert orders(out) == [(2, "a", 2)]
 
 
@@ -136,7 +136,19 @@ def test_a_minimum_is_enough() -> None:
     assert isinstance(order, Order)
     assert order.want_remaining == rows(5, minimum=3)
     home.supplied(claim(1), "a", 5, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 5)]
+    assert home.instructions() == [Complete(claim(1), 5, told=True)]
+
+
+def test_a_grant_that_completes_its_claim_says_so_whatever_the_counts_say_later() -> None:
+    home = StageHome("a")
+    home.sealed(True)
+    home.report("a", PLAIN, has(3), True)
+    home.demand(claim(1), rows(8))
+    (order,) = home.instructions()[-1:]
+    assert isinstance(order, Order) and order.exact
+    home.report("a", PLAIN, has(5), True)  # rows came back meanwhile
+    home.supplied(claim(1), "a", 3, 0.0, False)
+    assert home.instructions() == [Complete(claim(1), 3, told=True)]
 
 
 def test_a_sealed_partition_completes_with_less_and_then_ends() -> None:
@@ -282,6 +294,53 @@ def test_a_filter_is_watched_from_its_first_claim_until_others_push_it_out() -> 
     assert [one for one in home.instructions() if not getattr(one, "on", True)] == [
         Watch(Lane.of(first), False)
     ]
+
+
+def test_orders_carry_what_is_left_of_the_claims_credit() -> None:
+    home = StageHome("ab")
+    home.report("a", PLAIN, has(2), False)
+    home.report("b", PLAIN, has(9), False)
+    home.demand(claim(1), budget(100.0), credit_bytes=1000)
+    (first,) = home.instructions()
+    home.supplied(claim(1), "a", 2, 60.0, False, nbytes=700)
+    (second,) = home.instructions()
+    assert isinstance(first, Order) and isinstance(second, Order)
+    assert (first.credit_bytes, second.credit_bytes) == (1000, 300)
+
+
+def test_a_claim_whose_rows_exceed_its_credit_steps_aside_for_the_next() -> None:
+    home = StageHome("ab")
+    home.report("b", PLAIN, has(4), False)
+    home.demand(claim(1), rows(4), credit_bytes=1000)
+    home.demand(claim(2, "b"), rows(4), credit_bytes=0)
+    home.instructions()
+    home.supplied(claim(1), "b", 0, 0.0, False, needed_bytes=4000)
+    out = home.instructions()
+    assert out[0] == Starved(claim(1), 4000)
+    assert orders(out) == [(2, "b", 4)]  # the rows are still known to be there
+
+
+def test_a_claim_with_a_minimum_or_a_budget_completes_with_what_its_credit_lets_in() -> None:
+    for want in (rows(8, minimum=2), budget(100.0)):
+        home = StageHome("a")
+        home.report("a", PLAIN, has(8), False)
+        home.demand(claim(1, "b"), want, credit_bytes=1000)
+        home.instructions()
+        home.supplied(claim(1, "b"), "a", 3, 30.0, False, nbytes=900, needed_bytes=1200)
+        told = want.budget_tag is None
+        assert home.instructions() == [Complete(claim(1, "b"), 3, told)]
+
+
+def test_a_starved_claim_waits_for_its_other_suppliers_and_tells_what_is_missing() -> None:
+    home = StageHome("abc")
+    for peer in "ab":
+        home.report(peer, PLAIN, has(2), False)
+    home.demand(claim(1, "c"), rows(4), credit_bytes=1000)
+    home.instructions()
+    home.supplied(claim(1, "c"), "a", 1, 0.0, False, nbytes=600, needed_bytes=1200)
+    assert home.instructions() == []
+    home.supplied(claim(1, "c"), "b", 2, 0.0, False, nbytes=100)
+    assert home.instructions() == [Starved(claim(1, "c"), 600)]  # beyond what it was granted
 
 
 def test_a_dead_peer_supplies_nothing_and_asks_for_nothing() -> None:

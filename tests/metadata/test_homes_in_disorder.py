@@ -9,8 +9,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from dataplane.metadata.counts import Counts, Lane
-from dataplane.metadata.homes import ClaimId, Complete, Ended, Order, Return, StageHome, Watch
+from dataplane.metadata.homes import StageHome
+from dataplane.metadata.instructions import (
+    ClaimId,
+    Complete,
+    Ended,
+    Order,
+    Return,
+    Starved,
+    Watch,
+)
 from dataplane.wire.messages import Want
+
+ROW_BYTES = 10
 
 
 def rows(count: int, where: list[object] | None) -> Want:
@@ -40,6 +51,8 @@ class Cluster:
         self.done: list[ClaimId] = []
         self.ended: set[ClaimId] = set()
         self.orders: deque[Order] = deque()
+        self.credit: dict[ClaimId, int] = {}
+        self.starved: set[ClaimId] = set()
 
     def put(self, row: int) -> None:
         name = self.random.choice("abc")
@@ -68,16 +81,28 @@ class Cluster:
         if kind == "report":
             self.home.report(choice, *payload)  # type: ignore[misc]
         else:
-            one, units = payload  # type: ignore[misc]
-            self.home.supplied(one, choice, units, 0.0, False)
+            one, units, needed = payload  # type: ignore[misc]
+            nbytes = units * ROW_BYTES
+            self.home.supplied(one, choice, units, 0.0, False, nbytes, needed)
         return True
 
     def obey(self, order: Order) -> None:
         peer, want = self.peers[order.peer], order.want_remaining
         fit = [row for row in peer.ready if want.where is None or row % 2 == 0]
-        taken = fit[: want.count]
+        wanted = fit[: want.count]
+        taken = wanted[: order.credit_bytes // ROW_BYTES]
+        needed = 0
+        if len(taken) < len(wanted):
+            needed = ROW_BYTES * min(len(wanted), max(want.minimum, len(taken) + 1))
         if order.exact and len(taken) < want.minimum:
             taken = []
+        room = self.credit[order.claim] - ROW_BYTES * len(self.got[order.claim])
+        assert ROW_BYTES * len(taken) <= order.credit_bytes
+        if order.claim in self.starved:
+            taken, needed = [], 0  # it has left
+        elif ROW_BYTES * len(taken) > room:
+            taken, needed = [], 0
+            self.leave(order.claim)  # its peer refuses what it has no room for
         peer.ready = [row for row in peer.ready if row not in taken]
         peer.leased |= set(taken)
         self.got[order.claim] += taken
@@ -85,7 +110,7 @@ class Cluster:
         early = self.random.random() < 0.5
         if taken and early:
             self.count(order.peer)
-        peer.mail.append(("supplied", (order.claim, len(taken))))
+        peer.mail.append(("supplied", (order.claim, len(taken), needed)))
         if taken and not early:
             self.count(order.peer)
 
@@ -98,6 +123,9 @@ class Cluster:
                 assert one.units == len(self.got[one.claim])
             elif isinstance(one, Return):
                 self.give_back(one.claim)
+            elif isinstance(one, Starved):
+                assert one.needed_bytes > 0
+                self.leave(one.claim)
             elif isinstance(one, Ended):
                 self.ended.add(one.claim)
             elif isinstance(one, Watch):
@@ -114,12 +142,19 @@ class Cluster:
                 self.count(name)
         self.got[one] = []
 
+    def leave(self, one: ClaimId) -> None:
+        """It holds nothing, and does not come back."""
+        self.starved.add(one)
+        self.home.withdraw(one)
+        self.give_back(one)
+
     def demand(self, number: int) -> None:
         where = self.random.choice([None, ["eq", "even", True]])
         one = ClaimId(self.random.choice("abc"), number)
         self.waiting[one] = rows(self.random.randint(1, 6), where)
         self.got[one] = []
-        self.home.demand(one, self.waiting[one])
+        self.credit[one] = ROW_BYTES * self.random.choice([2, 100, 100, 100])
+        self.home.demand(one, self.waiting[one], credit_bytes=self.credit[one])
 
     def steal(self) -> None:
         """A claim that a peer met alone, without the home."""
@@ -152,7 +187,10 @@ def test_whatever_the_order_of_messages_no_claim_waits_for_rows_that_are_ready(s
     for one in cluster.done:
         assert held[one] == cluster.waiting[one].count  # exact until sealed
     ready = [row for peer in cluster.peers.values() for row in peer.ready]
-    open_claims = [one for one in cluster.waiting if one not in cluster.done]
+    for one in cluster.starved:
+        assert not held[one] and cluster.credit[one] < ROW_BYTES * cluster.waiting[one].count
+    ended = {*cluster.done, *cluster.starved}
+    open_claims = [one for one in cluster.waiting if one not in ended]
     for where in (None, ["eq", "even", True]):
         lane = [one for one in open_claims if cluster.waiting[one].where == where]
         fit = sum(1 for row in ready if where is None or row % 2 == 0)
@@ -174,6 +212,8 @@ def seal_and_check_the_end(cluster: Cluster, open_claims: list[ClaimId]) -> None
     cluster.drain()
     odd = {row for peer in cluster.peers.values() for row in peer.ready}
     for one in open_claims:
+        if one in cluster.starved:
+            continue
         done = one in cluster.done
         assert done == bool(cluster.got[one])
         if not done and cluster.waiting[one].where is None:

@@ -34,8 +34,11 @@ def test_declaring_again_attaches_and_anything_else_conflicts() -> None:
 
 def test_what_this_version_does_not_have_is_refused_and_not_ignored() -> None:
     home = PartitionHome("p", ["a"])
-    with pytest.raises(InvalidCall, match="place='local'"):
-        home.define(Definition(place="spread"), 1)
+    with pytest.raises(InvalidCall, match="choose one of them"):
+        home.define(Definition(place="spread", replicas=2), 1)
+    for size in (0, -1, 1 << 31):
+        with pytest.raises(LimitExceeded, match="groups of"):
+            home.define(Definition(group_size=size), 1)
     with pytest.raises(LimitExceeded, match="512"):
         PartitionHome("p" * 513, ["a"]).define(Definition(), 1)
     assert not home.defined
@@ -75,8 +78,30 @@ def test_a_dead_peer_is_not_waited_for() -> None:
     home, generation = opened()
     home.seal(generation)
     home.phase_ack("a", generation, "sealing")
-    home.forget("b")
+    home.members(["a"])
     assert home.record.phase == "sealed"
+
+
+def test_a_newcomer_hears_of_the_phase_and_is_waited_for() -> None:
+    home, generation = opened()
+    home.seal(generation)
+    home.phase_ack("a", generation, "sealing")
+    assert home.instructions() == [Broadcast("sealing", generation)]
+    home.members(["a", "b", "c"])
+    assert home.instructions() == [Broadcast("sealing", generation)]
+    assert home.silent == {"b", "c"}
+    home.phase_ack("b", generation, "sealing")
+    home.phase_ack("c", generation, "sealing")
+    assert home.record.phase == "sealed"
+
+
+def test_a_drop_that_is_asked_for_again_changes_nothing() -> None:
+    home, generation = opened()
+    home.drop(generation)
+    home.phase_ack("a", generation, "dropped")
+    home.drop(generation)
+    assert home.instructions() == [Broadcast("dropped", generation)]
+    assert home.missing(generation, "dropped") == {"b"}
 
 
 def test_a_dropped_partition_comes_back_under_a_larger_generation() -> None:

@@ -128,3 +128,17 @@ def test_calls_about_unknown_things_are_refused() -> None:
         s.close(names.hash_name("p"), 3)
     with pytest.raises(ProtocolError):
         s.close(b"short", 1)
+
+
+def test_a_group_is_not_told_to_have_more_rows_than_can_be_counted() -> None:
+    s = store(free="drop")
+    with pytest.raises(InvalidRows, match="give 1 to"):
+        s.close(names.hash_name("g"), 1 << 31, "g")
+    assert s.knows_groups(names.hash_name("g")).tolist() == [False]
+    s.close(names.hash_name("g"), (1 << 31) - 1, "g")
+
+
+def test_the_first_row_of_a_large_group_takes_little_memory() -> None:
+    s = store(free="drop", group_size=1 << 26)
+    put(s, ["a"], ["g"])
+    assert s.stats()["metadata_bytes"] < 100_000

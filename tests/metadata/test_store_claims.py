@@ -11,11 +11,13 @@ from dataplane.errors import (
     RowsGone,
 )
 from dataplane.metadata import names
+from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.takes import Taken
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column
 from tests.metadata.stores import (
     OWNERS,
+    SPECS,
     finish,
     keys_of,
     named,
@@ -76,13 +78,39 @@ def test_a_budget_looks_at_as_many_rows_as_it_needs() -> None:
     assert (taken.units, taken.amount, taken.blocked) == (700, 700.0, True)
 
 
-def test_no_more_bytes_are_taken_than_the_claimer_has_room_for() -> None:
+def test_no_more_bytes_are_taken_than_the_claims_peer_may_pull() -> None:
     s = store(group_size=2, stages={"train": ["tokens"]})
-    put(s, [1, 2, 3, 4], ["p", "p", "q", "q"], nbytes=1_000)
-    assert take(s, "train", Want("groups", 2, 2), byte_limit=3_999).lease is None
-    taken = take(s, "train", Want("groups", 2, 2), byte_limit=3_999, partial=True)
-    assert taken.units == 1
-    assert take(s, "train", Want("rows", 2, 2), byte_limit=2_000).units == 2
+    put(s, [1, 2, 3, 4], ["p", "p", "q", "q"], nbytes=1_000)  # 1,024 B each, where they are pulled
+    groups = Want("groups", 2, 2)
+    refused = take(s, "train", groups, credit=PullCredit("b", lambda: 12_287))
+    assert refused == Taken(needed_bytes=4 * 1_024 + 8_192)
+    taken = take(s, "train", groups, credit=PullCredit("b", lambda: 12_287), partial=True)
+    assert (taken.units, taken.nbytes, taken.needed_bytes) == (1, 2 * 1_024 + 8_192, 12_288)
+    assert take(s, "train", Want("rows", 2, 2), credit=PullCredit("b", lambda: 10_240)).units == 2
+
+
+def test_what_the_claims_peer_has_itself_needs_no_credit() -> None:
+    s = store(stages={"train": ["tokens"]})
+    put(s, [1, 2])
+    taken = take(s, "train", Want("rows", 2, 2), credit=PullCredit("a", lambda: 0))
+    assert (taken.units, taken.nbytes) == (2, 0)
+
+
+def test_a_range_that_many_rows_share_is_pulled_once() -> None:
+    s = store(stages={"train": ["tokens"]})
+    image = values(1, 100_000) * 8
+    s.put(named(list(range(8))), [Column("tokens", image)], SPECS, OWNERS, {})
+    taken = take(s, "train", Want("rows", 8, 8), credit=PullCredit("b", lambda: 108_224))
+    assert (taken.units, taken.nbytes) == (8, 100_032 + 8_192)
+
+
+def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
+    s = store()
+    columns = [Column("tokens", values(1, 100_000)), Column("video", values(1, 100_000, first=1))]
+    s.put(named([1]), columns, SPECS, OWNERS, {})
+    want = Want("rows", 1, 1)
+    assert take(s, "reward", want, credit=PullCredit("b", lambda: 108_224)).needed_bytes == 208_256
+    assert take(s, "reward", want, credit=PullCredit("b", lambda: 108_224, ["tokens"])).units == 1
 
 
 def test_groups_of_different_sizes_never_mix() -> None:

@@ -12,7 +12,13 @@ from typing import Any
 
 PROTOCOL = Path(__file__).resolve().parents[2] / "protocol"
 VECTORS = PROTOCOL / "vectors"
-DOCUMENTS = {"local": "messages.md", "peers": "peers.md", "bulk": "bulk.md", "worker": "worker.md"}
+DOCUMENTS = {
+    "local": "messages.md",
+    "peers": "peers.md",
+    "journal": "journal.md",
+    "bulk": "bulk.md",
+    "worker": "worker.md",
+}
 """Channel: its document. Structures that channels share are in messages.md."""
 
 REQUIRED = object()

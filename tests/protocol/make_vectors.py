@@ -72,7 +72,7 @@ class Layout:
 
     def __init__(self, channel: str) -> None:
         self._known = structures("local") | structures("bulk") if channel == "worker" else {}
-        self._known |= structures("local") if channel == "peers" else {}
+        self._known |= structures("local") if channel in ("peers", "journal") else {}
         self._known |= structures("local") if channel == "bulk" else {}
         self._known |= structures(channel)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
 import typing
@@ -13,7 +14,17 @@ import pytest
 
 from dataplane import errors
 from dataplane.transport import bulk_frames, tcp_owner
-from dataplane.wire import limits, messages, objects, peering, records, tables
+from dataplane.wire import (
+    journal,
+    limits,
+    messages,
+    objects,
+    peering,
+    records,
+    rosters,
+    sampling,
+    tables,
+)
 from tests.protocol import make_vectors
 from tests.protocol.documents import (
     DOCUMENTS,
@@ -51,7 +62,7 @@ def kind_of(annotation: Any) -> str:
     if origin is dict:
         return f"map of {kind_of(args[0])} to {kind_of(args[1])}"
     if origin is typing.Literal:
-        return " or ".join(f'"{word}"' for word in args)
+        return " or ".join(json.dumps(word) for word in args)
     if origin in (typing.Union, types.UnionType):
         if all(arg.__name__ in PEERS | STRUCTS["local"] for arg in args):
             return "message"
@@ -106,10 +117,18 @@ def test_the_operations_of_the_local_door_are_its_two_unions() -> None:
 
 def test_the_operations_between_peers_are_their_two_unions() -> None:
     asked, answered = bodies(peering.PeerRequest), bodies(peering.PeerReply)
-    own = {kind.__name__ for kind in asked + answered if kind.__module__ == peering.__name__}
+    modules = (peering.__name__, rosters.__name__, sampling.__name__)
+    own = {kind.__name__ for kind in asked + answered if kind.__module__ in modules}
     assert set(operations("peers")) == own
     assert set(forwarded()) == _named(asked + answered) - own
     assert {row.answer for row in operations("peers").values()} - {""} <= _named(answered)
+
+
+def test_the_operations_of_a_journal_are_its_union() -> None:
+    own = {kind for kind in members(journal.Op) if kind.__module__ == journal.__name__}
+    assert set(operations("journal")) == _named(list(own))
+    others = re.findall(r"^\| \[(\w+)\]\(\w+\.md", text_of("journal"), flags=re.M)
+    assert set(others) == _named(members(journal.Op)) - _named(list(own))
 
 
 def test_the_operations_of_bulk_transfer_are_its_unions() -> None:
@@ -134,7 +153,15 @@ def test_the_limits_are_those_in_force() -> None:
     in_force = {name: value for name, value in vars(limits).items() if name.isupper()}
     in_force |= {
         name: getattr(bulk_frames, name)
-        for name in ("MAX_PULL_FRAME_BYTES", "MAX_PULL_ITEMS", "MAX_PULL_BYTES", "CHALLENGE_BYTES")
+        for name in (
+            "MAX_JOIN_FRAME_BYTES",
+            "MAX_PULL_FRAME_BYTES",
+            "MAX_PULL_ITEMS",
+            "MAX_PULL_BYTES",
+            "MAX_HOLD_BYTES",
+            "MAX_CARD_BYTES",
+            "CHALLENGE_BYTES",
+        )
     }
     in_force["EXPIRY_MAX_MS"] = tcp_owner.EXPIRY_MAX_MS
     assert {name: int(value.replace(",", "")) for name, value in written.items()} == in_force

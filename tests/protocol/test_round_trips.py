@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane.wire import frames, peering, tables
+from dataplane.wire import frames, journal, peering, tables
 from dataplane.wire.messages import Reply, Request
 from dataplane.wire.peering import PeerReply, PeerRequest
 
@@ -88,6 +88,14 @@ CODECS = {
     PeerRequest: (peering.encode, peering.decode_request),
     PeerReply: (peering.encode, peering.decode_reply),
 }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ops=st.lists(values_of(journal.Op), max_size=3))
+def test_operations_are_read_back_equal(ops: list[journal.Op]) -> None:
+    body = journal.encode_ops(ops)
+    assert journal.decode_ops(body) == ops
+    assert msgpack.packb(positional(ops), use_bin_type=True) == body
 
 
 @pytest.mark.parametrize("kind", list(CODECS), ids=lambda kind: kind.__name__)

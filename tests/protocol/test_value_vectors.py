@@ -1,25 +1,32 @@
-"""Objects, keys and tickets against the committed bytes and an independent reading of them."""
+"""Objects, keys, tokens and tickets against the committed bytes and another reading of them."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+import xxhash
 
 from dataplane.errors import TicketRefused
+from dataplane.launch.token import Token
 from dataplane.metadata import names
+from dataplane.metadata.roster import Roster
 from dataplane.transport import tickets
 from dataplane.transport.bulk_frames import Ticket
 from dataplane.wire import objects
 from dataplane.wire.arrays import dtype_of
+from dataplane.wire.records import KEY
 from dataplane.wire.tables import Owner
 from tests.protocol.make_vectors import Vector, load, python_of
 
-OBJECTS, NAMES, TICKETS = load("objects"), load("names"), load("tickets")
+OBJECTS, NAMES, TICKETS, TOKENS, ROSTERS = map(
+    load, ("objects", "names", "tickets", "tokens", "rosters")
+)
 LEAVES = [np.arange(6, dtype=np.int32), np.ones((2, 3), np.float16)]
 CONTEXT = b"dataplane bulk ticket 1"
 
@@ -94,6 +101,21 @@ def _pack(*parts: Any) -> bytes:
     return packed
 
 
+@pytest.mark.parametrize("vector", TOKENS, ids=[v["name"] for v in TOKENS])
+def test_the_keys_of_a_token_follow_from_the_page(vector: Vector) -> None:
+    secret = bytes.fromhex(vector["token"])
+    token = Token(Path("F"), secret)
+    for role, key in vector["keys"].items():
+        signed = _pack(b"dataplane token 1", vector["plane"], role)
+        assert hmac.digest(secret, signed, "sha256").hex() == key
+        assert token.key(vector["plane"], role).hex() == key
+    by_role = {role: bytes.fromhex(key) for role, key in vector["keys"].items()}
+    named = _pack(CONTEXT, vector["plane"], vector["epoch"])
+    assert hmac.digest(by_role["bulk"], named, "sha256").hex() == vector["plane_key"]
+    key = tickets.plane_key(vector["plane"], tuple(vector["epoch"]), by_role["bulk"])
+    assert key.hex() == vector["plane_key"]
+
+
 @pytest.mark.parametrize("vector", TICKETS, ids=[v["name"] for v in TICKETS])
 def test_a_ticket_follows_from_the_page(vector: Vector) -> None:
     told, pieces = vector["ticket"], bytes.fromhex(vector["pieces"])
@@ -104,6 +126,16 @@ def test_a_ticket_follows_from_the_page(vector: Vector) -> None:
     mac = hmac.digest(key, _pack(CONTEXT, *owner, nonce, digest), "sha256")
     assert key.hex() == vector["plane_key"]
     assert (nonce.hex(), digest.hex(), mac.hex()) == (told["nonce"], told["digest"], told["mac"])
+
+
+@pytest.mark.parametrize("vector", TICKETS, ids=[v["name"] for v in TICKETS])
+def test_the_proofs_of_a_connection_follow_from_the_page(vector: Vector) -> None:
+    key = bytes.fromhex(vector["plane_key"])
+    challenges = [bytes.fromhex(vector[name]) for name in ("challenge", "readers_challenge")]
+    for role, told in vector["proofs"].items():
+        signed = _pack(b"dataplane bulk join 1", role, *challenges)
+        assert hmac.digest(key, signed, "sha256").hex() == told
+        assert tickets.proof(key, role, *challenges).hex() == told
 
 
 @pytest.mark.parametrize("vector", TICKETS, ids=[v["name"] for v in TICKETS])
@@ -118,3 +150,60 @@ def test_a_ticket_is_issued_and_verified_as_in_its_vector(vector: Vector) -> Non
     tickets.verify(key, ticket, owner, nonce, pieces)
     with pytest.raises(TicketRefused):
         tickets.verify(key, ticket, owner, nonce, pieces + b"\0")
+
+
+def hashed(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def mixed(x: int) -> int:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * factor % 2**64
+    return x ^ (x >> 31)
+
+
+def first_roster(seeds: list[str], shards: int) -> dict[str, Any]:
+    """What the page says, shard by shard and without numpy."""
+    members = [s.strip().rstrip("/").lower() for s in seeds]
+    members = [m.replace("://localhost:", "://127.0.0.1:") for m in members]
+    hosts = range(1 if len(members) >= 3 else 0, len(members))
+    weight = [[mixed(mixed(s + 1) ^ hashed(m)) for m in members] for s in range(shards)]
+    primaries = [max(hosts, key=row.__getitem__) for row in weight]
+    ring = sorted(hosts, key=lambda host: hashed(members[host]))
+    after = dict(zip(ring, ring[1:] + ring[:1], strict=True))
+    lowest = {host: [s for s in range(shards) if primaries[s] == host][:16] for host in hosts}
+    return {
+        "members": members,
+        "epoch": [hashed("\n".join(members)) % 2**53, 1],
+        "primaries": primaries,
+        "backups": [0xFFFF if len(ring) == 1 else after[host] for host in primaries],
+        "minted": [s for s in range(shards) if s in lowest[primaries[s]]],
+    }
+
+
+@pytest.mark.parametrize("vector", ROSTERS, ids=[v["name"] for v in ROSTERS])
+def test_the_first_roster_follows_from_the_page(vector: Vector) -> None:
+    told = first_roster(vector["seeds"], vector["shards"])
+    assert told == {name: vector[name] for name in told}
+    partition, stage = vector["partition"], vector["stage"]
+    start = int.from_bytes(bytes.fromhex(vector["key"])[:8], "little")
+    found = [hashed(partition), hashed(f"{partition}\0{stage}"), mixed(start ^ hashed(partition))]
+    homes = [vector[name] for name in ("home_shard", "stage_home_shard", "directory_shard")]
+    assert homes == [number % vector["shards"] for number in found]
+
+
+@pytest.mark.parametrize("vector", ROSTERS, ids=[v["name"] for v in ROSTERS])
+def test_a_peer_computes_the_roster_of_its_vector(vector: Vector) -> None:
+    roster = Roster.from_seeds(vector["seeds"], vector["shards"])
+    assert list(roster.members) == vector["members"]
+    assert list(roster.epoch) == vector["epoch"]
+    assert roster.primaries.tolist() == vector["primaries"]
+    assert roster.backups.tolist() == vector["backups"]
+    assert roster.minted.nonzero()[0].tolist() == vector["minted"]
+    assert not roster.in_sync.any() and not any(roster.incarnations)
+    partition = vector["partition"]
+    assert roster.home(partition) == roster.address(vector["home_shard"])
+    home = roster.stage_home(partition, vector["stage"])
+    assert home == roster.address(vector["stage_home_shard"])
+    key = np.frombuffer(bytes.fromhex(vector["key"]), KEY)
+    assert roster.directory_shards(partition, key).tolist() == [vector["directory_shard"]]

@@ -98,7 +98,9 @@ def test_no_message_lacks_a_vector() -> None:
     for envelope in (messages.Request, messages.Reply, peering.PeerRequest, peering.PeerReply):
         for body in bodies(envelope):
             assert (envelope.__name__, body.__name__) in have
-    bulk = [bulk_frames.Pull, *members(bulk_frames.FromOwner)]
+    told = {v["structure"] for c, v in VECTORS if c == "journal"}
+    assert set(STRUCTS["journal"]) == told
+    bulk = [*members(bulk_frames.ToOwner), *members(bulk_frames.FromOwner)]
     assert {kind.__name__ for kind in bulk} <= {v["structure"] for c, v in VECTORS if c == "bulk"}
     worker = [*members(bulk_frames.ToWorker), *members(bulk_frames.FromWorker)]
     assert {k.__name__ for k in worker} <= {v["structure"] for c, v in VECTORS if c == "worker"}

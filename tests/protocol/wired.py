@@ -10,12 +10,31 @@ from typing import Any
 import msgspec
 
 from dataplane.transport import bulk_frames
-from dataplane.wire import frames, messages, objects, peering, tables
+from dataplane.wire import (
+    checkpoint,
+    frames,
+    journal,
+    messages,
+    objects,
+    peering,
+    rosters,
+    sampling,
+    tables,
+)
 from tests.protocol.make_vectors import python_of
 
 SHARED = {
     name: getattr(tables, name)
-    for name in ("Definition", "Spec", "Owner", "Column", "Rows", "Table")
+    for name in (
+        "Definition",
+        "Spec",
+        "Owner",
+        "PoolHandle",
+        "RosterTable",
+        "Column",
+        "Rows",
+        "Table",
+    )
 }
 
 
@@ -30,8 +49,8 @@ def _defined_in(module: types.ModuleType) -> dict[str, type[msgspec.Struct]]:
     }
 
 
-LOCAL = _defined_in(messages)
-PEERS = _defined_in(peering)
+LOCAL = _defined_in(messages) | _defined_in(checkpoint)
+PEERS = _defined_in(peering) | _defined_in(rosters) | _defined_in(sampling)
 _BULK = _defined_in(bulk_frames)
 
 
@@ -49,6 +68,7 @@ _WORKER |= {kind.__name__ for kind in members(bulk_frames.FromWorker)}
 STRUCTS: dict[str, dict[str, type[msgspec.Struct]]] = {
     "local": SHARED | LOCAL,
     "peers": PEERS,
+    "journal": _defined_in(journal),
     "bulk": {name: kind for name, kind in _BULK.items() if name not in _WORKER},
     "worker": {name: kind for name, kind in _BULK.items() if name in _WORKER},
 }
@@ -59,7 +79,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "local reply": frames.decode_reply,
     "peer request": peering.decode_request,
     "peer reply": peering.decode_reply,
-    "bulk pull": bulk_frames.decode_pull,
+    "operation": lambda body: journal.decode_ops(b"\x91" + body)[0],
+    "bulk join": bulk_frames.decode_join,
+    "bulk request": bulk_frames.decode_to_owner,
     "bulk answer": bulk_frames.decode_from_owner,
     "to worker": bulk_frames.decode_to_worker,
     "from worker": bulk_frames.decode_from_worker,
@@ -72,10 +94,13 @@ def decoder_of(channel: str, structure: str) -> Callable[[bytes], Any]:
     if channel in ("local", "peers"):
         what = "request" if structure.endswith("Request") else "reply"
         return DECODERS[f"{channel.removesuffix('s')} {what}"]
+    if channel == "journal":
+        return DECODERS["operation"]
     kind = STRUCTS[channel][structure]
-    if kind is bulk_frames.Pull:
-        return DECODERS["bulk pull"]
+    if kind is bulk_frames.Join:
+        return DECODERS["bulk join"]
     for name, union in (
+        ("bulk request", bulk_frames.ToOwner),
         ("bulk answer", bulk_frames.FromOwner),
         ("to worker", bulk_frames.ToWorker),
         ("from worker", bulk_frames.FromWorker),
@@ -89,6 +114,8 @@ def encode(channel: str, struct: Any) -> bytes:
     """What travels for this struct, length included where the channel has one."""
     if channel == "peers":
         return peering.encode(struct)
+    if channel == "journal":
+        return journal.encode_ops([struct])[1:]
     return bytes(frames.encode(struct) if channel == "local" else bulk_frames.encode(struct))
 
 
@@ -106,6 +133,6 @@ def built(kind: Any, value: Any) -> Any:
             return built(structs[0], value)
     elif origin is tuple:
         return tuple(value)
-    elif origin is list and isinstance(args[0], type):
+    elif origin is list:
         return [built(args[0], item) for item in value]
     return python_of(value)

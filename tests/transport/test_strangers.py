@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from dataplane.errors import TicketRefused
+from dataplane.transport import Remote
 from dataplane.transport.bulk_frames import (
+    MAX_JOIN_FRAME_BYTES,
     MAX_PULL_BYTES,
     MAX_PULL_FRAME_BYTES,
     MAX_PULL_ITEMS,
     PIECE,
     Greeting,
+    Join,
+    Joined,
     Pull,
     Refused,
     decode_from_owner,
+    decode_join,
     encode,
 )
 from dataplane.transport.tcp_owner import MAX_INBOUND
-from dataplane.transport.tickets import issue, nonce_of, plane_key
+from dataplane.transport.tickets import issue, nonce_of, plane_key, proof
 from dataplane.wire.limits import PROTOCOL_VERSION
 
 StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
 KEY = plane_key("test", (1, 1))
+MINE = b"sixteen bytes..."
 
 
 class Stranger:
@@ -49,6 +56,20 @@ class Stranger:
         self.writer.write_eof()
         assert await self.reader.read() == b""
         return refused
+
+
+@asynccontextmanager
+async def joined(host: Any) -> AsyncIterator[tuple[Stranger, Greeting]]:
+    """A connection on which both sides have proved themselves."""
+    async with connected(host) as (stranger, greeting):
+        stranger.writer.write(join(greeting))
+        answer = await stranger.frame()
+        assert answer == Joined(proof(KEY, "owner", greeting.challenge, MINE))
+        yield stranger, greeting
+
+
+def join(greeting: Greeting, version: int = PROTOCOL_VERSION, key: bytes = KEY) -> bytearray:
+    return encode(Join(version, MINE, proof(key, "reader", greeting.challenge, MINE)))
 
 
 @asynccontextmanager
@@ -100,15 +121,72 @@ async def test_the_owner_greets_first_and_tells_its_limits(start_host: StartHost
     ],
     ids=["http", "oversize", "not MessagePack", "empty", "deeply nested", "another frame"],
 )
+@pytest.mark.parametrize("opened", [connected, joined], ids=["a stranger's", "a member's"])
 async def test_garbage_ends_that_connection_only(
-    start_host: StartHost, sent: bytes, code: str
+    start_host: StartHost, sent: bytes, code: str, opened: Any
 ) -> None:
     a = await start_host("a")
-    async with connected(a) as (stranger, _):
+    async with opened(a) as (stranger, _):
+        if opened is connected and len(sent) > MAX_JOIN_FRAME_BYTES:
+            code = "FrameTooLarge"
         stranger.writer.write(sent)
         assert (await stranger.refusal()).code == code
     assert a.pins == 0
     await still_serves(a, start_host)
+
+
+async def test_who_does_not_join_may_read_nothing(start_host: StartHost) -> None:
+    a = await start_host("a")
+    a.place(np.array([0]), np.array([4096]))
+    one = np.array([(0, 1, 0, 4096)], PIECE)
+    for sent, code in (
+        (lambda greeting: pull(a, greeting, one), "ProtocolError"),
+        (lambda greeting: join(greeting, key=b"guess"), "TicketRefused"),
+        (lambda greeting: join(greeting, version=99), "VersionMismatch"),
+        (lambda greeting: encode(Join(1, MINE, b"")), "TicketRefused"),
+        (lambda greeting: encode(Joined(b"x" * 32)), "ProtocolError"),
+        (lambda greeting: struct.pack("<I", MAX_JOIN_FRAME_BYTES + 1), "FrameTooLarge"),
+    ):
+        async with connected(a) as (stranger, greeting):
+            stranger.writer.write(sent(greeting))
+            assert (await stranger.refusal()).code == code
+    async with connected(a) as (stranger, greeting), connected(a) as (_, another):
+        stranger.writer.write(join(another))  # a proof that was heard on another connection
+        assert (await stranger.refusal()).code == "TicketRefused"
+    assert a.pins == 0
+    await still_serves(a, start_host)
+
+
+async def test_an_impostor_at_an_owners_address_is_found_out(start_host: StartHost) -> None:
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode(Greeting((1, 1), MINE, 1 << 20, 1, 1)))
+        (length,) = struct.unpack("<I", await reader.readexactly(4))
+        heard = decode_join(await reader.readexactly(length))
+        writer.write(encode(Joined(heard.proof)))  # the reader's own proof, sent back
+        await reader.read()
+        writer.close()
+
+    a, b = await start_host("a"), await start_host("b")
+    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        remote = Remote(a.owner, (f"{host}:{port}",))
+        with pytest.raises(TicketRefused, match="cannot prove"):
+            await b.engine.read(remote, a.place(np.array([0]), np.array([4096])))
+    assert not b.bytes[:4096].any()
+
+
+async def test_strangers_make_room_for_members(start_host: StartHost) -> None:
+    a = await start_host("a")
+    async with joined(a) as (member, greeting):
+        name, port = a.engine.address[0].rsplit(":", 1)
+        crowd = [await asyncio.open_connection(name, int(port)) for _ in range(3 * MAX_INBOUND)]
+        for reader, _ in crowd:  # all were let in, one after another
+            await asyncio.wait_for(reader.readexactly(4), 20)
+        a.place(np.array([0]), np.array([4096]))
+        member.writer.write(pull(a, greeting, np.array([(0, 1, 0, 4096)], PIECE)))
+        assert (await member.frame()).nbytes == 4096
+        for _, writer in crowd:
+            writer.close()
 
 
 async def test_forged_replayed_and_altered_tickets_are_refused(start_host: StartHost) -> None:
@@ -117,10 +195,10 @@ async def test_forged_replayed_and_altered_tickets_are_refused(start_host: Start
     pieces = np.array([(0, 1, 0, 4096)], PIECE)
     others = np.array([(1, 1, 0, 4096)], PIECE).tobytes()
     for changed in ({"key": b"guess"}, {"nonce": b"x" * 24}, {"column": others}):
-        async with connected(a) as (stranger, greeting):
+        async with joined(a) as (stranger, greeting):
             stranger.writer.write(pull(a, greeting, pieces, **changed))
             assert (await stranger.refusal()).code == "TicketRefused"
-    async with connected(a) as (stranger, greeting):
+    async with joined(a) as (stranger, greeting):
         good = pull(a, greeting, pieces)
         stranger.writer.write(good)
         assert (await stranger.frame()).nbytes == 4096
@@ -144,11 +222,20 @@ async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) 
         ({}, np.zeros(MAX_PULL_ITEMS + 1, PIECE), "LimitExceeded"),
     ]
     for changed, pieces, code in cases:
-        async with connected(a) as (stranger, greeting):
+        async with joined(a) as (stranger, greeting):
             stranger.writer.write(pull(a, greeting, pieces, **changed))
             assert (await stranger.refusal()).code == code
     assert a.pins == 0
     await still_serves(a, start_host)
+
+
+async def test_idle_members_make_room_for_new_ones(start_host: StartHost) -> None:
+    a = await start_host("a")
+    async with AsyncExitStack() as members:
+        crowd = [await members.enter_async_context(joined(a)) for _ in range(MAX_INBOUND + 8)]
+        closed = [await stranger.reader.read() for stranger, _ in crowd[:8]]
+        assert closed == [b""] * 8, "those idle for longest"
+        await still_serves(a, start_host)
 
 
 async def test_idle_connections_make_room_for_new_ones(start_host: StartHost) -> None:
@@ -168,9 +255,9 @@ async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
     a = await start_host("a", 16 << 20)
     a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
     pieces = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
-    async with connected(a) as (stranger, greeting):
+    async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, pieces)[:20])
-    async with connected(a) as (stranger, greeting):
+    async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, pieces))
         await stranger.reader.readexactly(100)
     async with asyncio.timeout(20):

@@ -126,7 +126,7 @@ async def test_a_peer_of_another_plane_or_of_an_earlier_life_is_refused(
     b = await start_host("b", key=plane_key("another plane", (1, 1)))
     c = await start_host("c")
     copies = a.place(np.array([0]), np.array([4096]))
-    with pytest.raises(TicketRefused, match="does not hold"):
+    with pytest.raises(TicketRefused, match="does not belong to the plane"):
         await b.engine.read(a.remote, copies)
     earlier = Remote(Owner("a", 6), a.remote.addresses)
     with pytest.raises(TicketRefused, match="in life 7"):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.client import copies, layout
+from dataplane.client.few import lay_few
 from dataplane.client.layout import Parcel, join, plan
-from dataplane.client.values import Prepared, prepare
+from dataplane.client.values import prepare
 from dataplane.client.views import same
 from dataplane.errors import LimitExceeded
 from dataplane.wire.limits import (
@@ -129,19 +130,15 @@ def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
         plan(prepare({"x": np.zeros(n, np.int8)}), np.zeros(n, U4))
 
 
-def test_few_and_many_values_are_laid_out_by_one_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    def records(prepared: Prepared) -> list[Any]:
-        (parcel,) = plan(prepared)
-        check_records(parcel)
-        cells = [(c.field, c.values.tobytes(), c.leaves.tobytes()) for c in parcel.cells]
-        return [parcel.sizes.tolist(), cells]
-
+def test_few_and_many_values_are_laid_out_by_one_rule() -> None:
     for seed in range(20):
         prepared = prepare(mixed_columns(4, seed))
-        few = records(prepared)
-        with monkeypatch.context() as patch:
-            patch.setattr(layout, "FEW_VALUES", 0)
-            assert records(prepared) == few
+        (parcel,) = plan(prepared)
+        few = lay_few(prepared)
+        assert few is not None
+        check_records(parcel)
+        assert few.sizes == parcel.sizes.tolist() and few.nbytes == parcel.nbytes
+        assert [c.wire() for c in few.cells] == parcel.columns()
 
 
 def test_a_hundred_thousand_rows_pack_densely() -> None:

@@ -104,7 +104,7 @@ def absent(view: ColumnView, rows: list[int], keys: list[str] | None = None) -> 
     places["flags"][rows] = PLACE_ABSENT
     places["spec"][rows] = 0xFFFF_FFFF
     specs = [f if isinstance(f, Spec) else f.spec for f in view._forms]
-    return ColumnView(Column("x", places.tobytes()), specs, view._base, keys)
+    return ColumnView(Column("x", places.tobytes()), specs, view._base, keys and keys.__getitem__)
 
 
 def test_a_row_that_lacks_the_field_says_which(arena: Any) -> None:

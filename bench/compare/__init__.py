@@ -1,0 +1,1 @@
+"""`python -m bench compare`: the same batch through several planes, in one run."""

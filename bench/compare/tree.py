@@ -1,0 +1,189 @@
+"""One contender's process tree: its services, a writer and a reader, and what they are told to do.
+
+Trees run one after the other, so that none works beside another's idle processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.compare.contenders import CONTENDERS
+from bench.compare.courier import Contender, Site
+from bench.compare.cpu import between, cpu_seconds
+from bench.compare.worker import Command, Hire
+from bench.processes import Crew
+
+FORMS = ("handle", "read", "packed")
+SINGLE = "1 row"
+SINGLE_BYTES = 4096
+_START_S = 150.0
+_REPLY_S = 240.0
+
+
+class CompareTimeout(RuntimeError):
+    """A process of a tree did not answer in time."""
+
+
+class WrongContent(RuntimeError):
+    """What the reader got is not what the writer put."""
+
+
+@dataclass(slots=True)
+class Figure:
+    """One operation of one plane: its samples, and what processor time all of them took."""
+
+    nbytes: int  # of one operation
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seconds: list[float], cpu_s: dict[str, float]) -> None:
+        self.seconds += seconds
+        for name, spent in cpu_s.items():
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + spent
+
+
+Figures = dict[tuple[str, str], Figure]  # (batch, operation)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done in a tree: batches by name, and how often."""
+
+    batches: dict[str, int]  # name → bytes
+    rows: int
+    repeats: int
+    singles: int
+    forms: tuple[str, ...]
+    seed: int = 0
+
+
+class Tree:
+    """A running tree."""
+
+    def __init__(self, contender: Contender, crew: Crew) -> None:
+        self._contender = contender
+        self._crew = crew
+        self._ready: dict[str, dict[str, Any]] = {}
+        self._replies: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def start(self) -> None:
+        services = self._contender.services()
+        for service in services:
+            self._crew.start(service.name, service.argv, service.env, service.speaks)
+        self._listen("the services", lambda: self._contender.reachable(self._ready), _START_S)
+        last = self._contender.site.hosts - 1
+        for role, host in (("writer", 0), ("reader", last)):
+            hire = Hire(
+                plane=self._contender.name,
+                role=role,
+                address=self._contender.address(host),
+                parent=os.getpid(),
+            )
+            argv = [
+                sys.executable,
+                "-m",
+                "bench.compare.worker",
+                msgspec.json.encode(hire).decode(),
+            ]
+            self._crew.start(role, argv, self._contender.environment())
+        hired = {"writer", "reader"}
+        self._listen("its workers", lambda: self._ready.keys() >= hired, _START_S)
+
+    def _listen(self, awaited: str, reached: Callable[[], bool], within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while not reached():
+            for name, event in self._crew.events():
+                if event["event"] == "ready":
+                    self._ready[name] = event
+                else:
+                    self._replies[name].append(event)
+            if time.monotonic() > deadline:
+                tails = "".join(f"\n{m.name}:\n{m.tail()}" for m in self._crew.members.values())
+                raise CompareTimeout(f"no answer from {awaited} within {within_s:.0f} s{tails}")
+
+    def ask(self, role: str, do: str, **details: Any) -> dict[str, Any]:
+        """One command, and its answer."""
+        command = Command(do=do, **details)
+        self._crew.tell(role, msgspec.json.encode(command).decode())
+        self._listen(f"the {role} about {do}", lambda: bool(self._replies[role]), _REPLY_S)
+        return self._replies[role].pop(0)
+
+    def measured(self, figure: Figure, role: str, do: str, **details: Any) -> None:
+        before = cpu_seconds(self._crew.pids())
+        said = self.ask(role, do, **details)
+        figure.add(said["seconds"], between(before, cpu_seconds(self._crew.pids())))
+
+    def leave(self) -> None:
+        for role in ("reader", "writer"):
+            self._crew.tell(role, msgspec.json.encode(Command(do="leave")).decode())
+        left = lambda: all(self._crew.members[r].done for r in ("reader", "writer"))  # noqa: E731
+        self._listen("its workers at the end", left, _START_S)
+
+
+@contextmanager
+def standing(name: str, hosts: int, largest: int) -> Iterator[Tree]:
+    """A tree that has started; ended, whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        site = Site(hosts=hosts, largest=largest, folder=folder, parent=os.getpid())
+        contender = CONTENDERS[name](site)
+        with Crew(Path(folder)) as crew:
+            tree = Tree(contender, crew)
+            tree.start()
+            yield tree
+            tree.leave()
+
+
+def run(name: str, hosts: int, plan: Plan) -> Figures:
+    """Every figure of the plan, once through, in one new tree."""
+    figures: Figures = {}
+    with standing(name, hosts, max(plan.batches.values())) as tree:
+        for size, nbytes in plan.batches.items():
+            _batch(tree, plan, size, nbytes, figures)
+        if plan.singles:
+            _singles(tree, plan, figures)
+    return figures
+
+
+def _batch(tree: Tree, plan: Plan, size: str, nbytes: int, figures: Figures) -> None:
+    rows = {"rows": plan.rows}
+    written = tree.ask("writer", "load", nbytes=nbytes, seed=plan.seed, **rows)
+    for operation in ("floor", "put", *plan.forms):
+        figures[size, operation] = Figure(written["nbytes"])
+    for nth in range(plan.repeats + 1):
+        if nth:
+            tree.measured(figures[size, "floor"], "reader", "floor", nbytes=written["nbytes"])
+        for form in plan.forms:
+            warm = nth > 0  # the first pass makes connections, imports and pages
+            kept = {f: figures[size, f] if warm else Figure(0) for f in ("put", form)}
+            tree.measured(kept["put"], "writer", "put")
+            tree.ask("reader", "expect", **rows)
+            tree.measured(kept[form], "reader", "get", form=form)
+            if not warm and (got := tree.ask("reader", "check")["digest"]) != written["digest"]:
+                raise WrongContent(f"{size}: {got} was read where {written['digest']} was put")
+            tree.ask("reader", "free")
+            tree.ask("writer", "forget")
+
+
+def _singles(tree: Tree, plan: Plan, figures: Figures) -> None:
+    written = tree.ask("writer", "load", nbytes=SINGLE_BYTES, seed=plan.seed, rows=1)
+    for operation in ("put", "cycle"):
+        figures[SINGLE, operation] = Figure(written["nbytes"])
+    for nth in range(plan.repeats + 1):
+        times = {"times": plan.singles if nth else max(1, plan.singles // 10)}
+        kept = {o: figures[SINGLE, o] if nth else Figure(0) for o in ("put", "cycle")}
+        tree.measured(kept["put"], "writer", "put", **times)
+        tree.ask("reader", "expect", rows=1, **times)
+        tree.measured(kept["cycle"], "reader", "get", form="cycle", **times)
+        tree.ask("reader", "free")
+        tree.ask("writer", "forget")

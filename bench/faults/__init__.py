@@ -1,0 +1,1 @@
+"""`python -m bench faults`: damage to a plane of three peers, and what became of its promises."""

@@ -1,0 +1,78 @@
+"""Corrupt frames, and strangers without the token, at every port of a peer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import stat
+from typing import Any
+
+import zmq
+
+from bench.faults.peers import OTHER, PLANE, Peers, three_peers
+from bench.strangers import Target, attack, next_frame
+from dataplane.launch import rundir
+from dataplane.transport.bulk_frames import (
+    CHALLENGE_BYTES,
+    Join,
+    Refused,
+    decode_from_owner,
+    encode,
+)
+
+ANSWER_S = 2.0
+
+
+def corrupt_frames(count: int) -> dict[str, Any]:
+    """`count` at every door, from members and strangers: nothing ends, nothing grows."""
+    with three_peers():
+        return attack(Target.find(OTHER, PLANE), count, seed=0)
+
+
+def stranger() -> dict[str, Any]:
+    """Who does not have the token gets nothing but a refusal."""
+    with three_peers() as peers:
+        answers = {name: _at_peer_door(address) for name, address in peers.addresses.items()}
+        target = Target.find(OTHER, PLANE)
+        bulk = [_at_bulk_port(address) for address in target.bulk]
+        mode = stat.S_IMODE(rundir.plane_dir(PLANE).stat().st_mode)
+        works = _still_works(peers)
+    ok = not any(answers.values()) and not any(bulk) and mode == 0o700 and works
+    return {
+        "ok": ok,
+        "peer_ports": len(answers),
+        "accepted_at_peer_ports": sum(answers.values()),
+        "bulk_ports": len(bulk),
+        "accepted_at_bulk_ports": sum(bulk),
+        "local_doors_mode": oct(mode),
+        "members_undisturbed": works,
+    }
+
+
+def _at_peer_door(address: str) -> bool:
+    """Whether anything comes back to somebody without keys, on a link."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(address)
+        dealer.send(b"hello")
+        return bool(dealer.poll(int(ANSWER_S * 1000)))
+
+
+def _at_bulk_port(address: str) -> bool:
+    """Whether a proof made without the token's key gets more than the greeting and a refusal."""
+    host, _, port = address.rpartition(":")
+    door = socket.create_connection((host.strip("[]"), int(port)), ANSWER_S)
+    with door, door.makefile("rb") as answers, contextlib.suppress(ConnectionError):
+        next_frame(answers.read)
+        door.sendall(encode(Join(1, bytes(CHALLENGE_BYTES), bytes(CHALLENGE_BYTES))))
+        answer = next_frame(answers.read)
+        return bool(answer) and not isinstance(decode_from_owner(answer), Refused)
+    return False
+
+
+def _still_works(peers: Peers) -> bool:
+    with peers.connect(OTHER) as plane:
+        part = plane.partition("works", {"s": ["x"]})
+        part.put({"x": [1]}, key=["k"])
+        with part.claim("s", rows=1, timeout=ANSWER_S) as batch:
+            return batch.keys == ["k"]

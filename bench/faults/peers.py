@@ -1,0 +1,137 @@
+"""Three peers of one plane on this machine, with a cluster token, for as long as a body runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import dataplane
+from bench.processes import leashed
+from dataplane import Plane
+from dataplane.launch.token import new_token
+
+PLANE = "faults"
+KEEPER, OTHER, VICTIM = NAMES = ("a", "b", "c")
+START_S = 60.0
+ARENA = "128MiB"
+
+
+class NeverCame(Exception):
+    """What a scenario waited for did not come about in time."""
+
+
+def until(true: Callable[[], bool], what: str, seconds: float) -> float:
+    """Wait for it, and return how long that took. NeverCame."""
+    began = time.monotonic()
+    while not true():
+        if time.monotonic() - began > seconds:
+            raise NeverCame(f"not within {seconds:g} s: {what}")
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+@dataclass(slots=True)
+class Peers:
+    """The first keeps the roster. Each is a host of its own, with its own arena."""
+
+    folder: Path
+    addresses: dict[str, str]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command += ["--arena", ARENA, "--listen", self.addresses[name]]
+        command += ["--seeds", ",".join(self.addresses.values())]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(leashed(command), stdout=log, stderr=log)
+
+    def connect(self, name: str) -> Plane:
+        return dataplane.connect(name, plane=PLANE)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def freeze(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGCONT)
+
+    def is_up(self, name: str) -> bool:
+        if self.processes[name].poll() is not None:
+            raise NeverCame(f"peer {name} ended:\n{(self.folder / f'{name}.log').read_text()}")
+        try:
+            with socket.socket(socket.AF_UNIX) as door:
+                door.connect(str(self.folder / "run" / PLANE / f"{name}.sock"))
+        except OSError:
+            return False
+        return True
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+@contextmanager
+def three_peers() -> Iterator[Peers]:
+    """With every backup in sync."""
+    with tempfile.TemporaryDirectory(prefix="dp-") as name:
+        folder = Path(name)
+        token = folder / "token"
+        token.touch(0o600)
+        token.write_text(new_token())
+        peers = Peers(folder, dict(zip(NAMES, _free_addresses(len(NAMES)), strict=True)))
+        with _environment(DATAPLANE_RUN_DIR=str(folder / "run"), DATAPLANE_TOKEN_FILE=str(token)):
+            (folder / "run").mkdir(0o700)
+            try:
+                for peer in NAMES:
+                    peers.start(peer)
+                for peer in NAMES:
+                    until(lambda peer=peer: peers.is_up(peer), f"peer {peer} is up", START_S)
+                with peers.connect(KEEPER) as plane:
+                    until(lambda: is_protected(plane), "every backup is in sync", START_S)
+                yield peers
+            finally:
+                peers.end()
+
+
+def is_protected(plane: Plane) -> bool:
+    return plane.stats()["roster"]["unprotected"] == 0
+
+
+def members(plane: Plane) -> int:
+    return len(plane.stats()["roster"]["members"])
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before: Mapping[str, str] = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+def _free_addresses(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses

@@ -1,0 +1,205 @@
+"""A limit on the memory of each host of a run: one memory cgroup (v1 or v2) a host.
+
+Runs in the runner. Groups are made below the runner's own, so that limits on it hold as well. All
+processes of a host are in its group from their first instruction on, and the kernel charges a page
+that several of them share once. Never a stand-in: where no group can be made, `NoLimits` says why.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "dataplane-bench"
+_RUNNER = f"{_PREFIX}-runner"
+_EMPTY_S = 10.0  # a killed process with gigabytes takes a while to go
+_TICK_S = 0.01
+_LAST_CHARGE = 4 << 20
+
+
+class NoLimits(RuntimeError):
+    """This machine lets the bench limit no memory; the message says what is in the way."""
+
+
+class OutOfMemory(RuntimeError):
+    """The kernel killed a process of a host at the host's limit."""
+
+
+class MachineFull(RuntimeError):
+    """The kernel killed a process below its host's limit: the machine itself had no memory left,
+    which says nothing about the plane."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What a version of cgroups calls the same things."""
+
+    limit: str
+    swap_limit: str  # of memory and swap (v1), of swap (v2)
+    usage: str
+    kills: str
+    file_cache: str  # in memory.stat, shared memory included
+    shared: str
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.memsw.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.oom_control",
+    "total_cache",
+    "total_shmem",
+)
+_V2 = _Files(
+    "memory.max",
+    "memory.swap.max",
+    "memory.current",
+    "memory.events",
+    "file",
+    "shmem",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimit:
+    """One host's cgroup."""
+
+    path: Path
+    files: _Files
+    limit_bytes: int
+
+    def wrap(self, argv: Sequence[str]) -> list[str]:
+        """A command line that enters the group and then becomes `argv`, with the same pid."""
+        enter = 'echo $$ >"$0" && exec "$@"'
+        return ["/bin/sh", "-c", enter, str(self.path / "cgroup.procs"), *argv]
+
+    def held_bytes(self) -> int:
+        """What the kernel charges the host for, without the file pages that it would give back."""
+        stat = _table(self.path / "memory.stat")
+        usage = int((self.path / self.files.usage).read_text())
+        return max(0, usage - stat[self.files.file_cache] + stat[self.files.shared])
+
+    def kills(self) -> int:
+        """How many of the host's processes the kernel killed for want of memory."""
+        return _table(self.path / self.files.kills)["oom_kill"]
+
+    def met_limit(self) -> bool:
+        """Whether the host ever had as much as its limit: else a kill was not for that."""
+        if self.files is _V2:
+            return _table(self.path / "memory.events")["max"] > 0
+        # Its counter of refusals stays 0 on new kernels. The last charge asks for up to 2 MiB.
+        most = int((self.path / "memory.max_usage_in_bytes").read_text())
+        return most >= self.limit_bytes - _LAST_CHARGE
+
+    def _open(self) -> None:
+        self.path.mkdir()
+        (self.path / self.files.limit).write_text(str(self.limit_bytes))
+        swap = self.path / self.files.swap_limit
+        if swap.exists():  # else this kernel swaps for nobody
+            swap.write_text(str(self.limit_bytes if self.files is _V1 else 0))
+
+    def close(self) -> None:
+        """Remove the group, and whoever is left in it."""
+        deadline = time.monotonic() + _EMPTY_S
+        while self.path.exists():
+            for pid in (self.path / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            try:
+                self.path.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_TICK_S)
+
+
+@contextmanager
+def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
+    """A group a host, removed at the end. Raises NoLimits where the machine allows none."""
+    limits: list[HostLimit] = []
+    try:
+        try:
+            parent, files = _parent()
+            _remove_leftovers(parent)
+            for host in range(hosts):
+                path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
+                limits.append(HostLimit(path, files, limit_bytes))
+                limits[-1]._open()
+        except OSError as exc:
+            raise NoLimits(f"no memory limit can be set here: {exc}") from exc
+        yield limits
+    finally:
+        for limit in limits:
+            limit.close()
+
+
+def check(limits: Sequence[HostLimit]) -> None:
+    """Raises OutOfMemory or MachineFull when the kernel has killed somebody on one of the hosts."""
+    for host, limit in enumerate(limits):
+        if limit.kills():
+            if not limit.met_limit():
+                raise MachineFull(
+                    f"the machine had no memory left while host {host} was below its limit: end "
+                    "other work on it, or take fewer hosts or a lower limit"
+                )
+            raise OutOfMemory(f"host {host} reached its limit of {limit.limit_bytes >> 20} MiB")
+
+
+def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> tuple[Path, _Files]:
+    """The runner's own group, below which groups can be made, and the version of its cgroups."""
+    own = dict(
+        (controllers, path.lstrip("/"))
+        for _, controllers, path in (
+            line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()
+        )
+    )
+    if "memory" in own:
+        # In a container the path may be the host's: then only the root of the mount is there.
+        mount = root / "memory"
+        group = mount / own["memory"]
+        return (group if group.is_dir() else mount), _V1
+    group = root / own.get("", "")
+    group = group if group.is_dir() else root
+    if group.name == _RUNNER:
+        return group.parent, _V2
+    if "memory" not in _words(group / "cgroup.controllers"):
+        raise NoLimits("no memory limit can be set here: no memory controller in this cgroup")
+    if "memory" not in _words(group / "cgroup.subtree_control"):
+        _enable(group)
+    return group, _V2
+
+
+def _enable(group: Path) -> None:
+    """v2: a group with processes may limit none below it, so the runner steps down first."""
+    others = [pid for pid in _words(group / "cgroup.procs") if int(pid) != os.getpid()]
+    if others:
+        raise NoLimits(
+            f"no memory limit can be set here: {len(others)} other processes are in {group}. Start "
+            "the bench in a group of its own: systemd-run --user --scope -p Delegate=yes ..."
+        )
+    leaf = group / _RUNNER
+    leaf.mkdir(exist_ok=True)
+    (leaf / "cgroup.procs").write_text(str(os.getpid()))
+    (group / "cgroup.subtree_control").write_text("+memory")
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Groups of runners that were killed; their processes died with them."""
+    for path in parent.glob(f"{_PREFIX}-*-host*"):
+        runner = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
+        if not Path(f"/proc/{runner}").exists():
+            with suppress(OSError):  # somebody is just leaving it: the next run removes it
+                path.rmdir()
+
+
+def _table(path: Path) -> dict[str, int]:
+    return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split()

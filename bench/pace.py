@@ -1,0 +1,114 @@
+"""Recorded time, replayed at a speed: who sleeps, and how long a run takes without a plane."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Sequence
+
+from bench.planes.base import Job
+from bench.traces import Prompt
+
+REFERENCE_SECONDS = 2e-5  # A: a token, forward, one worker
+TRAIN_SECONDS = 6e-5  # A: a token, forward and backward, one trainer rank
+OPTIMISER_SECONDS = 2.0  # A: a step
+
+
+class Pace:
+    """A worker's clock of recorded time. With speed 0 nothing is waited for."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._zero = time.monotonic()
+
+    def restart(self) -> None:
+        self._zero = time.monotonic()
+
+    def until(self, recorded: float) -> None:
+        """Until so much recorded time has passed since the restart."""
+        if self._speed:
+            self._sleep(self._zero + recorded / self._speed - time.monotonic())
+
+    def spend(self, recorded: float) -> None:
+        """Work that takes so much recorded time."""
+        if self._speed:
+            self._sleep(recorded / self._speed)
+
+    @staticmethod
+    def _sleep(seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+def reward_seconds(prompt: Prompt) -> float:
+    return sum(sample.reward_seconds for sample in prompt.samples)
+
+
+def reference_seconds(prompt: Prompt) -> float:
+    return REFERENCE_SECONDS * _tokens(prompt)
+
+
+def train_seconds(prompt: Prompt) -> float:
+    return TRAIN_SECONDS * _tokens(prompt)
+
+
+def _tokens(prompt: Prompt) -> int:
+    return len(prompt.samples) * prompt.prompt_tokens + sum(prompt.response_tokens)
+
+
+class _Servers:
+    """Workers of a stage: whoever is free first takes the next group."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [0.0] * count
+
+    def serve(self, ready: float, seconds: float) -> float:
+        end = max(ready, heapq.heappop(self._free)) + seconds
+        heapq.heappush(self._free, end)
+        return end
+
+
+def ideal_seconds(job: Job) -> float:
+    """How long the run takes when nothing but recorded time passes: planes and checks cost nothing.
+
+    Each step's rollout starts on every host when its last one is finished and the policy is out;
+    groups go through the stages in the order in which they become ready.
+    """
+    if not job.pace:
+        return 0.0
+    reward, reference, train = (_Servers(n) for n in (job.hosts, job.hosts, job.trainers))
+    rolled = [0.0] * job.hosts
+    trained: list[float] = []
+    for step in range(job.steps):
+        prompts = job.of_step(step)
+        behind = step - job.staleness - 1
+        policy = trained[behind] if behind >= 0 else 0.0
+        starts = [max(end, policy) for end in rolled]
+        rolled = [start + _rollout(job, prompts, host) for host, start in enumerate(starts)]
+        done = []
+        for ready, prompt in _by_time(job, prompts, starts):
+            scored = reward.serve(ready, reward_seconds(prompt))
+            if job.fate(prompt) == "filtered":
+                continue
+            after = scored if job.task.survive is not None else ready
+            referred = reference.serve(after, reference_seconds(prompt))
+            done.append((max(scored, referred), train_seconds(prompt)))
+        ends = [train.serve(ready, seconds) for ready, seconds in sorted(done)]
+        trained.append(max([*ends, *rolled]) + OPTIMISER_SECONDS)
+    return trained[-1] / job.pace
+
+
+def _rollout(job: Job, prompts: Iterable[Prompt], host: int) -> float:
+    return max((_last(p) for p in prompts if p.index % job.hosts == host), default=0.0)
+
+
+def _by_time(
+    job: Job, prompts: Sequence[Prompt], starts: Sequence[float]
+) -> list[tuple[float, Prompt]]:
+    kept = (prompt for prompt in prompts if job.fate(prompt) != "aborted")
+    ready = [(starts[prompt.index % job.hosts] + _last(prompt), prompt) for prompt in kept]
+    return sorted(ready, key=lambda pair: pair[0])
+
+
+def _last(prompt: Prompt) -> float:
+    return max(sample.rollout_seconds for sample in prompt.samples)

@@ -1,0 +1,42 @@
+"""`python -m bench report`: a page from reports that other commands wrote."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.page import picture
+from bench.page.document import load, write
+
+
+def register(commands: Any) -> None:
+    """Add `report` to the command line."""
+    parser = commands.add_parser("report", help="one HTML page of JSON reports")
+    parser.add_argument("files", type=Path, nargs="+", help="of run, memory, compare or perf")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="report.html")
+    parser.add_argument(
+        "--only", default="", help="figures by name and nothing else: throughput,memory"
+    )
+    parser.add_argument("--png", type=Path, help="a picture of the page, by chromium")
+    parser.set_defaults(perform=perform)
+
+
+def perform(options: argparse.Namespace, command: str) -> int:
+    """0: written; 1: no browser for a picture; 2: no report, or a figure that it has not."""
+    console = Console(stderr=True)
+    try:
+        reports = [load(path) for path in options.files]
+        write(options.output, reports, [name for name in options.only.split(",") if name])
+    except (OSError, ValueError) as exc:  # a file that is no JSON is a ValueError too
+        console.print(str(exc), markup=False, soft_wrap=True)
+        return 2
+    if options.png:
+        try:
+            picture.take(options.output, options.png)
+        except picture.BrowserMissing as exc:
+            console.print(str(exc), markup=False)
+            return 1
+    return 0

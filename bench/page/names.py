@@ -1,0 +1,73 @@
+"""How runs, planes and hosts are called and coloured, everywhere in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Run = dict[str, Any]
+GIB = 1 << 30
+OUTCOMES = {
+    "oom": "killed by the kernel, out of memory",
+    "error": "failed",
+    "not run": "not run",
+    "disturbed": "disturbed: the machine itself ran out of memory",
+    "not installed": "not installed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A drawing, what it is called, and the one sentence that says what to see."""
+
+    name: str
+    title: str
+    sentence: str
+    drawing: str
+
+
+_COLOURS = ("dataplane", "controller", "ray-driver", "ray-store", "transfer_queue")
+
+
+def colour(plane: str) -> str:
+    """The CSS class of a plane's colour; one more class is for those not named here."""
+    known = "ray-store" if plane == "ray" else plane
+    return f"c{_COLOURS.index(known) if known in _COLOURS else len(_COLOURS)}"
+
+
+def switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def run_label(run: Run, among: Sequence[Run]) -> str:
+    """The plane, and of the settings those in which the runs differ."""
+    parts = [run["plane"]]
+    if differ(among, "dedup"):
+        parts.append(f"dedup {switch(run['dedup'])}")
+    if differ(among, "columns"):
+        parts.append(f"{run['columns']} columns")
+    if differ(among, "hosts"):
+        parts.append(f"{run['hosts']} hosts")
+    if differ(among, "prompts"):
+        parts.append(f"{run['prompts']} prompts")
+    if differ(among, "staleness"):
+        parts.append(f"staleness {run['staleness']}")
+    return ", ".join(parts)
+
+
+def differ(runs: Sequence[Run], setting: str) -> bool:
+    return len({str(run.get(setting)) for run in runs}) > 1
+
+
+def by_trace(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    traces: dict[str, list[Run]] = {}
+    for run in runs:
+        traces.setdefault(run["trace"], []).append(run)
+    return traces
+
+
+def gib(nbytes: float) -> str:
+    if nbytes < GIB:
+        return f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{nbytes / GIB:.3g} GiB" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f} GiB"

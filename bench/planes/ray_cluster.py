@@ -1,0 +1,199 @@
+"""A Ray cluster for one run: a node a host, and an actor that knows what is where.
+
+Each host has a service (`python -m bench.planes.ray_cluster JSON`); its node's processes, object
+store and actors are below it and end with it. "Hosts" are raylets at loopback addresses of their
+own, each with an object store of its own: objects cross between them as between machines, over TCP.
+Ray is imported where it is used, so that the bench runs without it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from bench.events import emit
+from bench.planes.base import Service
+from bench.planes.dataplane_plane import free_ports
+from bench.processes import die_with, leashed
+
+NAMESPACE = "bench"
+BOARD = "board"
+_CPUS = 4  # a raylet's logical processors: TransferQueue's controller and units take one each
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+"""Of every process here. A token file of another cluster of this user would be asked for else."""
+_START_S = 120.0
+_PAUSE_S = 0.05
+
+
+class Nodes(msgspec.Struct, frozen=True, kw_only=True):
+    """What cluster to start. `storage_units`: TransferQueue's, 0 for a cluster without it."""
+
+    hosts: int
+    object_store_bytes: int
+    folder: str
+    parent: int
+    groups: list[int] = []  # of each step of the job; without steps it runs until it is killed
+    phases: list[list[str]] = []  # of the job, see ray_board.Board
+    storage_units: int = 0
+    port: int = 0
+    host: int = 0  # whose node this process is about; the first also has the actors
+
+
+def place(host: int) -> str:
+    """The loopback address that stands for a host. 127.0.0.1 is none: Ray replaces it."""
+    return f"127.0.0.{host + 2}"
+
+
+def services(
+    nodes: Nodes, env: dict[str, str] | None = None, head: list[str] | None = None
+) -> list[Service]:
+    """A service a host. The first, `ray`, tells when the cluster stands, and when the job is over.
+
+    head: another program for the first, which is given the nodes as its last argument.
+    """
+    this = [sys.executable, "-m", "bench.planes.ray_cluster"]
+    whole = msgspec.structs.replace(nodes, port=free_ports(1)[0])
+    settings = ENVIRONMENT | (env or {})
+    started = []
+    for host in range(nodes.hosts):
+        spec = msgspec.json.encode(msgspec.structs.replace(whole, host=host)).decode()
+        argv = [*(head or this), spec] if host == 0 else [*this, spec]
+        name = f"ray-host{host}" if host else "ray"
+        started.append(Service(name, argv, settings, speaks=host == 0, host=host))
+    return started
+
+
+@contextmanager
+def cluster(nodes: Nodes) -> Iterator[str]:
+    """The first node, and this process as a driver on it; yields when all nodes are there."""
+    address = f"{place(0)}:{nodes.port}"
+    node = _node(nodes, address)
+    try:
+        _connected(nodes, address, node)
+        yield address
+    finally:
+        node.kill()  # what is below a node has asked the kernel to end with it
+        node.wait()
+
+
+def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
+    argv = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+    ]
+    argv += [f"--node-ip-address={place(nodes.host)}", f"--num-cpus={_CPUS}"]
+    argv += [f"--object-store-memory={nodes.object_store_bytes}"]
+    if nodes.host == 0:
+        argv += ["--head", f"--port={nodes.port}", "--include-dashboard=false"]
+        argv += [f"--temp-dir={nodes.folder}/ray"]
+    else:
+        argv += [f"--address={address}"]
+    # This process's stdout is for events; what a node says there is advice. Errors go to the log.
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(leashed(argv), stdin=quiet, stdout=quiet)
+
+
+def _connected(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
+    """Wait until all nodes are alive; this process is a driver from the first on."""
+    import ray
+
+    deadline = time.monotonic() + _START_S
+    _await_port(nodes.port, deadline, node)
+    _init(address, 0)
+    while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
+        if time.monotonic() > deadline or node.poll() is not None:
+            raise RuntimeError(f"{nodes.hosts} Ray nodes were not alive within {_START_S:.0f} s")
+        time.sleep(_PAUSE_S)
+
+
+def _await_port(port: int, deadline: float, node: subprocess.Popen[bytes] | None = None) -> None:
+    """Until the cluster's first process listens. RuntimeError at the deadline, or if it ended."""
+    while True:
+        try:
+            socket.create_connection((place(0), port), timeout=1).close()
+            return
+        except OSError as exc:
+            if time.monotonic() > deadline or (node and node.poll() is not None):
+                raise RuntimeError(f"Ray's head did not listen on {place(0)}:{port}") from exc
+        time.sleep(_PAUSE_S)
+
+
+def attach(address: dict[str, Any]) -> Any:
+    """Make this process a driver on its host's raylet; returns the board."""
+    os.environ |= ENVIRONMENT
+    import ray
+
+    _init(address["cluster"], address["host"])
+    return ray.get_actor(BOARD)
+
+
+def _init(address: str, host: int) -> None:
+    import ray
+
+    ray.init(
+        address=address,
+        _node_ip_address=place(host),
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="WARNING",
+    )
+
+
+def actor(cls: type, *args: Any) -> Any:
+    """An actor of the whole job, found by `attach`."""
+    import ray
+
+    handle = ray.remote(cls).options(name=BOARD, num_cpus=0).remote(*args)
+    ray.get(handle.ready.remote())
+    return handle
+
+
+def main(nodes: Nodes) -> None:
+    """A service's life: a node; on the first host also the board and perhaps TransferQueue."""
+    if nodes.host:
+        _await_port(nodes.port, time.monotonic() + _START_S)
+        raise SystemExit(_node(nodes, f"{place(0)}:{nodes.port}").wait())
+    import ray
+
+    from bench.planes.ray_board import Board
+
+    with cluster(nodes) as address:
+        board = actor(Board, nodes.groups, nodes.phases)
+        if nodes.storage_units:
+            _start_transfer_queue(nodes.storage_units)
+        emit("ready", cluster=address)
+        ray.get(board.finished.remote())
+        emit("done")
+        wait_for_the_end()
+
+
+def wait_for_the_end() -> None:
+    """Workers still say goodbye to the cluster; the runner ends it after them."""
+    threading.Event().wait()
+
+
+def _start_transfer_queue(units: int) -> None:
+    import transfer_queue
+    from omegaconf import OmegaConf
+
+    backend = {"SimpleStorage": {"num_data_storage_units": units}}
+    transfer_queue.init(OmegaConf.create({"backend": backend}))
+
+
+if __name__ == "__main__":
+    given = msgspec.json.decode(sys.argv[1], type=Nodes)
+    die_with(given.parent)
+    main(given)

@@ -1,0 +1,226 @@
+"""Ray's object store without a driver in the middle: references passed from stage to stage.
+
+A group's fields are objects of their own, so that a stage fetches what it reads and no more; an
+actor holds the references and says which group is ready for whom. Nothing passes through one
+process. With dedup the rows of a group share one array in the object, which Ray stores once;
+without it every row's value is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bench.columns import DEDUP
+from bench.planes import ray_cluster
+from bench.planes.base import (
+    Array,
+    Batch,
+    Columns,
+    Endpoint,
+    Group,
+    Job,
+    Moved,
+    Plane,
+    Service,
+    Worker,
+)
+from bench.planes.fan_out import Follower, Leader
+
+_SMALLEST_STORE = 1 << 30
+_LARGEST_STORE = 2 << 30  # what does not fit is spilled to disk by Ray
+
+
+def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
+    """The cluster that a job needs."""
+    return ray_cluster.Nodes(
+        hosts=job.hosts,
+        object_store_bytes=min(_LARGEST_STORE, max(_SMALLEST_STORE, job.arena_bytes)),
+        folder=job.folder,
+        parent=job.parent,
+        groups=[len(written(job, step)) for step in range(job.steps)],
+        phases=[list(stages) for stages in job.phases()],
+        storage_units=storage_units,
+    )
+
+
+def written(job: Job, step: int) -> list[int]:
+    """The prompts of a step whose groups are put: these planes take complete groups only."""
+    return [prompt.index for prompt in job.of_step(step) if job.fate(prompt) != "aborted"]
+
+
+class RayPlane(Plane):
+    """The runner's side of whatever runs on a Ray cluster."""
+
+    packages = ("ray",)
+    fans_out = True
+    _cluster = ""
+
+    def services(self) -> list[Service]:
+        return ray_cluster.services(nodes_of(self.job))
+
+    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
+        self._cluster = ready.get("ray", {}).get("cluster", "")
+        return bool(self._cluster)
+
+    def address(self, host: int) -> dict[str, Any]:
+        return {"cluster": self._cluster, "host": host}
+
+    def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
+        """Every process counts what it copied."""
+        told = [msgspec.convert(e["moved"], Moved) for e in done.values() if "moved" in e]
+        return Moved(
+            copied_in=sum(moved.copied_in for moved in told),
+            across=sum(moved.across for moved in told),
+            copied_out=sum(moved.copied_out for moved in told),
+        )
+
+    def close(self) -> None:
+        """The runner holds nothing of it."""
+
+
+class RayStorePlane(RayPlane):
+    """References passed directly."""
+
+    name = "ray-store"
+    dedup_variants = (False, True)
+
+    @classmethod
+    def attach(cls, worker: Worker) -> Endpoint:
+        return StoreEndpoint(worker)
+
+
+class BoardEndpoint(Endpoint):
+    """A worker whose groups are found through the board; subclasses know where values are."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.job = worker.job
+        self._host = worker.host
+        self._board = ray_cluster.attach(worker.address)
+        self._trainer = worker.rank // worker.job.tp
+        self._follows = worker.tp_rank > 0
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        if worker.role == "train" and worker.job.tp > 1 and not self._follows:
+            self._leader = Leader(worker.job.folder, self._trainer, worker.job.tp - 1)
+
+    def put(self, step: int, prompt: int, columns: Columns) -> None:
+        import ray
+
+        places = self.store(step, prompt, columns)
+        ray.get(self._board.put.remote(step, prompt, self._host, places))
+
+    def finish(self, step: int) -> None:
+        """The board knows how many groups a step has."""
+
+    def batches(self, step: int, stage: str) -> Iterator[Batch]:
+        import ray
+
+        fields = self.job.stages()[stage]
+        if self._follows:
+            yield from self._followed(step, fields)
+            return
+        while taken := ray.get(self._board.next.remote(step, stage, fields, self._host)):
+            prompt, places, unseen = taken
+            if self._leader:
+                self._leader.tell(prompt)
+            group = Group(prompt, self.fetch(step, prompt, places, unseen))
+            del taken, places
+            yield group
+            if self._leader:
+                self._leader.wait()
+            added = {} if group.dropped else self.store(step, prompt, group.added)
+            if group.dropped or stage == "train":
+                self.discard(step, prompt)
+            if group.dropped:
+                ray.get(self._board.drop.remote(prompt))
+            else:
+                ray.get(self._board.add.remote(stage, prompt, self._host, added))
+            del group
+        if self._leader:
+            self._leader.tell(None)
+
+    def _followed(self, step: int, fields: list[str]) -> Iterator[Batch]:
+        """The groups of the trainer's first rank, which ends them when all have read."""
+        import ray
+
+        self._follower = self._follower or Follower(self.job.folder, self._trainer)
+        while (prompt := self._follower.hear()) is not None:
+            places, unseen = ray.get(self._board.places.remote(prompt, fields, self._host))
+            group = Group(prompt, self.fetch(step, prompt, places, unseen))
+            del places
+            yield group
+            del group
+            self._follower.answer()
+
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+        """Put a group's fields; returns their places for the board."""
+        raise NotImplementedError
+
+    def fetch(
+        self, step: int, prompt: int, places: dict[str, Any], unseen: int
+    ) -> Mapping[str, Sequence[Array]]:
+        """A group's fields. `unseen`: bytes that no process of this host has fetched or put."""
+        raise NotImplementedError
+
+    def discard(self, step: int, prompt: int) -> None:
+        """The group was trained or dropped."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """What a process has put goes with it: it stays until the job is over."""
+        import ray
+
+        ray.get(self._board.finished.remote())
+        for end in (self._leader, self._follower):
+            if end is not None:
+                end.close()
+        ray.shutdown()
+
+
+class StoreEndpoint(BoardEndpoint):
+    """A driver on its host's raylet."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._copied_in = 0
+        self._across = 0
+
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+        import ray
+
+        places = {}
+        for name, values in columns.items():
+            form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
+            places[name] = (nbytes, [ray.put(form)])
+            self._copied_in += nbytes
+        return places
+
+    def fetch(
+        self, step: int, prompt: int, places: dict[str, Any], unseen: int
+    ) -> Mapping[str, Sequence[Array]]:
+        import ray
+
+        self._across += unseen
+        found = ray.get([places[name][1][0] for name in places])
+        return dict(zip(places, found, strict=True))
+
+    def discard(self, step: int, prompt: int) -> None:
+        """Objects go with the board's references."""
+
+    def moved(self) -> Moved:
+        return Moved(copied_in=self._copied_in, across=self._across)
+
+
+def shareable(values: Sequence[Array], dedup: bool) -> tuple[list[Array], int]:
+    """A column as Ray is to store it, and its bytes there.
+
+    Pickle knows an object again, so an array that stands in several rows is stored once; views of
+    it are others.
+    """
+    if dedup:
+        distinct = {id(value): value.nbytes for value in values}
+        return list(values), sum(distinct.values())
+    return [value.view() for value in values], sum(value.nbytes for value in values)

@@ -1,0 +1,111 @@
+"""TransferQueue (PyPI), SimpleStorage: groups put and got by key, as verl's trainer does.
+
+Its controller and storage units are Ray actors, two units a host in turns, as it recommends;
+TQ_NUM_THREADS is half the cores. Keys reach the stages through the same actor as in `ray-store`, at
+once when a group is complete: in its favour, for its own samplers would have to be polled. Values
+that the rows of a group share are stored for every row: it has no dedup.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.planes import ray_cluster
+from bench.planes.base import Array, Columns, Endpoint, Moved, Service, Worker
+from bench.planes.ray_store import BoardEndpoint, RayPlane, nodes_of
+
+UNITS_A_HOST = 2
+
+
+def environment() -> dict[str, str]:
+    """Threads of its tensor work: half the cores; its default is 8 whatever the machine."""
+    return {"TQ_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+
+
+class TransferQueuePlane(RayPlane):
+    """Its storage units on every host."""
+
+    name = "transfer_queue"
+    packages = ("TransferQueue", "ray", "tensordict", "torch")
+    dedup_variants = (False,)
+
+    def services(self) -> list[Service]:
+        units = UNITS_A_HOST * self.job.hosts
+        return ray_cluster.services(nodes_of(self.job, units), environment())
+
+    @classmethod
+    def attach(cls, worker: Worker) -> Endpoint:
+        return TransferQueueEndpoint(worker)
+
+
+class TransferQueueEndpoint(BoardEndpoint):
+    """A client."""
+
+    def __init__(self, worker: Worker) -> None:
+        os.environ |= environment()
+        import transfer_queue
+
+        super().__init__(worker)
+        transfer_queue.init()
+        self._queue = transfer_queue
+        self._put_bytes = 0
+        self._got_bytes = 0
+
+    def _keys(self, prompt: int) -> list[str]:
+        return [f"{prompt}-{sample}" for sample in range(self.job.samples)]
+
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+        from tensordict import TensorDict
+
+        if not columns:
+            return {}
+        fields = TensorDict(
+            {name: _tensor(values) for name, values in columns.items()},
+            batch_size=[self.job.samples],
+        )
+        self._queue.kv_batch_put(keys=self._keys(prompt), partition_id=f"{step}", fields=fields)
+        sizes = {name: sum(v.nbytes for v in values) for name, values in columns.items()}
+        self._put_bytes += sum(sizes.values())
+        return {name: (nbytes,) for name, nbytes in sizes.items()}
+
+    def fetch(
+        self, step: int, prompt: int, places: dict[str, Any], unseen: int
+    ) -> Mapping[str, Sequence[Array]]:
+        found = self._queue.kv_batch_get(self._keys(prompt), f"{step}", list(places))
+        self._got_bytes += sum(place[0] for place in places.values())
+        return {name: [row.numpy() for row in _rows(found[name])] for name in places}
+
+    def discard(self, step: int, prompt: int) -> None:
+        self._queue.kv_clear(self._keys(prompt), f"{step}")
+
+    def moved(self) -> Moved:
+        """Units take turns over the hosts: this share of all bytes lies on another one."""
+        elsewhere = (self.job.hosts - 1) / self.job.hosts
+        across = int((self._put_bytes + self._got_bytes) * elsewhere)
+        return Moved(
+            copied_in=self._put_bytes - int(self._put_bytes * elsewhere),
+            across=across,
+            copied_out=self._got_bytes - int(self._got_bytes * elsewhere),
+        )
+
+
+def _tensor(values: Sequence[Array]) -> Any:
+    """Rows as one tensor: dense, jagged, or where they differ in another than their first length
+    strided."""
+    import torch
+
+    rows = [torch.from_numpy(value) for value in values]
+    shapes = {tuple(row.shape) for row in rows}
+    if len(shapes) == 1:
+        return torch.stack(rows)
+    ragged_first = len({shape[1:] for shape in shapes}) == 1
+    return torch.nested.as_nested_tensor(
+        rows, layout=torch.jagged if ragged_first else torch.strided
+    )
+
+
+def _rows(column: Any) -> Sequence[Any]:
+    rows: Sequence[Any] = column.unbind() if hasattr(column, "is_nested") else column.tolist()
+    return rows

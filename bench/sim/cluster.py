@@ -1,0 +1,120 @@
+"""Carried to cluster sizes: fitted costs, hosts of their own, links. A model, with bands.
+
+The jobs grow with the cluster: so many groups for each host, one worker of each stage and one
+trainer on each, recorded time at its own speed. A band is what comes out between a kind and an
+unkind place: processor seconds by the spread of what was measured, links that lose more or less of
+their speed when many senders meet at one receiver (incast).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.pace import ideal_seconds
+from bench.planes.base import Job
+from bench.run import Settings, job_of
+from bench.sim.costs import Costs, Place
+from bench.sim.model import Model, Outcome
+from bench.sim.plan import Plan
+from bench.sim.runs import DESIGNS
+
+# Assumed, as no test machine has them. Incast: TCP into one port keeps 40-90 % of its speed when
+# dozens send at once; the middle is what a fabric with shallow buffers and ECN is set up for.
+_ROUND_TRIP_S = 50e-6
+_COPIERS = 8  # cores that move a host's bytes
+_CROWD = 16
+_INCAST = {"low": 0.9, "middle": 0.7, "high": 0.4}
+_VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is asked: sizes, and what a host has and does."""
+
+    sizes: Sequence[int]
+    trace: str
+    groups_per_host: int
+    link_gbps: float
+    pace: float = 1.0
+
+    def job(self, hosts: int, dedup: bool) -> Job:
+        prompts = hosts * self.groups_per_host
+        settings = Settings(self.trace, tuple(DESIGNS), hosts, prompts, trainers=hosts)
+        return job_of(replace(settings, pace=self.pace), dedup, "")
+
+    def place(self, kind: str) -> Place:
+        return Place(
+            cores=1,
+            one_machine=False,
+            link_bytes_s=self.link_gbps * 1e9 / 8,
+            round_trip_s=_ROUND_TRIP_S,
+            copiers=_COPIERS,
+            crowd=_CROWD,
+            crowded=_INCAST[kind],
+        )
+
+    def assumed(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "trace": self.trace,
+            "groups_per_host": self.groups_per_host,
+            "link_gbps": self.link_gbps,
+            "pace": self.pace,
+            "round_trip_s": _ROUND_TRIP_S,
+            "copy_cores_per_host": _COPIERS,
+            "incast_from_senders": _CROWD,
+            "incast_share_left": _INCAST,
+        }
+
+
+def carry(
+    cluster: Cluster, costs: Mapping[str, Costs], spread: Mapping[str, tuple[float, float]]
+) -> Iterator[dict[str, Any]]:
+    """A result for each size and variant; `spread`: by plane, factors on costs for the band."""
+    for hosts in cluster.sizes:
+        for plane, dedup in _VARIANTS:
+            job = cluster.job(hosts, dedup)
+            plan = Plan(job)
+            low, high = spread[plane]
+            factors = {"low": low, "middle": 1.0, "high": high}
+            runs = {
+                kind: _outcome(plan, costs[plane], factor, cluster.place(kind), plane)
+                for kind, factor in factors.items()
+            }
+            yield _told(job, plane, runs)
+
+
+def _outcome(plan: Plan, costs: Costs, factor: float, place: Place, plane: str) -> Outcome:
+    return Model(plan, msgspec.structs.replace(costs, factor=factor), place, DESIGNS[plane]).run()
+
+
+def _told(job: Job, plane: str, runs: Mapping[str, Outcome]) -> dict[str, Any]:
+    recorded = ideal_seconds(job) / job.steps
+    middle = runs["middle"]
+    claims = sum(middle.peers.values())
+    return {
+        "model": True,  # nobody ran this
+        "plane": plane,
+        "dedup": job.dedup,
+        "hosts": job.hosts,
+        "groups": job.prompts,
+        "recorded_step_s": recorded,
+        "stall_s": {kind: run.step_s - recorded for kind, run in runs.items()},
+        "claim_ms": {
+            kind: {
+                name: float(np.percentile(run.claim_s, share)) * 1e3
+                for name, share in (("p50", 50), ("p99", 99))
+            }
+            for kind, run in runs.items()
+        },
+        "service_peak_bytes": {kind: max(run.peak_bytes) for kind, run in runs.items()},
+        "peers_per_claim": {
+            "mean": sum(count * times for count, times in middle.peers.items()) / claims,
+            "max": max(middle.peers),
+        },
+    }

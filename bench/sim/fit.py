@@ -1,0 +1,162 @@
+"""From runs with one or two hosts to prices: processor seconds as sums of what was done.
+
+Processor seconds, not seconds on the clock: they hardly depend on who else wants the cores, so what
+is fitted here is what the model then makes compete for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
+
+from bench.planes.base import Job
+from bench.schedule import schedule
+from bench.sim.costs import Costs, Place, Price, Work, processes, read, written
+from bench.sim.model import Design, Model
+from bench.sim.plan import Plan
+
+_SWEEPS = 3_000
+_DELAYS_S = (0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A run that was ok, and the job that it was."""
+
+    job: Job
+    run: Mapping[str, Any]
+
+    @property
+    def step_s(self) -> float:
+        return float(self.run["step_ends"][-1]) / self.job.steps
+
+    def times(self, role: str, activity: str) -> int:
+        told = self.run["latency_ms"].get(role, {}).get(activity, {})
+        return int(told.get("times", 0))
+
+    def cpu_s(self, role: str, activity: str) -> float:
+        """Of all workers of a role."""
+        workers = self.run["workers"].items()
+        mine = (worker for name, worker in workers if name.rpartition("-")[0] == role)
+        return float(sum(worker["cpu_seconds"].get(activity, 0.0) for worker in mine))
+
+    def service_cpu_s(self) -> float:
+        """Of the controller, or of all peers."""
+        if "controller" in self.run["workers"]:
+            return float(self.run["workers"]["controller"]["cpu_seconds"]["controller"])
+        seconds = self.run["cpu_seconds"].items()
+        return float(sum(s for name, s in seconds if name.startswith("peer-")))
+
+    def others_cores(self) -> float:
+        """Cores that strangers of this machine took meanwhile, on average."""
+        workers = self.run["workers"].values()
+        told = self.run["cpu_seconds"]
+        ours = sum(sum(worker["cpu_seconds"].values()) for worker in workers)
+        ours += sum(seconds for name, seconds in told.items() if name != "machine")
+        return float(max(0.0, (told["machine"] - ours) / self.run["seconds"]))
+
+    def work(self, role: str) -> Work:
+        """What the workers of a role dealt with in all."""
+        groups = (p for p in self.job.generate() if self.job.fate(p) == "trained")
+        if role == "rollout":
+            return sum((written(self.job, p) for p in groups), Work())
+        return sum((read(self.job, role, p) for p in groups), Work())
+
+    def operations(self) -> int:
+        """Requests to services: puts, claims and answers."""
+        puts = len(schedule(self.job, self.job.generate(), takes_pieces=True))
+        return puts + 2 * sum(self.times(r, "claim") for r in ("reward", "reference", "train"))
+
+
+def fit(seen: Sequence[Seen], design: type[Design], cores: int) -> Costs:
+    """The costs of one design, from runs of it; the delay comes last, from step times."""
+    operation, moved, start, idle = _service(seen)
+    costs = Costs(
+        activities=_activities(seen),
+        operation=operation,
+        moved_byte=moved,
+        start_byte=start,
+        idle=idle,
+        watch=float(np.median([_watched(each) for each in seen])),
+    )
+    tried = [msgspec.structs.replace(costs, delay_s=delay) for delay in _DELAYS_S]
+    return min(tried, key=lambda told: _error(seen, told, design, cores))
+
+
+def predict(job: Job, costs: Costs, design: type[Design], cores: int, rivals: float = 0.0) -> float:
+    """Seconds of a step when the job runs on this machine, all hosts on the same cores.
+
+    rivals: strangers beside it who want a core all the time.
+    """
+    services = job.hosts if design.name == "dataplane" else 1
+    taken = costs.watch * processes(job, design.name) + costs.idle * services
+    place = Place(cores=cores, one_machine=True, rivals=rivals).less(taken)
+    return Model(Plan(job), costs, place, design).run().step_s
+
+
+def least_squares(columns: ArrayLike, wanted: ArrayLike) -> list[float]:
+    """x ≥ 0 with the least |columns · x − wanted|², by going to the best of one x at a time."""
+    a, b = np.asarray(columns, float), np.asarray(wanted, float)
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0  # a column of nothing: its x stays 0
+    a = a / scale
+    gram, right = a.T @ a, a.T @ b
+    x = np.zeros(a.shape[1])
+    for _ in range(_SWEEPS):
+        for i in range(len(x)):
+            if gram[i, i]:
+                x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
+    return [float(value) for value in x / scale]
+
+
+def _activities(seen: Sequence[Seen]) -> dict[str, dict[str, Price]]:
+    prices: dict[str, dict[str, Price]] = defaultdict(dict)
+    names = {
+        (role, activity)
+        for each in seen
+        for role, activities in each.run["latency_ms"].items()
+        for activity in activities
+    }
+    for role, activity in sorted(names):
+        columns = [_features(each, role, activity) for each in seen]
+        wanted = [each.cpu_s(role, activity) for each in seen]
+        prices[role][activity] = Price(*least_squares(columns, wanted))
+    return dict(prices)
+
+
+def _features(seen: Seen, role: str, activity: str) -> list[float]:
+    work = seen.work(role)
+    return [seen.times(role, activity), work.rows, work.text_bytes, work.media_bytes]
+
+
+def _service(seen: Sequence[Seen]) -> list[float]:
+    """An operation, a moved byte, a byte of arena at the start, a second of idling."""
+    columns = []
+    for each in seen:
+        peers = "controller" not in each.run["workers"]
+        moved = each.run["moved"]["across"] if peers else each.run["bytes_moved"]
+        arenas = each.job.arena_bytes * each.job.hosts if peers else 0
+        idle = each.run["seconds"] * each.job.hosts if peers else 0.0
+        columns.append([each.operations(), moved, arenas, idle])
+    return least_squares(columns, [each.service_cpu_s() for each in seen])
+
+
+def _watched(seen: Seen) -> float:
+    """The share of a core that the runner takes for each process of the run."""
+    count = processes(seen.job, str(seen.run["plane"]))
+    return float(seen.run["cpu_seconds"]["runner"] / seen.run["seconds"] / count)
+
+
+def _error(seen: Sequence[Seen], costs: Costs, design: type[Design], cores: int) -> float:
+    """The mean relative error over the runs that were fitted on."""
+    errors = (
+        abs(predict(each.job, costs, design, cores, each.others_cores()) / each.step_s - 1)
+        for each in seen
+    )
+    return sum(errors) / len(seen)

@@ -1,0 +1,74 @@
+"""Processor sharing: a pool of cores, or a link, in equal parts for all who use it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Any
+
+import simpy
+
+
+class Shared:
+    """`capacity` units a second in all, of which nobody gets more than `each`.
+
+    A pool of cores: capacity = cores, each = 1, units are seconds. A link: both are bytes a second.
+    `rivals` are strangers who always want some. With more than `crowd` users at a time a link gives
+    only `crowded` of its capacity: incast.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        capacity: float,
+        each: float,
+        crowd: float = float("inf"),
+        crowded: float = 1.0,
+        rivals: float = 0.0,
+    ) -> None:
+        self._env = env
+        self._capacity, self._each = capacity, each
+        self._crowd, self._crowded = crowd, crowded
+        self._rivals = rivals
+        self._served = 0.0  # units that a user who was there from the start has had
+        self._at = 0.0
+        self._users: list[tuple[float, int, Any]] = []  # by what `served` is when each is done
+        self._numbers = itertools.count()
+        self._version = 0  # of the alarm: those that were set before it ring for nothing
+
+    def use(self, amount: float) -> Any:
+        """An event: so many units have been had."""
+        done = self._env.event()
+        if amount <= 0:
+            return done.succeed()
+        self._advance()
+        heapq.heappush(self._users, (self._served + amount, next(self._numbers), done))
+        self._set_alarm()
+        return done
+
+    def _rate(self) -> float:
+        users = len(self._users)
+        capacity = self._capacity * (self._crowded if users > self._crowd else 1.0)
+        return min(self._each, capacity / (users + self._rivals))
+
+    def _advance(self) -> None:
+        if self._users:
+            self._served += self._rate() * (self._env.now - self._at)
+        self._at = self._env.now
+
+    def _set_alarm(self) -> None:
+        self._version += 1
+        version = self._version
+        left = max(0.0, self._users[0][0] - self._served) / self._rate()
+        self._env.timeout(left).callbacks.append(lambda _: self._ring(version))
+
+    def _ring(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        # The first is done by definition: rounding must not set an alarm of no length for ever.
+        self._served = max(self._served, self._users[0][0])
+        while self._users and self._users[0][0] <= self._served:
+            heapq.heappop(self._users)[2].succeed()
+        if self._users:
+            self._set_alarm()

@@ -1,0 +1,182 @@
+"""`python -m bench memory`: the smallest memory limit of a host with which a run still ends well.
+
+One chosen limit flatters somebody; this asks for each plane, dedup and number of prompts how little
+would have done. Every answer is bracketed by two real runs under real limits: the smallest that
+survived and the next smaller one that did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine, page
+from bench.machine import memory_bytes
+from bench.options import count, names, size
+from bench.planes import PLANES
+from bench.report import progress
+from bench.run import Progress, Settings, execute
+from bench.traces import TASKS
+
+_LEAST = 256 << 20
+_PRECISION = 1.07  # a limit and the next larger one that is tried
+_ROUND = 16 << 20
+_KEPT = ("status", "seconds", "rows", "peak_host_bytes", "arena_bytes", "killed", "error")
+
+_TRIES = 3
+_NO_ANSWER = ("not run", "not installed", "disturbed")  # a run that says nothing about its plane
+
+Case = dict[str, Any]
+Bar = Callable[[str], AbstractContextManager[Progress]]
+
+
+class _NoAnswer(Exception):
+    """A limit could not be tried."""
+
+
+def limits_to_try(least: int, most: int) -> list[int]:
+    """Rising limits from `least` to `most`, each about 7 % above the one before."""
+    limits = [least]
+    while (following := limits[-1] * _PRECISION) < most:
+        limits.append(math.ceil(following / _ROUND) * _ROUND)
+    return sorted({*limits, most})
+
+
+def measure(
+    settings: Settings, prompts: Sequence[int], least: int, most: int, bar: Bar
+) -> Iterator[Case]:
+    """A case for each plane of the settings × dedup × number of prompts, as it is known."""
+    limits = limits_to_try(least, most)
+    for plane in settings.planes:
+        for dedup in (False, True):
+            for number in prompts:
+                yield _case(replace(settings, prompts=number), plane, dedup, limits, bar)
+
+
+def _case(settings: Settings, plane: str, dedup: bool, limits: list[int], bar: Bar) -> Case:
+    """Bisect over the limits. Whoever ran out of time did not survive either."""
+    runs: list[dict[str, Any]] = []
+
+    def survives(limit: int) -> bool:
+        # The workers of a host need something too; half and half comes close to the best here.
+        told = replace(settings, memory_limit_bytes=limit, arena_bytes=limit // 2)
+        switch = "on" if dedup else "off"
+        label = f"{plane}, dedup {switch}, {settings.prompts} prompts, {limit >> 20} MiB a host"
+        for _ in range(_TRIES):
+            with bar(label) as shown:
+                run = execute(told, plane, dedup, shown)
+            runs.append({"limit_bytes": limit, **{name: run[name] for name in _KEPT}})
+            if run["status"] not in _NO_ANSWER:
+                return bool(run["status"] == "ok")
+        raise _NoAnswer
+
+    try:
+        at = bisect_left(limits, True, key=survives)
+        status, smallest = "ok", limits[at] if at < len(limits) else None
+    except _NoAnswer:
+        status, smallest = runs[-1]["status"], None
+
+    return {
+        "plane": plane,
+        "trace": settings.trace,
+        "dedup": dedup,
+        "prompts": settings.prompts,
+        "status": status,
+        "smallest_bytes": smallest,
+        "most_bytes": limits[-1],
+        "runs": runs,
+    }
+
+
+def register(commands: Any) -> None:
+    """Add `memory` to the command line."""
+    parser = commands.add_parser("memory", help="the smallest memory of a host that is enough")
+    parser.add_argument("--trace", choices=TASKS, default="video")
+    planes = names(PLANES)
+    parser.add_argument("--planes", type=planes, default=("dataplane", "controller"))
+    parser.add_argument("--prompts", type=_counts, default=[4, 8, 16], help="4,8,16")
+    parser.add_argument("--hosts", type=count, default=2)
+    parser.add_argument("--trainers", type=count, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=size, default=_LEAST, help="no less is tried")
+    parser.add_argument(
+        "--most",
+        type=size,
+        default=memory_bytes() * 3 // 8,
+        help="no more is tried; all hosts must fit into this machine; default: 3/8 of its memory",
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a run may take")
+    parser.add_argument("--json", type=Path, default=None, help="write the cases here")
+    parser.set_defaults(perform=perform)
+
+
+def perform(options: argparse.Namespace, command: str) -> int:
+    """0 when every case was bracketed or is beyond `--most`; 1 where a limit cannot be tried."""
+    console = Console()
+    settings = Settings(
+        trace=options.trace,
+        planes=options.planes,
+        hosts=options.hosts,
+        seed=options.seed,
+        trainers=options.trainers,
+        timeout_s=options.timeout,
+    )
+    told: dict[str, Any] = {"memory": [], "machine": machine.describe(), "command": command}
+    cases = measure(
+        settings, options.prompts, options.least, options.most, lambda x: progress(console, x)
+    )
+    for case in cases:
+        told["memory"].append(case)
+        if options.json:  # after each case: what is known survives a later failure
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(told, indent=2) + "\n")
+        if case["status"] != "ok":
+            console.print(f"{case['status']}: {case['runs'][-1]['error']}", markup=False)
+        if case["status"] == "not run":
+            return 1
+    if options.json:
+        page.write(options.json.with_suffix(".html"), [told])
+    console.print(table(told["memory"]))
+    return 0 if all(case["status"] == "ok" for case in told["memory"]) else 1
+
+
+def table(cases: Sequence[Case]) -> Table:
+    """One line a plane and dedup, one column a number of prompts."""
+    prompts = sorted({case["prompts"] for case in cases})
+    shown = Table(
+        title="smallest memory limit of a host that a run survives, MiB",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    shown.add_column("plane")
+    for number in prompts:
+        shown.add_column(f"{number} prompts", justify="right")
+    for plane, dedup in dict.fromkeys((case["plane"], case["dedup"]) for case in cases):
+        found = {c["prompts"]: c for c in cases if (c["plane"], c["dedup"]) == (plane, dedup)}
+        cells = [_cell(found[n]) if n in found else "" for n in prompts]
+        shown.add_row(f"{plane}, dedup {'on' if dedup else 'off'}", *cells)
+    return shown
+
+
+def _cell(case: Case) -> str:
+    if case["status"] != "ok":
+        return str(case["status"])
+    if case["smallest_bytes"] is None:
+        return f"> {case['most_bytes'] >> 20}"
+    return f"{case['smallest_bytes'] >> 20}"
+
+
+def _counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]

@@ -1,0 +1,99 @@
+"""Trace files of any form, as prompts numbered from 0 in steps numbered from 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.traces import parquet, polytrace
+from bench.traces.generator import draw
+from bench.traces.parquet import TraceError
+from bench.traces.polytrace import Group
+from bench.traces.sample import Prompt, Sample
+from bench.traces.tasks import TASKS, Task
+
+_PARQUET = b"PAR1"
+_TOOL_TIMES = 1 << 33  # a stream of its own, beyond every step's number
+
+
+def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, list[Prompt]]:
+    """A Parquet trace, or PolyTrace files: one with lengths, one with reward times, or both.
+
+    task: the profile of what PolyTrace's files do not say (media, rewards, tool times); a Parquet
+    trace says all itself. Raises TraceError.
+    """
+    first = paths[0]
+    try:
+        with first.open("rb") as file:
+            magic = file.read(len(_PARQUET))
+    except OSError as exc:
+        raise TraceError(first, f"it cannot be read: {exc.strerror}") from exc
+    if magic == _PARQUET:
+        if len(paths) > 1:
+            raise TraceError(first, "a Parquet trace stands alone: it has all times in it")
+        name, prompts = parquet.read(first)
+        if task not in (None, name):
+            raise TraceError(first, f"it is a trace of {name!r}, not of {task!r}")
+        return name, prompts
+    if task is None:
+        raise TraceError(first, "it does not say of which task it is: give --trace TASK")
+    return task, _recorded(paths, TASKS[task], seed)
+
+
+def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
+    """The first prompts of the first steps, numbered anew."""
+    taken: Counter[int] = Counter()
+    kept: list[Prompt] = []
+    for prompt in prompts:
+        taken[prompt.step] += 1
+        if prompt.step < steps and taken[prompt.step] <= per_step:
+            kept.append(dataclasses.replace(prompt, index=len(kept)))
+    return kept
+
+
+def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
+    steps: dict[int, list[Group]] = {}
+    rewards: dict[int, float] = {}
+    for path in paths:
+        told = polytrace.read(path, task.samples)
+        if told.steps and steps:
+            raise TraceError(path, "a second file with lengths; give one, and one of reward times")
+        steps, rewards = told.steps or steps, told.reward_seconds or rewards
+    prompts: list[Prompt] = []
+    for number, step in enumerate(sorted(steps or rewards)):
+        count = len(steps[step]) if steps else task.prompts
+        for position in range(count):
+            prompt = draw(task, seed, number, len(prompts), position)
+            if steps:
+                prompt = _as_told(prompt, steps[step][position], task, seed)
+            if step in rewards:
+                prompt = _rewarded(prompt, rewards[step])
+            prompts.append(prompt)
+    return prompts
+
+
+def _as_told(drawn: Prompt, group: Group, task: Task, seed: int) -> Prompt:
+    """The drawn prompt with the lengths and times of the file."""
+    tokens, sessions = group
+    rng = np.random.default_rng((seed, task.number, _TOOL_TIMES, drawn.index))
+    samples = []
+    for number, told in enumerate(sessions):
+        like = drawn.samples[number % len(drawn.samples)]
+        if task.tools and len(told) > 1 and not any(turn.tool_seconds for turn in told):
+            waits = task.tools.seconds.at(rng.standard_normal(len(told) - 1))
+            calls = zip(told[:-1], waits, strict=True)
+            waited = [dataclasses.replace(turn, tool_seconds=float(wait)) for turn, wait in calls]
+            told = [*waited, told[-1]]
+        samples.append(dataclasses.replace(like, turns=tuple(told)))
+    return dataclasses.replace(drawn, prompt_tokens=tokens, samples=tuple(samples))
+
+
+def _rewarded(prompt: Prompt, seconds: float) -> Prompt:
+    def timed(sample: Sample) -> Sample:
+        return dataclasses.replace(sample, reward_seconds=seconds)
+
+    return dataclasses.replace(prompt, samples=tuple(map(timed, prompt.samples)))

@@ -1,0 +1,121 @@
+"""A trace as a Parquet file: one row a sample, the file's metadata name the task and the seed.
+
+Columns: step, group and sample (numbers; a group's number counts through all steps),
+prompt_tokens, response_tokens (tool texts included), turns (a list of tokens, seconds,
+tool_seconds, tool_tokens), media (a list of content id, grid in patches, shape of the raw frames),
+reward, reward_seconds. Written twice, a trace gives the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from bench.traces.sample import Medium, Prompt, Sample, Turn
+from bench.traces.tasks import TASKS
+
+_FORMAT = b"1"
+_TURN = pyarrow.struct(
+    [
+        ("tokens", pyarrow.int64()),
+        ("seconds", pyarrow.float64()),
+        ("tool_seconds", pyarrow.float64()),
+        ("tool_tokens", pyarrow.int64()),
+    ]
+)
+_MEDIUM = pyarrow.struct(
+    [
+        ("content", pyarrow.int64()),
+        ("grid", pyarrow.list_(pyarrow.int64())),
+        ("frames", pyarrow.list_(pyarrow.int64())),
+    ]
+)
+SCHEMA = pyarrow.schema(
+    [
+        ("step", pyarrow.int64()),
+        ("group", pyarrow.int64()),
+        ("sample", pyarrow.int64()),
+        ("prompt_tokens", pyarrow.int64()),
+        ("response_tokens", pyarrow.int64()),
+        ("turns", pyarrow.list_(_TURN)),
+        ("media", pyarrow.list_(_MEDIUM)),
+        ("reward", pyarrow.float64()),
+        ("reward_seconds", pyarrow.float64()),
+    ]
+)
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be used: which, where, and why."""
+
+    def __init__(self, path: Path, why: str, line: int | None = None) -> None:
+        super().__init__(f"{path}:{line}: {why}" if line else f"{path}: {why}")
+        self.path = path
+        self.line = line
+
+
+def write(path: Path, task: str, seed: int, prompts: Sequence[Prompt]) -> None:
+    """Write a trace. The folder must be there."""
+    metadata = {b"bench.trace": _FORMAT, b"task": task.encode(), b"seed": str(seed).encode()}
+    rows = [row for prompt in prompts for row in _rows(prompt)]
+    table = pyarrow.Table.from_pylist(rows, SCHEMA.with_metadata(metadata))
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
+    media = [{"content": m.content, "grid": m.grid, "frames": m.frames} for m in prompt.media]
+    for number, sample in enumerate(prompt.samples):
+        turns = [
+            {
+                "tokens": turn.tokens,
+                "seconds": turn.seconds,
+                "tool_seconds": turn.tool_seconds,
+                "tool_tokens": turn.tool_tokens,
+            }
+            for turn in sample.turns
+        ]
+        yield {
+            "step": prompt.step,
+            "group": prompt.index,
+            "sample": number,
+            "prompt_tokens": prompt.prompt_tokens,
+            "response_tokens": sample.tokens,
+            "turns": turns,
+            "media": media,
+            "reward": sample.reward,
+            "reward_seconds": sample.reward_seconds,
+        }
+
+
+def read(path: Path) -> tuple[str, list[Prompt]]:
+    """The task's name and the prompts. Raises TraceError for any other file."""
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as exc:  # damaged pages are an OSError
+        raise TraceError(path, f"this is no Parquet file: {exc}") from exc
+    metadata = table.schema.metadata or {}
+    task = metadata.get(b"task", b"").decode(errors="replace")
+    if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
+        raise TraceError(path, "this Parquet file was not written by `python -m bench trace`")
+    if not table.schema.equals(SCHEMA):
+        raise TraceError(path, f"its columns are {table.schema.names}, not {SCHEMA.names}")
+    rows = table.to_pylist()
+    if not rows:
+        raise TraceError(path, "it holds no rows")
+    groups = groupby(rows, key=lambda row: row["group"])
+    return task, [_prompt(index, list(group)) for index, (_, group) in enumerate(groups)]
+
+
+def _prompt(index: int, rows: list[dict[str, Any]]) -> Prompt:
+    first = rows[0]
+    samples = (
+        Sample(tuple(Turn(**turn) for turn in row["turns"]), row["reward"], row["reward_seconds"])
+        for row in rows
+    )
+    media = (Medium(m["content"], tuple(m["grid"]), tuple(m["frames"])) for m in first["media"])
+    return Prompt(index, first["step"], first["prompt_tokens"], tuple(samples), tuple(media))

@@ -1,0 +1,254 @@
+"""PolyTrace's own files: lengths and times as recorded. What they do not say the profile adds.
+
+Four forms, told apart by their first record:
+- one JSON object, step → {"input": [...], "output": [...]}, one number a response; for multi-turn
+  tasks step → a list of such objects, one a session, one number a turn;
+- JSON lines, one a prompt: `input`, and `output` with one number a response;
+- JSON lines, one a trajectory: `turns` and `tool_calls` with their times;
+- JSON lines, one a batch of rewards: `batch_size` and `reward_time_s`. It has no lengths: they come
+  from another file, or from the generator.
+Whatever does not fit its form raises TraceError with file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from bench.traces.parquet import TraceError
+from bench.traces.sample import Turn
+from bench.traces.tasks import TOKEN_SECONDS
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Group = tuple[int, list[list[Turn]]]  # prompt tokens, and the turns of each sample
+T = TypeVar("T")
+
+
+class Recorded(msgspec.Struct):
+    """Steps in order, the groups of each; and seconds of reward for one row, by step."""
+
+    steps: dict[int, list[Group]]
+    reward_seconds: dict[int, float]
+
+
+class _Lengths(msgspec.Struct):
+    input: list[Count]
+    output: list[Count]
+
+
+class _PromptLine(msgspec.Struct):
+    step: Count
+    input: Count
+    output: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    n_sampling: Count | None = None
+    tp_rank: Count = 0
+    validate: bool = False
+
+
+class _TurnRecord(msgspec.Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    engine_latency_s: Seconds | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    turn: Count
+    latency_s: Seconds
+    response_token_len: Count = 0
+
+
+class _TrajectoryLine(msgspec.Struct):
+    prompt_len: Count
+    turns: Annotated[list[_TurnRecord], msgspec.Meta(min_length=1)]
+    prompt_group_id: str | int
+    sample_id: str | int
+    tool_calls: list[_ToolCall] = []
+    final_response_len: Count | None = None
+    step: Count = 0
+
+
+class _RewardLine(msgspec.Struct):
+    step: Count
+    batch_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+    reward_time_s: Seconds
+
+
+def read(path: Path, samples: int) -> Recorded:
+    """Read one file. `samples`: rows of a group, where the form does not say which belong together.
+
+    Raises TraceError for the first line that is not of the file's form.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise TraceError(path, f"it cannot be read: {exc}") from exc
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise TraceError(path, "it is empty")
+    first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
+    if first is None or all(name.isdecimal() for name in first):
+        return _by_step(path, text, samples)
+    if "turns" in first:
+        return _trajectories(path, lines)
+    if "reward_time_s" in first:
+        return _rewards(path, lines)
+    if "output" in first:
+        return _prompts(path, lines)
+    raise TraceError(path, f"a record of {sorted(first)} is none of PolyTrace's forms", lines[0][0])
+
+
+def _is_whole(line: str) -> bool:
+    """Whether the first line is a record, and not the beginning of an object over many lines."""
+    return line.rstrip().endswith("}")
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise TraceError(path, str(exc), number) from exc
+
+
+def _records(
+    path: Path, lines: Sequence[tuple[int, str]], form: type[T]
+) -> Iterator[tuple[int, T]]:
+    decoder = msgspec.json.Decoder(form)
+    for number, line in lines:
+        try:
+            yield number, decoder.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as exc:
+            raise TraceError(path, str(exc), number) from exc
+
+
+def _by_step(path: Path, text: str, samples: int) -> Recorded:
+    try:
+        steps = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise TraceError(path, str(exc), _line_of_error(text)) from exc
+    found: dict[int, list[Group]] = {}
+    for name, told in steps.items():
+        line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
+        if not name.isdecimal():
+            raise TraceError(path, f"{name!r} is not the number of a step", line)
+        try:
+            if isinstance(told, list):
+                sessions = msgspec.convert(told, list[_Lengths])
+                rows = [_session(session) for session in sessions]
+            else:
+                rows = _single(msgspec.convert(told, _Lengths), samples)
+            found[int(name)] = _chunks(rows, samples)
+        except ValueError as exc:  # msgspec's are ValueErrors
+            raise TraceError(path, f"step {name}: {exc}", line) from exc
+    return Recorded(found, {})
+
+
+def _line_of_error(text: str) -> int | None:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as exc:
+        return exc.lineno
+    except RecursionError:
+        return None
+    return 1  # valid JSON, and yet no object
+
+
+def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
+    """One number a response; inputs are told once a response, or once a prompt."""
+    inputs = lengths.input
+    if len(inputs) * samples == len(lengths.output):
+        inputs = [tokens for tokens in inputs for _ in range(samples)]
+    if len(inputs) != len(lengths.output):
+        raise ValueError(
+            f"{len(lengths.input)} inputs do not go with {len(lengths.output)} outputs"
+        )
+    return [(i, [written(o)]) for i, o in zip(inputs, lengths.output, strict=True)]
+
+
+def _session(session: _Lengths) -> tuple[int, list[Turn]]:
+    """Later inputs are what the tool answered to the turn before."""
+    if not session.input or len(session.input) != len(session.output):
+        raise ValueError(
+            f"a session of {len(session.input)} inputs and {len(session.output)} outputs"
+        )
+    answers = [*session.input[1:], 0]
+    turns = [
+        written(tokens, tool_tokens=answer)
+        for tokens, answer in zip(session.output, answers, strict=True)
+    ]
+    return session.input[0], turns
+
+
+def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
+    if not rows or len(rows) % samples:
+        raise ValueError(f"{len(rows)} responses are not whole groups of {samples}")
+    starts = range(0, len(rows), samples)
+    return [(rows[at][0], [turns for _, turns in rows[at : at + samples]]) for at in starts]
+
+
+def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+    """Lines of validation, and those that further tensor-parallel ranks repeat, do not count."""
+    found: dict[int, list[Group]] = {}
+    for number, record in _records(path, lines, _PromptLine):
+        told = record.n_sampling
+        if told not in (None, len(record.output)):
+            raise TraceError(path, f"{len(record.output)} outputs with n_sampling {told}", number)
+        if not record.validate and record.tp_rank == 0:
+            group = (record.input, [[written(tokens)] for tokens in record.output])
+            found.setdefault(record.step, []).append(group)
+    return Recorded(found, {})
+
+
+def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+    found: dict[int, dict[str | int, dict[str | int, tuple[int, list[Turn]]]]] = {}
+    for number, record in _records(path, lines, _TrajectoryLine):
+        group = found.setdefault(record.step, {}).setdefault(record.prompt_group_id, {})
+        if record.sample_id in group:
+            why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} is there twice"
+            raise TraceError(path, why, number)
+        try:
+            group[record.sample_id] = record.prompt_len, _trajectory(record)
+        except ValueError as exc:
+            raise TraceError(path, str(exc), number) from exc
+    steps = {
+        step: [
+            (next(iter(rows.values()))[0], [turns for _, turns in rows.values()])
+            for rows in groups.values()
+        ]
+        for step, groups in found.items()
+    }
+    return Recorded(steps, {})
+
+
+def _trajectory(record: _TrajectoryLine) -> list[Turn]:
+    seconds, tokens = [0.0] * len(record.turns), [0] * len(record.turns)
+    for call in record.tool_calls:
+        if call.turn >= len(record.turns):
+            raise ValueError(f"a tool call in turn {call.turn} of {len(record.turns)}")
+        seconds[call.turn] += call.latency_s
+        tokens[call.turn] += call.response_token_len
+    return [
+        written(turn.completion_tokens, turn.engine_latency_s, waited, answered)
+        for turn, waited, answered in zip(record.turns, seconds, tokens, strict=True)
+    ]
+
+
+def _rewards(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+    rows: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for _, record in _records(path, lines, _RewardLine):
+        rows[record.step] = rows.get(record.step, 0) + record.batch_size
+        seconds[record.step] = seconds.get(record.step, 0.0) + record.reward_time_s
+    return Recorded({}, {step: total / rows[step] for step, total in seconds.items()})
+
+
+def written(
+    tokens: int, seconds: float | None = None, tool_seconds: float = 0.0, tool_tokens: int = 0
+) -> Turn:
+    """A turn; where the engine's time was not recorded, it is the profile's per token."""
+    engine = tokens * TOKEN_SECONDS if seconds is None else seconds
+    return Turn(tokens, engine, tool_seconds, tool_tokens)

@@ -1,0 +1,17 @@
+"""Pulls over each transport beside its engine's bare loop: `python -m bench perf --transports`.
+
+| idea | file |
+|---|---|
+| the transports and sizes, one after another; what is not run, and why | lanes |
+| pulls between two peers, timed and counted | pulls |
+| an engine between two processes, without this library | loops, engines |
+| the report: JSON and a table | told |
+"""
+
+from __future__ import annotations
+
+from bench.transports.lanes import DEVICES, TRANSPORTS, measure
+from bench.transports.shapes import SHAPES, Shape
+from bench.transports.told import reasons, table
+
+__all__ = ["DEVICES", "SHAPES", "TRANSPORTS", "Shape", "measure", "reasons", "table"]

@@ -1,0 +1,105 @@
+"""What every worker's part of the flow stands on: its end of the plane, its clocks, its orders."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.media import digest
+from bench.pace import Pace
+from bench.planes.base import Array, Batch, Endpoint, Job, Worker
+
+
+class Clock:
+    """Seconds by activity, on the clock and of processors.
+
+    What nothing else claims is the plane's: putting, waiting, acking.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu_seconds: dict[str, float] = defaultdict(float)  # of all threads meanwhile
+        self.spans_ms: dict[str, list[float]] = defaultdict(list)  # one a time; a few a group
+
+    @contextmanager
+    def timing(self, activity: str) -> Iterator[None]:
+        start, cpu_start = time.monotonic(), time.process_time()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - start
+            self.seconds[activity] += seconds
+            self.cpu_seconds[activity] += time.process_time() - cpu_start
+            self.spans_ms[activity].append(round(seconds * 1e3, 3))
+
+
+class Orders:
+    """What the runner tells a worker, a line at a time on stdin: `policy N` when the trainers have
+    finished N steps, `cancelled P` when group P was dropped."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._cancelled: set[int] = set()
+
+    def wait_for_policy(self, version: int) -> None:
+        """Until the trainers have finished `version` steps; 0 is the start of the run."""
+        while self._version < version:
+            self._hear()
+
+    def wait_for_cancelled(self, prompt: int) -> None:
+        """Until the plane has dropped the group."""
+        while prompt not in self._cancelled:
+            self._hear()
+
+    def _hear(self) -> None:
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit("the runner went away")
+        match line.split():
+            case ["policy", version]:
+                self._version = int(version)
+            case ["cancelled", prompt]:
+                self._cancelled.add(int(prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One worker at work."""
+
+    worker: Worker
+    endpoint: Endpoint
+    pieces: bool  # whether the plane takes groups in pieces
+    pace: Pace
+    clock: Clock = field(default_factory=Clock)
+    orders: Orders = field(default_factory=Orders)
+
+    @property
+    def job(self) -> Job:
+        return self.worker.job
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """The stage's batches; the wait for each is the clock's `claim`."""
+        batches = self.endpoint.batches(step, self.worker.role)
+        while True:
+            with self.clock.timing("claim"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            del batch  # a plane may hold its bytes for as long as anybody has it
+
+
+def digests(values: Sequence[Array]) -> list[int]:
+    """A digest a row. Rows that share their memory (address, shape, dtype) are read once."""
+    read: dict[tuple[int, tuple[int, ...], str], int] = {}
+    found = []
+    for value in values:
+        place = (value.ctypes.data, value.shape, value.dtype.str)
+        if place not in read:
+            read[place] = digest(value)
+        found.append(read[place])
+    return found

@@ -1,0 +1,105 @@
+"""`dataplane probe`: what carries values between each pair of hosts, tried now, and why.
+
+Asks one peer of this host; all peers of the plane then try their ways to each other, one after
+another. Exit code 1 where `--require` names a transport that does not work between every pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import dataplane
+from dataplane.client import core
+from dataplane.errors import PeerNotFound
+from dataplane.launch import rundir
+
+PROBE_S = 300.0
+Report = dict[str, Any]
+
+
+def probe(plane: str, peer: str | None) -> Report:
+    """The report of all pairs. PeerNotFound where no peer runs here; looking starts none."""
+    living = [one.name for one in rundir.living_peers(rundir.plane_dir(plane))]
+    names = living if peer is None else [name for name in living if name == peer]
+    if not names:
+        raise PeerNotFound(
+            f"no peer{f' named {peer!r}' if peer else ''} of plane {plane!r} runs on this host "
+            f"(running: {', '.join(living) or 'none'})",
+            running=living,
+        )
+    with dataplane.connect(names[0], plane=plane) as connected:
+        report: Report = connected.run(core.probe(PROBE_S))
+    return report
+
+
+def lacking(report: Report, transport: str) -> list[str]:
+    """The pairs, and peers that could not be asked, where a transport does not work; why not."""
+    found = []
+    for peer in report["peers"]:
+        here = peer["peer"]
+        if "error" in peer:
+            found.append(f"{here}: {peer['error']}")
+        elif transport not in ("tcp", peer["runs"]):
+            why = peer["missing"] or f"it runs {peer['runs']} (--transport {peer['requested']})"
+            found.append(f"{here}: {why}")
+        for way in peer.get("from", []):
+            tried = way.get("tried", {}).get(transport, {})
+            if not tried.get("exact"):
+                why = way.get("error") or tried.get("error") or way["why"]
+                found.append(f"{way['peer']} → {here}: {why}")
+    return found
+
+
+def show(report: Report, require: str | None, as_json: bool) -> int:
+    """Prints the report; the exit code."""
+    missing = lacking(report, require) if require else []
+    if as_json:
+        required = {"required": require, "lacking": missing} if require else {}
+        print(json.dumps(report | required), flush=True)
+    else:
+        print("\n".join(lines(report)), flush=True)
+        for what in missing:
+            print(f"{require} is required and does not work: {what}", flush=True)
+    return 1 if missing else 0
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text: a block for each peer, a line for each way and transport."""
+    for peer in report["peers"]:
+        if "error" in peer:
+            yield f"peer {peer['peer']}: {peer['error']}"
+            continue
+        missing = f" ({peer['missing']})" if peer["missing"] else ""
+        yield (
+            f"peer {peer['peer']} at {peer['address']}: dataplane {peer['version']}, arena "
+            f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, asked for {peer['requested']}, runs "
+            f"{_carrier(peer['runs'], peer)}{missing}"
+        )
+        for way in peer["from"]:
+            yield from _way(way, peer)
+        if not peer["from"]:
+            yield "  it is alone: nothing to try"
+
+
+def _way(way: Report, here: Report) -> Iterator[str]:
+    if "error" in way:
+        yield f"  from {way['peer']}: {way['error']}"
+        return
+    yield f"  from {way['peer']}: {_carrier(way['transport'], way)}, because {way['why']}"
+    for name, tried in way["tried"].items():
+        if "error" in tried:
+            yield f"    {name}: fails: {tried['error']}"
+        else:
+            yield (
+                f"    {name}: {tried['GBps']:.2f} GB/s, {tried['latency_us']:.0f} µs, "
+                f"self-test {'passed' if tried['exact'] else 'not passed'}"
+            )
+    yield f"    its clock is {way['clock_ahead_s'] * 1000:+.1f} ms from that of {here['peer']}"
+    if way["version"] != here["version"]:
+        yield f"    versions differ: {way['version']} there, {here['version']} here"
+
+
+def _carrier(transport: str, said: Report) -> str:
+    return f"{transport}+tls" if said["tls"] and transport == "tcp" else transport

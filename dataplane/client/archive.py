@@ -1,0 +1,263 @@
+"""A checkpoint as a directory: written beside its name, summed, synced, and renamed when whole.
+
+`manifest.json` says what there is, with the size and the xxh3-128 checksum of every file, and its
+own. No path is ever taken from it: the names of the files follow from the number of partitions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh3_128
+
+from dataplane.errors import CheckpointCorrupt, CheckpointFailed
+from dataplane.wire.tables import Definition
+
+FORMAT, VERSION = "dataplane-checkpoint", 1
+MANIFEST = "manifest.json"
+FILES = ("groups.arrow", "rows.arrow", "values.arrow", "bytes.bin")
+"""Of each partition, in a directory with its number."""
+_MAX_MANIFEST_BYTES = 64 << 20
+_READ_BYTES = 4 << 20
+
+
+class FileNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    xxh3_128: str
+
+
+class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A partition as it was declared; closed_groups: that closed and were freed before."""
+
+    name: str
+    stages: dict[str, list[str]]
+    group_size: int | None
+    groups: int | None
+    free: str
+    place: str
+    replicas: int
+    sealed: bool
+    closed_groups: int
+    host_bytes: int | None = None
+
+    @property
+    def definition(self) -> Definition:
+        fields = {f: getattr(self, f) for f in Definition.__struct_fields__}
+        return Definition(**fields)
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """checksum: xxh3-128 of this file with an empty one."""
+
+    format: str
+    version: int
+    plane: str
+    written: str
+    partitions: list[PartitionNote]
+    files: dict[str, FileNote]
+    checksum: str = ""
+
+    def text(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def signed(self) -> Manifest:
+        blank = msgspec.structs.replace(self, checksum="")
+        return msgspec.structs.replace(self, checksum=xxh3_128(blank.text()).hexdigest())
+
+
+class SummedFile:
+    """A new file that sums up what is written to it. Enough of a file for pyarrow."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._sum = xxh3_128()
+        self.nbytes = 0
+        self.closed = False
+
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data).cast("B")
+        self._sum.update(rest)
+        count = len(rest)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self.nbytes += count
+        return count
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+    def finish(self) -> FileNote:
+        """Everything is on the disk."""
+        os.fsync(self._file.fileno())
+        self.close()
+        return FileNote(self.nbytes, self._sum.hexdigest())
+
+
+class Archive:
+    """A checkpoint that is being written, under another name until `commit`."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        mark = secrets.token_hex(4)
+        self.partial = target.parent / f".{target.name}.partial-{mark}"
+        self.files: dict[str, FileNote] = {}
+
+    def begin(self) -> None:
+        with failing(self.target):
+            if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+                raise _there(self.target)
+            self.partial.mkdir(mode=0o700)
+
+    def directory(self, number: int) -> Path:
+        """Where the files of a partition go."""
+        path = self.partial / directory_name(number)
+        with failing(self.target):
+            path.mkdir(mode=0o700)
+        return path
+
+    def abandon(self, number: int) -> None:
+        """The partition was dropped meanwhile."""
+        with failing(self.target):
+            shutil.rmtree(self.partial / directory_name(number))
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.files = {}
+        with failing(self.target):
+            shutil.rmtree(self.partial)
+            self.partial.mkdir(mode=0o700)
+
+    def commit(self, plane: str, partitions: list[PartitionNote]) -> None:
+        """The checkpoint is there, whole, or it is not."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = Manifest(FORMAT, VERSION, plane, now, partitions, self.files).signed()
+        with failing(self.target):
+            file = SummedFile(self.partial / MANIFEST)
+            file.write(manifest.text())
+            file.finish()
+            for number in range(len(partitions)):
+                _sync(self.partial / directory_name(number))
+            _sync(self.partial)
+            try:
+                os.rename(self.partial, self.target)
+            except (FileExistsError, NotADirectoryError):
+                raise _there(self.target) from None
+            _sync(self.target.parent)
+
+    def discard(self) -> None:
+        """Nothing is left of it. What cannot be removed keeps a name that nobody restores."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def verified(directory: Path) -> Manifest:
+    """The manifest of a checkpoint all of whose files are as they were written.
+
+    CheckpointCorrupt names the first that is not; CheckpointFailed where there is none.
+    """
+    manifest = _manifest(directory)
+    names = [MANIFEST, *_names(len(manifest.partitions))]
+    if set(manifest.files) != set(names[1:]):
+        raise corrupt(directory / MANIFEST, "it lists other files than its partitions have")
+    for name in names[1:]:
+        note = manifest.files[name]
+        found = _summed(directory / name)
+        if found != note:
+            raise corrupt(
+                directory / name,
+                f"it has {found.bytes} bytes with checksum {found.xxh3_128}, not {note.bytes} "
+                f"with {note.xxh3_128}",
+            )
+    return manifest
+
+
+def corrupt(path: Path, why: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"{path} is not as it was written: {why}. Nothing was restored; use another checkpoint",
+        file=str(path),
+    )
+
+
+@contextlib.contextmanager
+def failing(path: Path) -> Iterator[None]:
+    """What the file system refuses, as an error of ours."""
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointFailed(
+            f"the checkpoint {path} failed: {exc.strerror or exc}. Nothing was kept of it; see to "
+            "the disk, or choose another directory",
+            path=str(path),
+        ) from exc
+
+
+def directory_name(number: int) -> str:
+    return f"{number:04}"
+
+
+def _names(partitions: int) -> list[str]:
+    return [f"{directory_name(number)}/{file}" for number in range(partitions) for file in FILES]
+
+
+def _manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise CheckpointFailed(f"there is no checkpoint {directory}", path=str(directory))
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_MANIFEST_BYTES + 1)
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except FileNotFoundError:
+        raise corrupt(path, "it is missing") from None
+    except OSError as exc:
+        raise corrupt(path, f"it cannot be read: {exc.strerror or exc}") from exc
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise corrupt(path, str(exc)) from exc
+    if manifest.signed().text() != text:
+        raise corrupt(path, "its checksum is another")
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+        raise CheckpointFailed(
+            f"{directory} is a {manifest.format} of version {manifest.version}; this is version "
+            f"{VERSION} of {FORMAT}",
+            path=str(directory),
+        )
+    return manifest
+
+
+def _summed(path: Path) -> FileNote:
+    total, count = xxh3_128(), 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while data := file.read(_READ_BYTES):
+                total.update(data)
+                count += len(data)
+    except FileNotFoundError:
+        raise corrupt(path, "it is missing") from None
+    except OSError as exc:
+        raise corrupt(path, f"it cannot be read: {exc.strerror or exc}") from exc
+    return FileNote(count, total.hexdigest())
+
+
+def _there(path: Path) -> CheckpointFailed:
+    return CheckpointFailed(
+        f"{path} is there already: a checkpoint is never written over; give another name",
+        path=str(path),
+    )
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,272 @@
+"""The device arenas of this client's peer, as far as it has opened them.
+
+A pool is opened once, when the client connects and reads in place, or when it first puts a value
+that lies on that device. Whoever reads a device in place may still be reading, on streams of its
+own, when the last view of a value is gone: so what ends there is told behind `finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
+from dataplane.memory.device import Device, Located, Pool, PoolHandle
+from dataplane.wire.messages import Welcome
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "required", "off"]
+_DLPACK_CUDA = 2
+FINISH_S = 1.0
+"""How long the housekeeper waits for a device before it looks again."""
+
+
+class Wish(NamedTuple):
+    """What a client wants of its peer's device arenas. gpu: the number of the GPU that is current
+    in the thread that connects, where torch or cupy work with one; looking starts nothing there."""
+
+    mode: Mode = "auto"
+    gpu: int | None = None
+
+
+AUTO = Wish()
+
+
+def wish_of(given: str | None, environ: Mapping[str, str] = os.environ) -> Wish:
+    """What is given, else DATAPLANE_DEVICES, else auto. InvalidCall for another word."""
+    mode: Any = given or environ.get("DATAPLANE_DEVICES") or "auto"
+    if mode not in get_args(Mode):
+        raise InvalidCall(f"devices= is auto, required or off, not {mode!r:.40}")
+    return Wish(mode, _current_gpu())
+
+
+def _current_gpu() -> int | None:
+    torch: Any = sys.modules.get("torch")
+    cupy: Any = sys.modules.get("cupy")
+    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    if hasattr(cupy, "cuda"):
+        try:
+            return int(cupy.cuda.runtime.getDevice())
+        except cupy.cuda.runtime.CUDARuntimeError:
+            return None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A pool that is mapped here: addresses from `base` are its bytes. number: 1 is the first."""
+
+    number: int
+    base: int
+    device: Device
+    pool: Pool
+
+    def place(self, address: int) -> int:
+        """Where on the device an address of the peer's memory is."""
+        return self.pool.address + address - self.base
+
+
+class Devices:
+    """Of one session, for its threads."""
+
+    def __init__(self, wish: Wish) -> None:
+        self.mode, self._gpu = wish
+        self.in_place: list[int] = []
+        """the pools whose values this session reads in place"""
+        self.arena_bytes = 0
+        self._handles: list[PoolHandle] = []
+        self._bases: list[int] = []
+        self._devices: dict[int, Device] = {}
+        """devices that were looked at, which takes nothing of them"""
+        self._opened: dict[int, Opened] = {}
+        self._refused: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended: SimpleQueue[tuple[list[int], npt.NDArray[Any] | None, object]] = SimpleQueue()
+
+    def __repr__(self) -> str:
+        opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
+        return f"<Devices of {len(self._handles)} pools, open: {opened}>"
+
+    @property
+    def offered(self) -> bool:
+        """Whether the peer has device arenas, and this client wants to know of them."""
+        return bool(self._handles)
+
+    def greet(self, welcome: Welcome) -> list[int]:
+        """Told what there is: the pools that are read in place, opened now. DeviceMissing where
+        that is required and cannot be."""
+        self.arena_bytes = welcome.arena_bytes
+        if self.mode != "off":
+            self._handles = list(welcome.pools)
+            sizes = accumulate((pool.nbytes for pool in self._handles), initial=self.arena_bytes)
+            self._bases = list(sizes)[:-1]
+        for number, handle in enumerate(self._handles, 1):
+            if self._is_wanted(handle) and self._open(number) is not None:
+                self.in_place.append(number)
+        if self.mode == "required" and not self.in_place:
+            raise DeviceMissing(
+                f"devices='required', and peer {welcome.peer!r} has no device arena on a GPU that "
+                f"is current here (it has {[pool.device for pool in self._handles] or 'none'}): "
+                "start it with --device-arena, or connect with devices='auto'"
+            )
+        return self.in_place
+
+    def _is_wanted(self, handle: PoolHandle) -> bool:
+        """Whether this process works on that device already; to open one takes GPU memory."""
+        if handle.kind != "cuda":
+            return True
+        if self.mode == "auto" and self._gpu is None:
+            return False
+        from dataplane.memory.device_cuda import CudaDevice
+
+        try:
+            if not CudaDevice.count():
+                raise DeviceMissing("this process sees no GPU: look at CUDA_VISIBLE_DEVICES")
+            return CudaDevice(self._gpu or 0).identity == handle.device
+        except DeviceMissing as exc:
+            if self.mode == "required":
+                raise
+            log.warning("values on %s go by way of the host: %s", handle.device, exc)
+            return False
+
+    def _open(self, number: int) -> Opened | None:
+        """Once; None, said in the log, where it cannot be and need not."""
+        with self._lock:
+            device = self._device(number)
+            if device is not None and number not in self._opened:
+                try:
+                    pool = device.open(self._handles[number - 1])
+                except DeviceMissing as exc:
+                    self._refuse(number, exc)
+                    return None
+                self._opened[number] = Opened(number, self._bases[number - 1], device, pool)
+            return self._opened.get(number)
+
+    def _device(self, number: int) -> Device | None:
+        """Called with the lock."""
+        if number not in self._devices and number not in self._refused:
+            try:
+                self._devices[number] = device_of(self._handles[number - 1])
+            except DeviceMissing as exc:
+                self._refuse(number, exc)
+        return self._devices.get(number)
+
+    def _refuse(self, number: int, why: DeviceMissing) -> None:
+        if self.mode == "required":
+            raise why
+        self._refused.add(number)
+        device = self._devices.pop(number, None)
+        if device is not None:
+            device.close()
+        name = self._handles[number - 1].device
+        log.warning("values on %s go by way of the host: %s", name, why)
+
+    def locate(self, value: object) -> tuple[Opened, Located] | None:
+        """Where a value lies that is an array on one of these devices."""
+        for number, handle in enumerate(self._handles, 1):
+            if not _may_be_on(handle.kind, value):
+                continue
+            with self._lock:
+                device = self._device(number)
+            located = None if device is None else device.locate(value)
+            if located is not None:
+                opened = self._open(number)
+                return None if opened is None else (opened, located)
+        return None
+
+    def at(self, address: int) -> Opened:
+        """The pool that an address behind the arena is in."""
+        for opened in self._opened.values():
+            if opened.base <= address < opened.base + opened.pool.nbytes:
+                return opened
+        raise ProtocolError(f"the peer named address {address}, which is in no memory opened here")
+
+    # what ends when the devices are done with what was asked of them
+
+    def ends(
+        self,
+        pins: list[int],
+        extents: npt.NDArray[Any] | None = None,
+        keep: object = None,
+    ) -> None:
+        """Callable from a finalizer, so it takes no lock. keep: what is copied from and to."""
+        self._ended.put((pins, extents, keep))
+
+    @property
+    def ending(self) -> bool:
+        """Whether anything waits for `finished`."""
+        return not self._ended.empty()
+
+    def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Any]]:
+        """Pins and extents that ended before this call, once no device works on them any more; none
+        where one still does."""
+        ended = []
+        while True:
+            try:
+                ended.append(self._ended.get_nowait())
+            except Empty:
+                break
+        if ended and not self._finish(timeout_s):
+            for one in ended:
+                self._ended.put(one)
+            return []
+        return [(pins, extents) for pins, extents, _ in ended]
+
+    def _finish(self, timeout_s: float) -> bool:
+        with self._lock:
+            opened = list(self._opened.values())
+        return all(one.device.finish(timeout_s) for one in opened)
+
+    def close(self) -> None:
+        """No value on a device is looked at from here any more."""
+        with self._lock:
+            opened, self._opened = list(self._opened.values()), {}
+            devices, self._devices = list(self._devices.values()), {}
+            self._handles = []
+        for one in opened:
+            one.pool.close()
+        for device in devices:
+            device.close()
+
+
+def device_of(handle: PoolHandle) -> Device:
+    """The device of a pool as this process has it. DeviceMissing where it does not."""
+    if handle.kind == "twin":
+        from dataplane.memory.device_twin import TwinDevice
+
+        return TwinDevice(handle.device)
+    if handle.kind == "cuda":
+        from dataplane.memory.device_cuda import CudaDevice
+
+        return CudaDevice.of(handle.device)
+    raise DeviceMissing(f"this release opens no device of kind {handle.kind!r}: install the peer's")
+
+
+def _may_be_on(kind: str, value: object) -> bool:
+    """What can be seen without any library."""
+    if kind == "twin":
+        from dataplane.memory.device_twin import TwinArray
+
+        return isinstance(value, TwinArray)
+    if isinstance(value, np.ndarray):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return bool(value.device.type == "cuda")
+    if hasattr(value, "__array_interface__"):
+        return False
+    if hasattr(value, "__cuda_array_interface__"):
+        return True
+    return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA

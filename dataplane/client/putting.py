@@ -1,0 +1,90 @@
+"""put: which way the values of a put go, and the handle on its rows. An operation without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dataplane.client.core import Deadline, Handle, Offload, Operation
+from dataplane.client.few import lay_few
+from dataplane.client.layout import plan_beside
+from dataplane.client.located import DevicePart, OnDevice, take_located
+from dataplane.client.parcel import Parcel
+from dataplane.client.ref import Ref
+from dataplane.client.rows import Names, TagValues, identify, name_list, tag_columns
+from dataplane.client.session import Session
+from dataplane.client.values import Prepared, prepare
+from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
+from dataplane.errors import InvalidCall
+from dataplane.wire.tables import Name
+
+
+def put(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    key: Names | None,
+    group: Names | Sequence[Name | None] | None,
+    tags: TagValues | None,
+    dedup: Collection[str],
+    replace: bool,
+    overflow: str | None,
+    timeout: float | None,
+) -> Operation[Ref]:
+    """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
+    session, deadline = handle.session, Deadline(timeout)
+    if overflow not in (None, "host"):
+        raise InvalidCall(f"overflow= is None or 'host', not {overflow!r:.40}")
+    names = None if key is None else name_list(key, "key")
+    prepared, on_devices = _prepare(session, columns, None if names is None else len(names), dedup)
+    n = prepared.n
+    identity = identify(session, n, names, group)
+    tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
+    few = None if on_devices else lay_few(prepared)
+    if few is not None:
+        generation = yield from handle.attach(deadline)
+        work = Putting(handle, generation, identity, tagged, replace, deadline)
+        yield from work.put_few(few)
+    else:
+        everything = [prepared, *(one.prepared for one in on_devices)]
+        parts: list[list[Parcel]] = yield Offload(
+            lambda: plan_beside(everything, identity.group_index),
+            (n << 6) + (AHEAD_BYTES if dedup else 0),
+        )
+        generation = yield from handle.attach(deadline)
+        work = Putting(handle, generation, identity, tagged, replace, deadline)
+        work.elsewhere = [
+            DevicePart(one.opened, parcels, overflow is not None)
+            for one, parcels in zip(on_devices, parts[1:], strict=True)
+        ]
+        yield from work.put_parcels(parts[0], row_cost(prepared, identity))
+    session.familiar.note(identity.familiar_keys())
+    fields = {
+        column.field
+        for part in (prepared, *(o.prepared for o in on_devices))
+        for column in part.columns
+    }
+    return Ref(
+        session.plane,
+        session.peer,
+        handle.name,
+        generation,
+        identity.keys.tobytes(),
+        None if identity.names is None else tuple(identity.names),
+        tuple(identity.group_names or ()),
+        tuple(name for name in columns if name in fields),
+    )
+
+
+def _prepare(
+    session: Session, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+) -> tuple[Prepared, list[OnDevice]]:
+    """The fields that go to the host arena, and those of values that lie on a device."""
+    if session.devices is None:
+        return prepare(columns, n, dedup), []
+    on_devices = take_located(session.devices, columns, n, dedup)
+    if not on_devices:
+        return prepare(columns, n, dedup), []
+    taken = {column.field for one in on_devices for column in one.prepared.columns}
+    rest = {name: column for name, column in columns.items() if name not in taken}
+    n = on_devices[0].prepared.n
+    return prepare(rest, n, dedup) if rest else Prepared(n, [], []), on_devices

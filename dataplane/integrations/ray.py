@@ -1,0 +1,302 @@
+"""One peer on every host of a Ray cluster, for as long as the job runs.
+
+`start()` runs in the driver; on each node a small actor starts the node's peer and is its client.
+The peer is no child of any worker, so it outlives them all; when the job ends, in whatever way, Ray
+ends the actors, and peers without clients leave. No row ever passes through Ray.
+
+    with dataplane.integrations.ray.start(arena="64GiB"):
+        ...  # actors and tasks: dataplane.connect()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import dataplane
+from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig
+from dataplane.launch import discovery, embedded, rundir
+from dataplane.launch.config import (
+    PeerConfig,
+    default_arena_bytes,
+    embedded_lingers,
+    is_loopback,
+    parse_size,
+)
+from dataplane.launch.spill import find_spill, parse_spill
+from dataplane.launch.token import new_token, read_token
+
+__all__ = ["Peers", "start"]
+
+log = logging.getLogger(__name__)
+
+START_S = 180.0
+"""Ray starts a worker on every node first, which imports this package."""
+STOP_S = 30.0
+_END_S = 15.0
+_PORTS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the peers of a plane have in common. token: the secret itself, or None where
+    `token_file` names it on every host, or nobody needs one."""
+
+    plane: str
+    seeds: tuple[str, ...]
+    arena: str | None = None
+    spill: str | None = None
+    token_file: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+def start(
+    *,
+    arena: str | None = None,
+    spill: str | None = None,
+    token_file: str | None = None,
+    timeout: float = START_S,
+) -> Peers:
+    """A peer on every living node of the Ray cluster that this driver is connected to.
+
+    arena, spill: of each, as `--arena` and `--spill` (default: DATAPLANE_ARENA and _SPILL there).
+    token_file: where every host has the cluster token (default: DATAPLANE_TOKEN_FILE of this
+    process); without one a new token is made and handed to the hosts through Ray. timeout: seconds.
+    Workers find their node's peer with `dataplane.connect()`. Raises ConnectError, InvalidConfig.
+    """
+    if not ray.is_initialized():
+        raise InvalidConfig("ray is not initialised: call ray.init() before start()")
+    token_file = token_file or os.environ.get("DATAPLANE_TOKEN_FILE")
+    peers = Peers(Setup(discovery.plane_name(), (), arena, spill, token_file), timeout)
+    try:
+        peers.extend()
+    except BaseException:
+        peers.stop()
+        raise
+    return peers
+
+
+class Peers:
+    """The peers of this job. A context manager: `stop` at its end."""
+
+    def __init__(self, setup: Setup, timeout: float) -> None:
+        self._setup = setup
+        self._timeout = timeout
+        self._attendants: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<Peers of plane {self.plane!r} on {len(self._attendants)} Ray nodes>"
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def plane(self) -> str:
+        """The plane's name: DATAPLANE_PLANE of processes that Ray does not know, such as those
+        that an actor starts."""
+        return self._setup.plane
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ids of the Ray nodes that have a peer."""
+        return list(self._attendants)
+
+    def extend(self) -> None:
+        """A peer on the nodes that have come since; they join. Called by `start`."""
+        found = [node for node in _nodes() if node not in self._attendants]
+        made = {node: _attendant(node, self.plane) for node in found}
+        self._attendants |= made
+        try:
+            self._raise(list(made.values()))
+        except BaseException:
+            _let_go([self._attendants.pop(node) for node in made])
+            raise
+        log.info("%d peers of plane %r were started", len(made), self.plane)
+
+    def stop(self) -> None:
+        """End the peers at once, with all rows. Nodes that are gone are left out."""
+        attendants = list(self._attendants.values())
+        self._attendants.clear()
+        if ray.is_initialized():  # else the job is over, and so are they
+            _let_go(attendants)
+
+    def _raise(self, attendants: Sequence[Any]) -> None:
+        calls = [
+            one.address.remote(self.plane, n, len(attendants)) for n, one in enumerate(attendants)
+        ]
+        addresses = _answers(calls, self._timeout)
+        joins = bool(self._setup.seeds)
+        if not joins and len(self._attendants) > len(attendants):
+            raise InvalidConfig(
+                "this plane was started on one host, where its peer has no address for others: "
+                "stop() it and call start() again now that there are several"
+            )
+        if not joins and len(addresses) > 1:
+            self._setup = _with_seeds(self._setup, addresses)
+        pairs = zip(attendants, addresses, strict=True)
+        _answers([a.serve.remote(self._setup, where, joins) for a, where in pairs], self._timeout)
+
+
+def _nodes() -> list[str]:
+    """Ids of the living nodes, the head first: the roster is kept where the job's driver lives."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: "node:__internal_head__" not in node["Resources"])
+    return [node["NodeID"] for node in alive]
+
+
+def _attendant(node: str, plane: str) -> Any:
+    pinned = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": pinned}
+    return ray.remote(Attendant).options(**options).remote(plane)
+
+
+def _answers(calls: list[Any], timeout: float) -> list[Any]:
+    """What all of them answer; their own errors, or ConnectError where one takes too long."""
+    try:
+        return list(ray.get(calls, timeout=timeout))
+    except ray.exceptions.RayTaskError as exc:
+        raise exc.cause from exc
+    except ray.exceptions.RayError as exc:
+        raise ConnectError(
+            f"not every Ray node started a peer within {timeout:g} s ({type(exc).__name__}): is "
+            "dataplane installed on all of them, and can they reach each other's addresses?"
+        ) from exc
+
+
+def _let_go(attendants: list[Any]) -> None:
+    if attendants:
+        told = [one.stop.remote() for one in attendants]
+        done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
+        if len(done) < len(told):
+            log.warning("%d Ray nodes did not end their peers", len(told) - len(done))
+    for attendant in attendants:
+        ray.kill(attendant)
+
+
+def _with_seeds(setup: Setup, seeds: Sequence[str]) -> Setup:
+    """The first peers are the seeds. On loopback they need no token."""
+    hosts = [seed.removeprefix("tcp://").rpartition(":")[0] for seed in seeds]
+    alone = all(is_loopback(host) for host in hosts)
+    token = None if alone or setup.token_file else new_token()
+    return Setup(setup.plane, tuple(seeds), setup.arena, setup.spill, setup.token_file, token)
+
+
+class Attendant:
+    """The actor of one node: starts its peer and stays its client while the job lives. A new life
+    of it, after its worker died, finds the peer there."""
+
+    def __init__(self, plane: str) -> None:
+        self._folder = rundir.plane_dir(plane)
+        self._name = str(discovery.node_peer())
+        self._plane: dataplane.Plane | None = None
+        if self._living() is not None:
+            with contextlib.suppress(DataplaneError):  # it may be about to leave
+                self._plane = dataplane.connect(self._name, plane=plane)
+
+    def address(self, plane: str, number: int, of: int) -> str:
+        """Where this node's peer will listen. Those of one machine look at ports of their own."""
+        here = discovery.plane_name()
+        if here != plane:
+            raise InvalidConfig(
+                f"the workers of node {self._name} belong to plane {here!r}, the driver to "
+                f"{plane!r}: set DATAPLANE_PLANE alike for both, the workers' by ray.init("
+                'runtime_env={"env_vars": {"DATAPLANE_PLANE": ...}})'
+            )
+        host = ray.util.get_node_ip_address()
+        first = discovery.seed_port(plane)
+        return f"tcp://{host}:{_free_port(host, range(first + number, first + _PORTS, of))}"
+
+    def serve(self, setup: Setup, listen: str, joins: bool) -> None:
+        """Start the peer and become its client."""
+        if self._living() is None:
+            with _token_file(setup, self._folder / f".{self._name}.token") as token_file:
+                config = self._config(setup, listen, joins, token_file)
+                embedded.start(config, START_S)
+        self._plane = dataplane.connect(self._name, plane=setup.plane)
+
+    def stop(self) -> None:
+        """End the peer."""
+        peer = self._living()
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
+        if peer is not None and peer.card is not None:
+            _end(peer.card.pid)
+
+    def _living(self) -> rundir.LivingPeer | None:
+        living = rundir.living_peers(self._folder)
+        return next((peer for peer in living if peer.name == self._name), None)
+
+    def _config(
+        self, setup: Setup, listen: str, joins: bool, token_file: Path | None
+    ) -> PeerConfig:
+        arena_bytes = parse_size(setup.arena) if setup.arena else default_arena_bytes()
+        linger_s, linger_unread_s = embedded_lingers()
+        spill = parse_spill(setup.spill, arena_bytes) if setup.spill else find_spill(arena_bytes)
+        return PeerConfig(
+            plane=setup.plane,
+            name=self._name,
+            listen=listen if setup.seeds else None,
+            seeds=setup.seeds,
+            join=joins,
+            arena_bytes=arena_bytes,
+            run_dir=rundir.run_dir(),
+            linger_s=linger_s,
+            linger_unread_s=linger_unread_s,
+            embedded=True,
+            token=read_token(token_file) if token_file else None,
+            spill=spill,
+        )
+
+
+@contextlib.contextmanager
+def _token_file(setup: Setup, path: Path) -> Iterator[Path | None]:
+    """The file of the token that the peer reads at its start; one of ours goes again then."""
+    if setup.token is None:
+        yield Path(setup.token_file) if setup.token_file and setup.seeds else None
+        return
+    path.unlink(missing_ok=True)
+    path.touch(0o600, exist_ok=False)
+    try:
+        path.write_text(setup.token)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _free_port(host: str, ports: Sequence[int]) -> int:
+    for port in ports:
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise AddressInUse(f"none of {len(ports)} ports from {ports[0]} on is free at {host}")
+
+
+def _end(pid: int) -> None:
+    """At once, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGINT)
+            select.select([handle], [], [], _END_S)
+        finally:
+            os.close(handle)

@@ -1,0 +1,84 @@
+"""The cluster token: the one secret that the peers of a plane share, read from a private file.
+
+Every key is derived from it, the plane's name and the key's role, so that the token itself crosses
+no wire and two planes with one token are strangers to each other. It is never an argument, and its
+bytes are in no log and no repr.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from dataplane.errors import InvalidConfig
+
+MIN_TOKEN_BYTES = 32
+MAX_TOKEN_BYTES = 4_096
+
+_CONTEXT = b"dataplane token 1"
+
+
+class Token:
+    """A secret and the file that it was read from."""
+
+    __slots__ = ("_secret", "path")
+
+    def __init__(self, path: Path, secret: bytes) -> None:
+        self.path = path
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"<Token of {self.path}>"
+
+    def key(self, plane: str, role: str) -> bytes:
+        """32 bytes for one role in one plane."""
+        signed = msgspec.msgpack.encode((_CONTEXT, plane, role))
+        return hmac.digest(self._secret, signed, "sha256")
+
+
+def read_token(path: Path | str) -> Token:
+    """The token in a file; white space around it does not count.
+
+    InvalidConfig unless the file is this user's or root's, nobody else may read it, and it holds
+    32 to 4,096 bytes.
+    """
+    path = Path(path).absolute()
+    try:
+        # Non-blocking, or a pipe that nobody writes to would be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as exc:
+        raise InvalidConfig(
+            f"the token file {path} cannot be read: {exc.strerror}", path=str(path)
+        ) from exc
+    with open(fd, "rb") as file:
+        _check_private(path, os.fstat(fd))
+        secret = file.read(MAX_TOKEN_BYTES + 1).strip()
+    if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
+        raise InvalidConfig(
+            f"the token in {path} must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes, it has "
+            f"{min(len(secret), MAX_TOKEN_BYTES + 1)}: make one with dataplane token > {path}",
+            path=str(path),
+        )
+    return Token(path, secret)
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    """A file behind a symbolic link counts: that is how Kubernetes mounts secrets."""
+    private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
+    if not private or found.st_uid not in (os.getuid(), 0):
+        raise InvalidConfig(
+            f"the token file {path} must be a file of uid {os.getuid()} or root that nobody else "
+            f"can read (mode 0600, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
+            f"chmod 600 {path}, and make another token if others may have read this one",
+            path=str(path),
+        )
+
+
+def new_token() -> str:
+    """A token of 32 random bytes, in hexadecimal."""
+    return secrets.token_hex(MIN_TOKEN_BYTES)

@@ -1,0 +1,137 @@
+"""A GPU's memory, as far as this library needs it: what the code above the driver is written for.
+
+There are two: `device_cuda`, and `device_twin`, which is host memory with the same order of things
+and runs everywhere. The peer allocates a pool and exports it; clients of its host open it, copy
+into it and out of it on streams of their own, and let events say when that is done. A stream is the
+number that the library which made it gives it (`cudaStream_t`); 0 is the default one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from dataplane.errors import ProtocolError
+from dataplane.wire.tables import PoolHandle as PoolHandle
+
+
+class Located(NamedTuple):
+    """An array of the device: contiguous bytes from `address`, there once `stream` is done with
+    what was asked of it so far. `keep` holds the memory."""
+
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    stream: int
+    keep: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class Pool(ABC):
+    """Memory of a device as this process has it mapped: `nbytes` from `address`."""
+
+    address: int
+    nbytes: int
+    handle: PoolHandle
+
+    @abstractmethod
+    def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
+        """Bytes of it, uint8, without a copy, for whoever takes arrays of that device.
+
+        `keep` lives as long as the view: a pin. ProtocolError where the bytes are not in the pool.
+        """
+
+    @abstractmethod
+    def array(
+        self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
+    ) -> Any:
+        """As `view`, as an array of the device. A dtype that the device's arrays do not have
+        (bfloat16, fp8) comes as the unsigned integers of its width."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the pool, or where it was opened, lets go of it. Views end with it."""
+
+
+class Event(ABC):
+    """A mark on a stream, for other processes too. One that was never recorded is done."""
+
+    raw: bytes
+    """What `Device.open_event` takes; the process that made the event must keep it meanwhile."""
+
+    @abstractmethod
+    def record(self, stream: int = 0) -> None:
+        """The mark is behind everything that was asked of the stream so far."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the stream is past the mark that was recorded last. Never waits."""
+
+    @abstractmethod
+    def wait(self, stream: int = 0) -> None:
+        """What is asked of this stream from now on comes behind the mark. Never waits itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The event is not needed in this process any more."""
+
+
+class Device(ABC):
+    """One GPU, or its twin."""
+
+    kind: ClassVar[str]
+    identity: str
+    """Names this device in every process of the host."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Pool:
+        """A pool of its own, filled with nothing in particular. DeviceMissing where it cannot."""
+
+    @abstractmethod
+    def open(self, handle: PoolHandle) -> Pool:
+        """A pool of another process of this host. DeviceMissing says why it cannot be opened."""
+
+    @abstractmethod
+    def event(self) -> Event: ...
+
+    @abstractmethod
+    def open_event(self, raw: bytes) -> Event: ...
+
+    @abstractmethod
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        """Asks the stream to copy between addresses of the device, of pinned or of other memory."""
+
+    @abstractmethod
+    def locate(self, value: object) -> Located | None:
+        """Where the value lies, if it is an array on this device; contiguous, else a copy of it on
+        the device. None where it is none, or of a dtype that cannot travel."""
+
+    @abstractmethod
+    def finish(self, timeout_s: float) -> bool:
+        """Waits until all that this process asked of the device is done, and says whether it is: a
+        driver that can wait no other way waits for longer."""
+
+    @abstractmethod
+    def pin_host(self, address: int, nbytes: int) -> None:
+        """Copies from and to this host memory are direct and asynchronous, until `unpin_host`."""
+
+    @abstractmethod
+    def unpin_host(self, address: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Pools and events of this process, that are still open, are closed; nothing is asked of
+        the device any more."""
+
+
+def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
+    """ProtocolError for bytes that are not all in the pool."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > pool.nbytes:
+        raise ProtocolError(
+            f"{nbytes} bytes at {offset} are not in a device arena of {pool.nbytes} bytes"
+        )

@@ -1,0 +1,266 @@
+"""CUDA's memory through cupy: plain cudaMalloc pools, raw IPC handles, interprocess events.
+
+Only plain cudaMalloc memory has a handle that other processes can open, and it stands for the whole
+allocation; pools of cupy or torch may be parts of larger ones, so none is used. Processes of one
+host open each other's handles only where they share a PID namespace. cupy is imported when a device
+is asked for, never before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.memory.device import Device, Event, Located, Pool, PoolHandle, check_inside
+from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
+
+_DLPACK_CUDA = 2
+_COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
+_SUCCESS, _NOT_READY = 0, 600
+_EVENT_FLAGS = 2 | 4  # cudaEventDisableTiming, which cudaEventInterprocess asks for
+
+
+class CudaDevice(Device):
+    """A GPU by its number as this process sees it."""
+
+    kind = "cuda"
+
+    def __init__(self, number: int = 0) -> None:
+        self._runtime = _runtime()
+        self._number = number
+        self._made: WeakSet[Pool | Event] = WeakSet()
+        # Without making it current: that would take memory of a GPU that is only looked at.
+        with self._said():
+            self.identity: str = self._runtime.deviceGetPCIBusId(number)
+
+    @classmethod
+    def count(cls) -> int:
+        """GPUs that this process sees; 0 where there is no driver. DeviceMissing without cupy."""
+        runtime = _runtime()
+        try:
+            return int(runtime.getDeviceCount())
+        except runtime.CUDARuntimeError:
+            return 0
+
+    @classmethod
+    def of(cls, identity: str) -> CudaDevice:
+        """The one of that name, whatever its number here is."""
+        for number in range(cls.count()):
+            device = cls(number)
+            if device.identity == identity:
+                return device
+        raise DeviceMissing(
+            f"this process does not see GPU {identity}: look at CUDA_VISIBLE_DEVICES",
+            device=identity,
+        )
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self._number} {self.identity}>"
+
+    def allocate(self, nbytes: int) -> Pool:
+        with self._current():
+            address = self._runtime.malloc(nbytes)
+            try:
+                raw = bytes(self._runtime.ipcGetMemHandle(address))
+            except BaseException:
+                self._runtime.free(address)
+                raise
+        handle = PoolHandle(self.kind, self.identity, raw, 0, nbytes)
+        return _CudaPool(self, address, handle, own=True)
+
+    def open(self, handle: PoolHandle) -> Pool:
+        if handle.kind != self.kind or handle.device != self.identity:
+            raise DeviceMissing(f"{handle.device} is not this GPU, {self.identity}")
+        with self._current():
+            base = self._runtime.ipcOpenMemHandle(handle.raw)
+        return _CudaPool(self, base + handle.offset, handle, own=False)
+
+    def event(self) -> Event:
+        with self._current():
+            number = self._runtime.eventCreateWithFlags(_EVENT_FLAGS)
+            return _CudaEvent(self, number, bytes(self._runtime.ipcGetEventHandle(number)))
+
+    def open_event(self, raw: bytes) -> Event:
+        with self._current():
+            return _CudaEvent(self, self._runtime.ipcOpenEventHandle(raw), raw)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        if nbytes:
+            with self._current():
+                self._runtime.memcpyAsync(target, source, nbytes, _COPY_BY_ADDRESS, stream)
+
+    def locate(self, value: object) -> Located | None:
+        if is_torch(value):
+            return self._of_torch(value, sys.modules["torch"])
+        if hasattr(value, "__cuda_array_interface__"):
+            return self._of_interface(value)
+        if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
+            import cupy
+
+            return self._of_interface(cupy.from_dlpack(value))
+        return None
+
+    def _of_torch(self, value: Any, torch: Any) -> Located | None:
+        if value.device.type != "cuda" or value.device.index != self._number:
+            return None
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            return None
+        tensor = value.detach().resolve_conj().resolve_neg().contiguous()
+        try:
+            dtype = dtype_of(str(tensor.dtype).removeprefix("torch."))
+        except ProtocolError:
+            return None
+        stream = torch.cuda.current_stream(self._number).cuda_stream
+        return Located(tensor.data_ptr(), dtype, tuple(tensor.shape), stream, tensor)
+
+    def _of_interface(self, value: Any) -> Located | None:
+        """cupy, jax, numba and others; cupy makes contiguous what is not."""
+        told = value.__cuda_array_interface__
+        address = int(told["data"][0])
+        dtype = np.dtype(told["typestr"])
+        if dtype_name(dtype) is None or (address and self._number != self._of_address(address)):
+            return None
+        if told.get("strides") is not None:
+            import cupy
+
+            value = cupy.ascontiguousarray(cupy.asarray(value))
+            told = value.__cuda_array_interface__
+            address = int(told["data"][0])
+        return Located(address, dtype, tuple(told["shape"]), told.get("stream") or 0, value)
+
+    def _of_address(self, address: int) -> int:
+        """The number of the GPU whose memory this is; -1 for none's."""
+        with self._said():
+            return int(self._runtime.pointerGetAttributes(address).device)
+
+    def finish(self, timeout_s: float) -> bool:
+        with self._current():
+            self._runtime.deviceSynchronize()
+        return True
+
+    def pin_host(self, address: int, nbytes: int) -> None:
+        with self._current():
+            self._runtime.hostRegister(address, nbytes, 0)
+
+    def unpin_host(self, address: int) -> None:
+        with self._current():
+            self._runtime.hostUnregister(address)
+
+    def close(self) -> None:
+        for made in list(self._made):
+            made.close()
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        """What CUDA raises is DeviceMissing."""
+        try:
+            yield
+        except self._runtime.CUDARuntimeError as exc:
+            raise DeviceMissing(f"GPU {self._number}: {exc}", device=self._number) from exc
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """This GPU is the thread's, and the one before is again afterwards."""
+        with self._said():
+            before = self._runtime.getDevice()
+            try:
+                if before != self._number:
+                    self._runtime.setDevice(self._number)
+                yield
+            finally:
+                if before != self._number:
+                    self._runtime.setDevice(before)
+
+
+class CudaView:
+    """Bytes of a pool for `cupy.asarray` and `torch.as_tensor`, which keep it and so its pin."""
+
+    def __init__(
+        self, pool: _CudaPool, address: int, typestr: str, shape: tuple[int, ...], keep: object
+    ) -> None:
+        self._kept = pool, keep
+        self.shape = shape
+        # torch takes nothing that says it is read-only
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "stream": None,
+        }
+
+
+class _CudaPool(Pool):
+    def __init__(self, device: CudaDevice, address: int, handle: PoolHandle, own: bool) -> None:
+        self._device = device
+        self._own = own
+        device._made.add(self)
+        self.address, self.nbytes, self.handle = address, handle.nbytes, handle
+
+    def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
+        check_inside(self, offset, nbytes)
+        return CudaView(self, self.address + offset, "|u1", (nbytes,), keep)
+
+    def array(
+        self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
+    ) -> Any:
+        check_inside(self, offset, dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+        plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
+        typestr = dtype.str if plain else f"<u{dtype.itemsize}"
+        return CudaView(self, self.address + offset, typestr, shape, keep)
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if not address:
+            return
+        with self._device._current():
+            if self._own:
+                self._device._runtime.free(address)
+            else:
+                self._device._runtime.ipcCloseMemHandle(address - self.handle.offset)
+
+
+class _CudaEvent(Event):
+    def __init__(self, device: CudaDevice, number: int, raw: bytes) -> None:
+        self._device = device
+        self._number = number
+        self.raw = raw
+        device._made.add(self)
+
+    def record(self, stream: int = 0) -> None:
+        with self._device._current():
+            self._device._runtime.eventRecord(self._number, stream)
+
+    def done(self) -> bool:
+        with self._device._current():
+            status = self._device._runtime.eventQuery(self._number)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise DeviceMissing(f"an event failed with CUDA's status {status}", status=status)
+        return bool(status == _SUCCESS)
+
+    def wait(self, stream: int = 0) -> None:
+        with self._device._current():
+            self._device._runtime.streamWaitEvent(stream, self._number)
+
+    def close(self) -> None:
+        number, self._number = self._number, 0
+        if number:
+            with self._device._current():
+                self._device._runtime.eventDestroy(number)
+
+
+def _runtime() -> Any:
+    try:
+        from cupy.cuda import runtime
+    except ImportError as exc:
+        raise DeviceMissing(
+            f"GPU memory needs cupy: pip install cupy-cuda13x (cupy-cuda12x with CUDA 12): {exc}"
+        ) from exc
+    return runtime

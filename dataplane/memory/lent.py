@@ -1,0 +1,91 @@
+"""References to this arena's ranges that shards at other peers hold, by the life of that peer.
+
+Runs in the peer, without I/O. It is what comes back when such a peer is lost, which can no longer
+release anything itself; and it bounds what a peer may release, should it return after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.extents import Records
+from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.tables import Owner
+
+Counts = npt.NDArray[np.uint32]
+
+
+class Lent:
+    """How many references of each RANGE a peer's shards hold. `Owner`: which life of which peer."""
+
+    def __init__(self) -> None:
+        self._held: dict[Owner, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def __repr__(self) -> str:
+        return f"<Lent {len(self)} ranges to {len(self._held)} peers>"
+
+    def holders(self) -> list[Owner]:
+        """Those that hold any."""
+        return list(self._held)
+
+    def lend(self, to: Owner, ranges: Records) -> None:
+        """One more reference for each of these."""
+        held = self._held.setdefault(to, {})
+        for packed in _packed(ranges):
+            held[packed] = held.get(packed, 0) + 1
+
+    def returned(self, by: Owner, ranges: Records, counts: Counts) -> Counts:
+        """How many of these references the peer really had; they are not lent any more."""
+        held = self._held.get(by, {})
+        had = np.zeros(len(ranges), U4)
+        for at, (packed, count) in enumerate(zip(_packed(ranges), counts.tolist(), strict=True)):
+            have = held.get(packed, 0)
+            had[at] = min(have, count)
+            if have > count:
+                held[packed] = have - count
+            else:
+                held.pop(packed, None)
+        if not held:
+            self._held.pop(by, None)
+        return had
+
+    def lost(self, to: Owner) -> tuple[Records, Counts]:
+        """The peer is no more: all that it held, RANGE and u4."""
+        held = self._held.pop(to, {})
+        ranges = np.fromiter(held.keys(), U8, len(held)).view(RANGE)
+        return ranges, np.fromiter(held.values(), U4, len(held))
+
+    def inherited(
+        self, origins: Iterable[Owner], heir: Owner | None, ranges: Records, counts: Counts
+    ) -> tuple[Records, Counts]:
+        """Another peer took over what these had, and says what that is (heir None: this peer
+        itself). Returns what they had and it does not hold."""
+        had: dict[int, int] = {}
+        for origin in origins:
+            for packed, count in self._held.pop(origin, {}).items():
+                had[packed] = had.get(packed, 0) + count
+        held = self._held.setdefault(heir, {}) if heir is not None else {}
+        for packed, count in zip(_packed(ranges), counts.tolist(), strict=True):
+            kept = min(count, had.get(packed, 0))
+            if kept:
+                held[packed] = held.get(packed, 0) + kept
+                had[packed] -= kept
+        left = {packed: count for packed, count in had.items() if count}
+        return np.fromiter(left.keys(), U8, len(left)).view(RANGE), np.fromiter(
+            left.values(), U4, len(left)
+        )
+
+    @property
+    def peers(self) -> list[Owner]:
+        return list(self._held)
+
+
+def _packed(ranges: Records) -> list[int]:
+    packed: list[int] = np.ascontiguousarray(ranges).view(U8).tolist()
+    return packed

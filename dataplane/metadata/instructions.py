@@ -1,0 +1,78 @@
+"""What the home of a stage tells its caller to do: plain data, carried out by the peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.metadata.counts import Lane
+from dataplane.wire.messages import Want
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimId:
+    peer: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """`peer` grants up to `want_remaining` to the claim; `exact`: all of it (or its minimum), which
+    completes the claim, or nothing. It grants no more than the claim's peer may pull."""
+
+    claim: ClaimId
+    peer: str
+    want_remaining: Want
+    exact: bool
+    credit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The claim has all it gets: `units`. told: by the grant itself; otherwise grants may still be
+    on their way to it."""
+
+    claim: ClaimId
+    units: int
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The claim gives back all that it was granted so far, and goes on waiting."""
+
+    claim: ClaimId
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No row can come any more, and the claim holds none."""
+
+    claim: ClaimId
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeetable:
+    """A budget smaller than any unit that is next in line at the peers."""
+
+    claim: ClaimId
+
+
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """What is next needs more bytes (beyond those granted) than the claim's peer may pull now: it
+    gives back what it holds, and queues again when it may pull that much."""
+
+    claim: ClaimId
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Peers (or the one named) report this lane's counts at once and whenever they change."""
+
+    lane: Lane
+    on: bool
+    peer: str | None = None
+
+
+Instruction = Order | Complete | Return | Ended | Unmeetable | Starved | Watch

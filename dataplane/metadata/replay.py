@@ -1,0 +1,319 @@
+"""Operations of a journal, carried out on a store as they were on the one that told them.
+
+Nothing here waits for time or asks a lane: the operation says which rows. What does not fit the
+store is a typed error, raised before anything changes in what this operation is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import ProtocolError
+from dataplane.metadata import finishes
+from dataplane.metadata.columns import Array
+from dataplane.metadata.groups import CLOSED
+from dataplane.metadata.incoming import RowsIn, columns_in, rows_in
+from dataplane.metadata.index import KeyIndex, pairs, repeated
+from dataplane.metadata.leases import Lease
+from dataplane.metadata.stages import Stage
+from dataplane.metadata.store import Store
+from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.journal import (
+    Buried,
+    Discarded,
+    Expected,
+    Held,
+    Leased,
+    Lost,
+    Op,
+    Relocated,
+    Returned,
+    Sized,
+    Standing,
+    Summary,
+    Wrote,
+)
+from dataplane.wire.messages import Finish, Reset, Tag
+from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.records import KEY, RANGE, U4, U8, column
+from dataplane.wire.tables import Name, Rows
+
+FINISHED, IN_HAND, GONE = range(3)
+"""What `Held.left` says of a position."""
+
+_BYTE = np.dtype("u1")
+_STATES = {"ready": READY, "leased": LEASED, "acked": ACKED, "split": SPLIT}
+
+
+def carry_out(store: Store, op: Op, now: float) -> None:
+    """One operation. Any DataplaneError says that the store is not what the operation expects."""
+    _HOW[type(op)](store, op, now)
+
+
+# what happens to a store while it is used
+
+
+def _wrote(store: Store, op: Wrote, now: float) -> None:
+    if op.mode == "add":
+        _add_rows(store, op)
+        return
+    replace, keep = op.mode == "replace", op.mode == "keep"
+    store.put(op.rows, op.columns, op.specs, op.owners, op.tags, replace=replace, keep=keep)
+
+
+def _leased(store: Store, op: Leased, now: float) -> None:
+    state = store.state
+    stage = state.stage(op.stage)
+    slots = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), READY, "row")
+    _new_lease(store, op.lease)
+    if op.unit == "rows":
+        stage.take_rows(slots)
+    else:
+        groups = _known(state.groups.index, op.group_keys, "group")
+        _all_in(stage.groups.state, groups, READY, "group")
+        members = state.groups.members.gather(groups)[1]
+        if not np.array_equal(np.sort(members), np.sort(slots)):
+            raise ProtocolError("a claim of whole groups has other rows than these groups")
+        stage.take_groups(groups)
+    left = np.ones(len(slots), np.bool_)
+    incarnations = state.incarnation[slots]
+    _enter_lease(store, op, stage, slots, incarnations, left, now)
+
+
+def _returned(store: Store, op: Returned, now: float) -> None:
+    leases = [finishes.lease_of(store.state, number) for number in op.leases]
+    finishes.give_back_all(store.state, leases)
+
+
+def _finish(store: Store, op: Finish, now: float) -> None:
+    # whether it was in time was decided where it was asked
+    early = -inf
+    store.finish(
+        op.lease, op.outcome, op.index, op.columns, op.specs, op.owners, op.tags, now=early
+    )
+
+
+def _tag(store: Store, op: Tag, now: float) -> None:
+    store.tag(op.rows, op.tags)
+
+
+def _discarded(store: Store, op: Discarded, now: float) -> None:
+    if op.where is not None:
+        store.drop(where=op.where)
+    elif op.rows:
+        store.drop(rows=Rows(op.rows))
+    else:
+        keys = column(op.groups, KEY)
+        store.drop(groups=[key.tobytes() for key in keys])
+
+
+def _expected(store: Store, op: Expected, now: float) -> None:
+    store.close(op.group, op.n, op.name)
+
+
+def _reset(store: Store, op: Reset, now: float) -> None:
+    store.reset(op.stage)
+
+
+def _add_stage(store: Store, op: AddStage, now: float) -> None:
+    store.declare_stage(op.stage, op.fields)
+
+
+def _phase(store: Store, op: Phase, now: float) -> None:
+    if op.phase == "sealing":
+        store.seal_begin()
+    elif op.phase == "sealed":
+        store.seal_end()
+    elif op.phase == "dropped":
+        store.clear()
+
+
+def _lost(store: Store, op: Lost, now: float) -> None:
+    store.lost(op.owner)
+
+
+def _relocated(store: Store, op: Relocated, now: float) -> None:
+    ranges = column(op.ranges, RANGE)
+    store.relocate(op.owner, ranges, op.to_owner, column(op.to_ranges, RANGE, len(ranges)))
+
+
+def _restored(store: Store, op: Restore, now: float) -> None:
+    store.restore(op)
+
+
+# what a dump adds
+
+
+def _sized(store: Store, op: Sized, now: float) -> None:
+    groups = store.state.groups
+    keys = _new_keys(groups.index, op.keys, "group")
+    expected, gone, dropped = (
+        column(one, U4, len(keys)).astype(np.int32) for one in (op.expected, op.gone, op.dropped)
+    )
+    if (dropped > gone).any() or (gone < 0).any():
+        raise ProtocolError("more rows of a group were dropped than are gone")
+    closed = column(op.closed, _BYTE, len(keys)).astype(np.bool_)
+    ids = store.state.add_groups(keys, _names(op.names, len(keys)), 0)
+    groups.expected[ids], groups.seen[ids], groups.dropped[ids] = expected, gone, dropped
+    groups.phase[ids[closed]] = CLOSED
+
+
+def _add_rows(store: Store, op: Wrote) -> None:
+    state = store.state
+    rows = rows_in(op.rows)
+    _new_keys(state.index, op.rows.keys, "row")
+    columns = columns_in(op.columns, rows.count, len(op.specs), len(op.owners))
+    state.fields.check_room([one.field for one in columns])
+    state.tags.check(op.tags, rows.count)
+    groups = _groups_of(store, rows)
+    slots = state.add_rows(rows.keys, rows.names, groups)
+    numbers = state.fields.intern(op.specs, op.owners)
+    for one in columns:
+        state.fields.write(slots, one, numbers, keep=False)
+    state.tags.set(slots, op.tags)
+
+
+def _groups_of(store: Store, rows: RowsIn) -> Array | None:
+    if rows.group is None or not len(rows.group_keys):
+        return None
+    groups = store.state.groups.index.find(rows.group_keys)
+    if (groups < 0).any():
+        raise ProtocolError("rows of a group that was not told before")
+    return np.where(rows.group >= 0, groups[rows.group], -1)
+
+
+def _standing(store: Store, op: Standing, now: float) -> None:
+    state = store.state
+    stage = state.stage(op.stage)
+    to = _STATES[op.state]
+    if op.unit == "groups":
+        groups = _known(state.groups.index, op.keys, "group")
+        stage.groups.move(_all_in(stage.groups.state, groups, PENDING, "group"), to)
+        return
+    slots = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), PENDING, "row")
+    if to == READY:
+        stage.make_ready(slots, front=False)
+    elif to == ACKED:
+        stage.ack(slots)
+    else:
+        raise ProtocolError(f"rows do not stand as {op.state!r} without a lease")
+
+
+def _held(store: Store, op: Held, now: float) -> None:
+    state = store.state
+    stage = state.stage(op.stage)
+    marks = column(op.left, _BYTE)
+    in_hand = (marks == IN_HAND).nonzero()[0]
+    known = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), PENDING, "row")
+    if len(known) != len(in_hand) or not (marks != FINISHED).any() or int(marks.max()) > GONE:
+        raise ProtocolError(f"lease {op.lease} has {len(known)} rows for {len(in_hand)} positions")
+    _new_lease(store, op.lease)
+    # a row that is gone is one whose incarnation has passed, as in a lease that saw it go
+    slots = np.zeros(len(marks), np.int64)
+    slots[in_hand] = known
+    incarnations = state.incarnation[slots] - np.uint32(1)
+    incarnations[in_hand] += np.uint32(1)
+    stage.rows.move(known, LEASED)
+    _enter_lease(store, op, stage, slots, incarnations, marks != FINISHED, now)
+
+
+def _buried(store: Store, op: Buried, now: float) -> None:
+    store.state.tombstones.add(_different(op.keys, "key"))
+
+
+def _summary(store: Store, op: Summary, now: float) -> None:
+    state = store.state
+    state.fields.check_room(op.fields)
+    state.fields.know(op.fields)
+    state.closed_groups += op.closed_groups
+    state.tombstones.forgotten += op.forgotten
+    state.leases.remember(column(op.finished, U8).tolist())
+    for name, rows in op.lost.items():
+        state.stage(name).lost += rows
+
+
+# checks
+
+
+def _different(keys: bytes, what: str) -> Array:
+    column(keys, KEY)
+    found = pairs(keys)
+    if len(repeated(found)):
+        raise ProtocolError(f"a {what} is named twice")
+    return found
+
+
+def _known(index: KeyIndex, keys: bytes, what: str) -> Array:
+    ids = index.find(_different(keys, what))
+    if (ids < 0).any():
+        raise ProtocolError(f"{int((ids < 0).sum())} of {len(ids)} {what}s are not here")
+    return ids
+
+
+def _new_keys(index: KeyIndex, keys: bytes, what: str) -> Array:
+    found = _different(keys, what)
+    there = index.find(found) >= 0
+    if there.any():
+        raise ProtocolError(f"{int(there.sum())} of {len(found)} {what}s are here already")
+    return found
+
+
+def _all_in(states: Array, ids: Array, expected: int, what: str) -> Array:
+    """These ids, all of which must have this state."""
+    other = states[ids] != expected
+    if other.any():
+        raise ProtocolError(f"{int(other.sum())} of {len(ids)} {what}s are in another state")
+    return ids
+
+
+def _names(names: list[Name] | None, count: int) -> list[Name] | None:
+    if names is not None and len(names) != count:
+        raise ProtocolError(f"{len(names)} names for {count} groups")
+    return names
+
+
+def _new_lease(store: Store, number: int) -> None:
+    if store.state.leases.get(number) is not None:
+        raise ProtocolError(f"there is a lease {number} already")
+
+
+def _enter_lease(
+    store: Store,
+    op: Leased | Held,
+    stage: Stage,
+    slots: Array,
+    incarnations: Array,
+    left: Array,
+    now: float,
+) -> None:
+    deadline = now + op.lease_ms / 1000 if op.lease_ms else None
+    store.state.leases.add(
+        Lease(op.lease, stage, op.unit, slots, incarnations, left, op.holder, now, deadline)
+    )
+
+
+_HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
+    Wrote: _wrote,
+    Leased: _leased,
+    Returned: _returned,
+    Finish: _finish,
+    Tag: _tag,
+    Discarded: _discarded,
+    Expected: _expected,
+    Reset: _reset,
+    AddStage: _add_stage,
+    Phase: _phase,
+    Lost: _lost,
+    Relocated: _relocated,
+    Restore: _restored,
+    Sized: _sized,
+    Standing: _standing,
+    Held: _held,
+    Buried: _buried,
+    Summary: _summary,
+}

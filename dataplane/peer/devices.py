@@ -1,0 +1,132 @@
+"""Device arenas at the peer: room in them for clients, and copies in the host arena for whoever
+cannot read a device: clients that have not opened it, other hosts, checkpoints.
+
+Such a copy is kept like one of a spilled value, while there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import ProtocolError, ValueTooLarge
+from dataplane.launch.device import DeviceMemory
+from dataplane.memory.admission import Admission
+from dataplane.memory.device import Device
+from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.space import Space
+from dataplane.peer.grants import Grants
+from dataplane.peer.pulls import Pulls
+from dataplane.peer.room import Room, Units
+from dataplane.peer.threads import Threads
+
+DEVICE_SHARES = (0.70, 0.30, 0.0)
+"""By admission class: nothing is pulled into a device."""
+Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
+FULL_ADVICE = 'put them with overflow="host", or give the peer a larger --device-arena'
+
+
+def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
+    """The books of a peer's memory, which has an arena of so much and these devices."""
+    return HostMemory(arena_bytes) if devices else Space(arena_bytes)
+
+
+class Devices:
+    """Of one peer, which may have none."""
+
+    def __init__(
+        self,
+        devices: list[Device],
+        wanted: DeviceMemory | None,
+        room: Room,
+        grants: Grants,
+        pulls: Pulls,
+    ) -> None:
+        """wanted: of each device. DeviceMissing where one does not have it."""
+        self._host = pulls.host
+        self._room = room
+        space = self._host.space
+        self._memory = space if isinstance(space, HostMemory) else None
+        self._rooms: list[Room] = []
+        for device in devices:
+            assert self._memory is not None and wanted is not None
+            arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
+            name = f" on device {device.identity}"
+            self._rooms.append(Room(self._host, arena.space, name, FULL_ADVICE))
+        room.beside = self._rooms
+        self.from_disk: Read | None = None
+        """reads what is in the spill file, where there is one"""
+        pulls.from_elsewhere = self._read
+        grants.on_device = self.reserve
+        self._threads = Threads()
+
+    def __repr__(self) -> str:
+        return f"<Devices {self._memory.devices if self._memory else []}>"
+
+    async def reserve(
+        self,
+        number: int,
+        holder: int,
+        admission: Admission,
+        units: Units,
+        timeout_s: float,
+        overflow: bool,
+    ) -> tuple[int, npt.NDArray[Any]]:
+        """As `Room.reserve`, on the device of this number, 1 is the first. overflow: in the host
+        arena where the device has no room now, or never."""
+        if not 0 < number <= len(self._rooms):
+            raise ProtocolError(
+                f"this peer has no device arena {number}: it has {len(self._rooms)}"
+            )
+        room = self._rooms[number - 1]
+        if not overflow:
+            return await room.reserve(holder, admission, units, timeout_s)
+        try:
+            granted = room.at_once(holder, admission, units)
+        except ValueTooLarge:
+            granted = None
+        return granted or await self._room.reserve(holder, admission, units, timeout_s)
+
+    async def _read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+        """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
+        if self._memory is None:
+            await self._from_disk(ranges, dest)
+            return
+        memory = self._memory
+        memory.hold(ranges)
+        try:
+            numbers = memory.on_device(ranges)
+            for number in np.unique(numbers).tolist():
+                some = numbers == number
+                if number:
+                    await self._fetch(memory, number, ranges[some], dest[some])
+                else:
+                    await self._from_disk(ranges[some], dest[some])
+        finally:
+            if memory.release(ranges):
+                self._room.pump()
+
+    async def _from_disk(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+        assert self.from_disk is not None
+        await self.from_disk(ranges, dest)
+
+    async def _fetch(
+        self,
+        memory: HostMemory,
+        number: int,
+        ranges: npt.NDArray[Any],
+        dest: npt.NDArray[Any],
+    ) -> None:
+        extents = memory.ranges.extents(ranges)
+        targets = dest + np.uint64(self._host.arena.address)
+        fetch = memory.devices[number - 1].fetch
+        await self._threads.run(fetch, extents["offset"], extents["length"], targets)
+
+    async def close(self) -> None:
+        """When nobody reads any more: the pools are freed."""
+        await self._threads.ended()
+        if self._memory is not None:
+            self._memory.close()

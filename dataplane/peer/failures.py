@@ -1,0 +1,32 @@
+"""How a call's failure is told to whoever made the call: the one place where an exception becomes a
+message. What is none of our typed errors is a bug of ours, and goes to the log with its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dataplane.errors import DataplaneError, InternalError
+from dataplane.wire.messages import Failed
+
+log = logging.getLogger(__name__)
+
+
+def failed(exc: Exception) -> Failed:
+    """What is sent in the place of an answer."""
+    if isinstance(exc, DataplaneError):
+        return Failed(type(exc).__name__, exc.message, plain(exc.details))
+    log.exception("a request failed by a bug of ours", exc_info=exc)
+    return Failed(InternalError.__name__, f"{type(exc).__name__}: {exc}; see the peer's log")
+
+
+def plain(value: Any) -> Any:
+    """Details as MessagePack can carry them."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(v) for v in value]
+    if isinstance(value, bool | int | float | str | bytes | None):
+        return value
+    return str(value)

@@ -1,0 +1,223 @@
+"""Which roster is in force: life signs to the authority, and what follows from a new roster.
+
+Every peer tells the authority, which is at one of them (`peer.keepers`), that it lives, and gets
+rosters back. While it is away nobody is promoted, and whoever
+has no backup in sync stops serving, because it cannot know that it was not replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from dataplane.errors import (
+    DataplaneError,
+    PeerNameTaken,
+    RosterMismatch,
+    Unavailable,
+    VersionMismatch,
+)
+from dataplane.metadata.roster import Roster
+from dataplane.metadata.silence import SILENT_S
+from dataplane.peer.host import Caller, Host
+from dataplane.peer.keepers import Keeper
+from dataplane.peer.mesh import Mesh
+from dataplane.peer.office import Office
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.rosters import Beat, Rostered
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.4
+LEASE_S = 1.0
+"""A peer without a backup in sync serves so long after the authority's last word. Less than it
+takes the authority to call somebody lost who it cannot reach."""
+LOG_EVERY_S = 5.0
+ASK_S = 2.0
+
+
+class Membership:
+    def __init__(self, host: Host, mesh: Mesh, keeper: Keeper) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.keeper = keeper
+        self.on_roster: list[Callable[[Roster, Roster], None]] = []
+        """called with the roster before and the new one, which is in force already"""
+        self.on_gone: list[Callable[[Owner], None]] = []
+        """called, after that, with every process that is no member any more"""
+        self.lost_before: Callable[[], list[Owner]] = list
+        """more such processes, of older rosters"""
+        self.in_sync: Callable[[], bool] = lambda: False
+        self.clear: Callable[[], list[str]] = list
+        self.wanted: Callable[[], bool] = lambda: False
+        self.left = asyncio.Event()
+        """this peer wanted to leave, and the plane goes on without it"""
+        self.deposed = asyncio.Event()
+        """the plane goes on without this process: it may return as a new one"""
+        self.office = Office(host, mesh, self.adopt, keeper.commit, keeper.apart, self.deposed.set)
+        self._admitted = False
+        self._leaving = False
+        self._heard: float | None = None
+        self._plane_wanted = False
+        self._refused: DataplaneError | None = None
+        self._beat_now = asyncio.Event()
+        mesh.handlers |= {Beat: self._beat, Rostered: self._rostered}
+        mesh.on_stale = self.beat_now
+
+    # life signs
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        if self.keeper.apart:
+            await self.keeper.run(self.office)
+        else:
+            self.mesh.spawn(self.keeper.run(self.office))
+        while True:
+            await self._say()
+            self._beat_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._beat_now.wait()
+
+    async def admitted(self, timeout_s: float) -> None:
+        """Until this process is a member. Unavailable when the authority does not say so, or what
+        it refuses this peer for: RosterMismatch, PeerNameTaken, VersionMismatch.
+
+        A seed that was started again waits as well: the first roster, which it knows by itself, may
+        be long out of force, and under it others' shards and homes would seem to be its own.
+        """
+        until = self.host.now() + timeout_s
+        log_at = self.host.now() + LOG_EVERY_S
+        while self.host.owner not in self.host.roster.owners:
+            if self._refused is not None:
+                raise self._refused
+            turn = min(until, self.host.now() + BEAT_S)
+            if await self.host.another_roster(self.host.roster, turn) or turn < min(until, log_at):
+                continue
+            log_at = self.host.now() + LOG_EVERY_S
+            asks = (
+                f"the authority{self._whereabouts()}: does it run, with the same --plane, --seeds, "
+                "--roster and --token-file?"
+            )
+            if self.host.now() >= until:
+                raise Unavailable(f"not let in within {timeout_s:g} s by {asks}")
+            log.info("waits to be let in by %s", asks)
+
+    async def _say(self) -> None:
+        body = Beat(self.in_sync(), self._leaving, self.clear(), self.wanted())
+        epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
+        if self.office.is_open and self.keeper.sure():
+            self._heard = self.host.now()
+            self.office.note(self.host.owner, body, epoch)
+            self._plane_wanted = self.office.wanted
+            return
+        try:
+            reply: Rostered = await self.mesh.call(
+                self.keeper.address(), body, timeout_s=ASK_S, epoch=epoch
+            )
+        except (RosterMismatch, PeerNameTaken, VersionMismatch) as exc:
+            self._refused = exc
+            return
+        except DataplaneError as exc:
+            log.debug("the authority does not answer: %s", exc)
+            return
+        self._heard = self.host.now()
+        self._plane_wanted = reply.wanted
+        if reply.table is not None:
+            self.adopt(Roster.from_table(reply.table))
+
+    def plane_is_wanted(self) -> bool:
+        """Whether any peer of the plane has a client or waits for one, as the authority says; not
+        where it has said nothing for long."""
+        heard = self._heard is not None and self.host.now() - self._heard < SILENT_S
+        return heard and self._plane_wanted
+
+    def may_serve(self) -> bool:
+        """Whether it is sure that nobody else serves this peer's shards."""
+        if self._heard is None or (self.office.is_open and self.keeper.sure()):
+            return True
+        backup, in_sync = self.host.roster.backup_of(self.host.address)
+        return (backup is not None and in_sync) or self.host.now() - self._heard < LEASE_S
+
+    async def lease(self, until: float) -> None:
+        """Until this peer may serve. Unavailable when the authority is away for so long."""
+        while not self.may_serve():
+            if self.host.now() >= until:
+                raise Unavailable(
+                    f"this peer has no backup in sync and the authority{self._whereabouts()} does "
+                    "not answer: start it again, or check the network between the two",
+                )
+            await asyncio.sleep(BEAT_S / 4)
+
+    # leaving
+
+    def may_leave(self) -> bool:
+        """Whether somebody is there who could give this peer's shards to another."""
+        return self.keeper.apart != self.host.address and not self.mesh.others.is_away(
+            self.keeper.apart
+        )
+
+    def leave(self) -> None:
+        """From now on this peer says that it wants to, until it is `left`."""
+        self._leaving = True
+        self.beat_now()
+
+    def beat_now(self) -> None:
+        self._beat_now.set()
+
+    def _whereabouts(self) -> str:
+        """For messages."""
+        try:
+            return f" at {self.keeper.address()}"
+        except Unavailable:
+            return ", which no peer is known to run,"
+
+    # the authority
+
+    def _beat(self, caller: Caller, body: Beat) -> Body:
+        if self.office.is_open and self.keeper.sure():
+            self.office.note(caller.owner, body, caller.epoch)
+        elif not self.keeper.apart:
+            raise Unavailable(f"the authority is not at {self.host.address}")
+        ours = self.host.roster
+        known = ours.epoch == caller.epoch
+        return Rostered(None if known else ours.table, self.office.wanted)
+
+    # rosters
+
+    def _rostered(self, caller: Caller, body: Rostered) -> Body:
+        if body.table is not None:
+            self.adopt(Roster.from_table(body.table))
+        return Done()
+
+    def adopt(self, new: Roster) -> None:
+        """Bring a newer roster into force here."""
+        old = self.host.roster
+        if new.epoch[1] <= old.epoch[1]:
+            return
+        if not new.has(self.host.owner):
+            if self._leaving:
+                self.left.set()
+            elif self._admitted:
+                log.error("this peer was called lost: the plane goes on without it")
+                self.deposed.set()
+            return
+        self._admitted |= self.host.owner in new.owners
+        gone = [owner for owner in old.owners if not new.has(owner)]
+        for owner in old.owners:
+            heir = new.heir_of(old, owner)
+            if heir != owner:
+                self.host.heirs[owner] = heir
+                self.host.heirs.pop(heir, None)  # it serves again, whoever took over from it
+        log.info("roster %s: %d members", new.epoch, len(new.members))
+        self.host.turn(new)
+        for tell in self.on_roster:
+            tell(old, new)
+        for owner in gone:
+            self.mesh.part(owner.peer)
+        for owner in dict.fromkeys([*gone, *self.lost_before()]):
+            for lost in self.on_gone:
+                lost(owner)

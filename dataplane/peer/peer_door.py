@@ -1,0 +1,175 @@
+"""The peer door: requests of other peers, over a zmq ROUTER.
+
+A request is answered under the roster that its sender works under, or not at all: one that is
+behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from dataplane.errors import AddressInUse, ProtocolError, StaleEpoch
+from dataplane.metadata.operations import Operations
+from dataplane.peer.failures import failed
+from dataplane.peer.gate import Gate
+from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.intake import Intake
+from dataplane.peer.links import bindable, tune
+from dataplane.peer.once import REPEATABLE, Once, part_of
+from dataplane.wire import peering
+from dataplane.wire.messages import Body, Done, Stats, Wait
+from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Release, Settled
+from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
+from dataplane.wire.sampling import Sample
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+CATCH_UP_S = 5.0
+"""How long a request of a newer roster waits for this peer to have it."""
+ANYBODY = (PeerHello, Beat, Rostered, Stats)
+"""What a peer may say that is no member, or not yet."""
+ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Void)
+"""What does not depend on who serves which shard."""
+UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample)
+"""What is sent and answered although the backup has not caught up: it tells of no change, or is how
+the backup catches up."""
+
+Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
+
+
+class PeerDoor:
+    def __init__(
+        self,
+        host: Host,
+        handlers: dict[type[Body], Handler],
+        spawn: Callable[[Awaitable[Any]], object],
+        gate: Gate,
+    ) -> None:
+        self.host = host
+        self.handlers = handlers
+        self._spawn = spawn
+        self._gate = gate
+        self._router: zmq.asyncio.Socket | None = None
+        self._once = Once(Operations())
+        self.intake = Intake(host.incarnation)
+        self.under_way = 0
+        """requests that are being carried out, but for those that only wait"""
+        self.lease: Callable[[float], Awaitable[None]] | None = None
+        """waits until this peer may serve, until a time at most"""
+
+    def listen(self, context: zmq.asyncio.Context) -> None:
+        """AddressInUse when the address belongs to somebody else."""
+        where = bindable(self.host.address)
+        router = context.socket(zmq.ROUTER)
+        tune(router, where)
+        self._spawn(self._gate.admit(self._gate.open_desk(context)))
+        self._gate.secure_router(router)
+        try:
+            router.bind(where)
+        except zmq.ZMQError as exc:
+            router.close()
+            raise AddressInUse(
+                f"cannot listen on {self.host.address}: {exc}; choose another --listen address or "
+                "stop the process that has it",
+                address=self.host.address,
+            ) from exc
+        self._router = router
+        self._spawn(self._serve(router))
+
+    def close(self) -> None:
+        if self._router is not None:
+            self._router.close(linger=0)
+
+    async def _serve(self, router: zmq.asyncio.Socket) -> None:
+        async for identity, request, nbytes in self.intake.requests(router):
+            self._spawn(self._answer(router, identity, request, nbytes))
+
+    async def _answer(
+        self, router: zmq.asyncio.Socket, identity: bytes, request: PeerRequest, nbytes: int
+    ) -> None:
+        progress = self.host.progress
+        limit_s = request.deadline_ms / 1000
+        # What is asked of others on the way ends before, so that the sender is told who it was.
+        call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
+        try:
+            reply = await self._handle(request)
+            if not progress.is_settled and not isinstance(request.body, UNHELD):
+                await progress.settled(self.host.now() + request.deadline_ms / 1000)
+        except Exception as exc:
+            reply = failed(exc)
+        finally:
+            self.intake.answered(nbytes)
+        answer = PeerReply(request.rid, self.host.incarnation, reply)  # type: ignore[arg-type]
+        with contextlib.suppress(zmq.ZMQError):
+            await router.send_multipart([identity, peering.encode(answer)])
+
+    async def _handle(self, request: PeerRequest) -> Body:
+        if not isinstance(request.body, ANYBODY):
+            await self._check_roster(request)
+        if isinstance(request.body, ANY_EPOCH):
+            return await self._carry_out(request)
+        self.host.speak()
+        if isinstance(request.body, Wait):
+            return await self._carry_out(request)
+        self.under_way += 1
+        try:
+            return await self._carry_out(request)
+        finally:
+            self.under_way -= 1
+
+    async def _carry_out(self, request: PeerRequest) -> Body:
+        caller = Caller(
+            request.sender,
+            request.incarnation,
+            request.session,
+            request.op,
+            request.floor,
+            request.epoch,
+        )
+        if isinstance(request.body, Void):
+            return await self._void(request, request.body.part)
+        handler = self.handlers.get(type(request.body))
+        if handler is None:
+            raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
+        if request.op and isinstance(request.body, REPEATABLE):
+            start = functools.partial(handler, caller, request.body)
+            part = part_of(request.body, request.epoch)
+            outcome = self._once.run(request.session, request.op, request.floor, start, part)
+        else:
+            outcome = handler(caller, request.body)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    async def _void(self, request: PeerRequest, part: int) -> Body:
+        """The answer that this operation got, or is getting. One that never came never will be
+        carried out: `Done` is its answer from now on."""
+        outcome = self._once.run(request.session, request.op, request.floor, Done, part)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    async def _check_roster(self, request: PeerRequest) -> None:
+        until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
+        if self.lease is not None:
+            await self.lease(until)
+        while request.epoch[1] > self.host.roster.epoch[1]:
+            if not await self.host.another_roster(self.host.roster, until):
+                break
+        roster = self.host.roster
+        sender = Owner(request.sender, request.incarnation)
+        if request.epoch == roster.epoch:
+            known = roster.has(sender)
+        else:
+            known = isinstance(request.body, ANY_EPOCH) and sender in roster.owners
+        if not known:
+            raise StaleEpoch(
+                f"{request.sender} works under roster {request.epoch}, the peer at "
+                f"{self.host.address} under {roster.epoch}: call again, both will be told",
+                sender=request.sender,
+                number=roster.epoch[1],
+            )

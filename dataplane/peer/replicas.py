@@ -1,0 +1,243 @@
+"""The backup's side: copies of other peers' stores, kept by replaying what those did.
+
+When the roster gives this peer the shards of another one, it takes the copies over into its own
+stores, tells the owners of values what it holds now, and serves them like its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from dataplane.errors import ProtocolError, StaleEpoch
+from dataplane.metadata.columns import Array
+from dataplane.metadata.copies import Copies, named_by
+from dataplane.metadata.journal import apply, dump
+from dataplane.metadata.references import ids_of
+from dataplane.metadata.roster import Roster
+from dataplane.metadata.store import Store
+from dataplane.peer.copying import Copying
+from dataplane.peer.grants import Grants
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.mesh import Mesh
+from dataplane.peer.orphans import Orphans
+from dataplane.peer.partitions import Partitions
+from dataplane.peer.supplying import Supplying
+from dataplane.wire.journal import Op, Relocated, decode_ops
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.peering import Phase
+from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.rosters import Append, Inherited, Shipment
+from dataplane.wire.tables import Definition, Owner
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """of one partition. values: second copies of what the primary wrote, with replicas=2"""
+
+    definition: Definition
+    store: Store
+    values: Copies | None = None
+
+
+@dataclass(slots=True)
+class _Origin:
+    """All that a primary shipped in one stream."""
+
+    stream: int
+    next: int = 0
+    copies: dict[Key, _Copy] = field(default_factory=dict)
+    holders: dict[int, str] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Replicas:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        supplying: Supplying,
+        grants: Grants,
+        copying: Copying,
+        orphans: Orphans,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.supplying = supplying
+        self.grants = grants
+        self.copying = copying
+        self.orphans = orphans
+        self._origins: dict[Owner, _Origin] = {}
+        self._named: set[Owner] = set()
+        """whose values the rows name that were taken over just now"""
+        mesh.handlers[Append] = self._append
+        mesh.handlers[Inherited] = self.grants.inherited
+
+    def __len__(self) -> int:
+        """Rows that are kept for other peers."""
+        return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
+
+    # replaying
+
+    async def _append(self, caller: Caller, body: Append) -> Body:
+        """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
+        and must be made anew."""
+        if self.host.roster.backup_of(caller.address)[0] != self.host.address:
+            raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
+        origin = self._origins.get(caller.owner)
+        if origin is None or origin.stream != body.stream:
+            if body.first == 0:
+                self._forget(caller.owner)
+                origin = self._origins[caller.owner] = _Origin(body.stream)
+            else:
+                origin = None
+        if origin is None:
+            raise ProtocolError(f"operations of {caller.address} came without their beginning")
+        async with origin.lock:
+            if body.first > origin.next:
+                raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
+            if body.first == origin.next:
+                self._replay(caller.owner, origin, body)
+            for copy in list(origin.copies.values()):
+                if copy.values is not None:
+                    await self.copying.bring(copy.values, caller.owner)
+        return Done()
+
+    def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
+        origin.holders.update(body.holders)
+        try:
+            for shipment in body.shipments:
+                self._carry_out(owner, origin, shipment)
+        except ProtocolError:
+            self._forget(owner)
+            raise
+
+    def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
+        key = shipment.partition, shipment.generation
+        if shipment.definition is not None:
+            store = Store(*_identity(shipment), self.host.lease_numbers)
+            values = Copies() if shipment.definition.replicas == 2 else None
+            origin.copies[key] = _Copy(shipment.definition, store, values)
+            origin.next += 1
+        copy = origin.copies.get(key)
+        if copy is None:
+            raise ProtocolError(f"operations of a partition {key} that was not declared")
+        for raw in shipment.ops:
+            for op in decode_ops(raw):
+                apply(copy.store, op, self.host.now())
+                self._follow(owner, copy, op)
+                if isinstance(op, Phase) and op.phase == "dropped":
+                    origin.copies.pop(key, None)
+            origin.next += 1
+
+    def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
+        """Values that the primary wrote get second copies here, for as long as rows name them."""
+        freed = copy.store.freed()
+        copy.store.unnamed()
+        if copy.values is None:
+            return
+        for one, *named in named_by(op):
+            if one == owner:
+                copy.values.note(one, *named)
+        if isinstance(op, Relocated) and op.to_owner == owner:
+            copy.values.note(owner, *_those(copy.store, owner, column(op.to_ranges, RANGE)))
+        for gone in freed:
+            self.copying.release(copy.values.freed(*gone))
+
+    def _forget(self, owner: Owner) -> None:
+        origin = self._origins.pop(owner, None)
+        for copy in origin.copies.values() if origin is not None else ():
+            self._release(copy)
+
+    def _release(self, copy: _Copy) -> None:
+        """Second copies of values that are not needed, or not whole."""
+        if copy.values is not None:
+            self.copying.release(copy.values.clear())
+
+    # taking over
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
+        for owner in old.owners:
+            if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
+                continue
+            if new.heir_of(old, owner) == self.host.owner:
+                origin = self._origins.pop(owner, None)
+                self._take_over(owner, origin or _Origin(0), new.has(owner))
+            else:
+                self._forget(owner)
+        for owner in list(self._origins):
+            if not new.has(owner) or new.backup_of(owner.peer)[0] != self.host.address:
+                self._forget(owner)
+
+    def lost_before(self) -> list[Owner]:
+        """Peers of whom rows that were taken over still name values, although they were lost under
+        a roster before: who had the rows died as well before it could say so."""
+        named, self._named = self._named, set()
+        return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
+
+    def _take_over(self, owner: Owner, origin: _Origin, lives: bool) -> None:
+        held: dict[Owner, list[tuple[Array, Array]]] = {}
+        for (name, generation), copy in origin.copies.items():
+            for values, ranges, counts in copy.store.holdings():
+                held.setdefault(values, []).append((ranges, counts))
+            entry = self.partitions.take_over(name, generation, copy.definition)
+            if entry is None:
+                self._release(copy)
+                continue
+            for op in dump(copy.store):
+                apply(entry.store, op, self.host.now())
+            entry.sealed |= entry.store.sealed
+            if copy.values is not None:
+                self.copying.succeed(entry, copy.values, owner)
+                self._release(copy)
+            for holder, address in origin.holders.items():
+                self.supplying.lent_to(holder, address)
+                if address == owner.peer and not lives:
+                    entry.store.release_holder(holder)
+            if not lives:
+                self._look_for_orphans(entry, copy.store, origin.holders)
+            log.warning("took %d rows of %r over from %s", len(copy.store), name, owner.peer)
+        self._named |= held.keys()
+        for other in self.host.roster.owners:
+            ranges, counts = _joined(held.get(other, []))
+            body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
+            self.mesh.spawn(self.mesh.tell(other, body))
+
+    def _look_for_orphans(self, entry: Entry, store: Store, holders: dict[int, str]) -> None:
+        asked: dict[str, dict[int, Entry]] = {}
+        for lease in store.state.leases:
+            address = holders.get(lease.holder)
+            if address is not None:
+                asked.setdefault(address, {})[lease.number] = entry
+        for address, leases in asked.items():
+            self.orphans.ask(address, leases)
+
+
+def _identity(shipment: Shipment) -> tuple[str, Definition, int]:
+    assert shipment.definition is not None
+    return shipment.partition, shipment.definition, shipment.generation
+
+
+def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:
+    """Of all ranges of an owner that rows name, these: RANGE, how many values, and how far."""
+    named = store.named(owner)
+    among = np.isin(ids_of(named[0]), ids_of(ranges))
+    return named[0][among], named[1][among], named[2][among]
+
+
+def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    if not parts:
+        return np.zeros(0, RANGE), np.zeros(0, U4)
+    ranges, counts = zip(*parts, strict=True)
+    return np.concatenate(ranges), np.concatenate(counts)

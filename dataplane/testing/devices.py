@@ -1,0 +1,178 @@
+"""What every device must do for the code above it: subclass `DeviceConformance`, give it `device`.
+
+Two processes take part: this one owns a pool, a child opens it, as a client does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.memory.device import Device, Event, Pool, PoolHandle
+from dataplane.memory.device_cuda import CudaDevice
+from dataplane.memory.device_twin import TwinDevice
+
+MIB = 1 << 20
+PATIENCE_S = 30.0
+
+
+def device_of(kind: str, identity: str) -> Device:
+    """The same device as another process has it."""
+    return CudaDevice.of(identity) if kind == CudaDevice.kind else TwinDevice(identity)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for something that is bound to happen."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.001)
+
+
+class Child:
+    """Another process of this host, as a client is one; leaving the context kills it."""
+
+    def __init__(self, device: Device) -> None:
+        command = [sys.executable, "-m", "dataplane.testing.device_child"]
+        self.process = subprocess.Popen(
+            [*command, device.kind, device.identity], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def write(
+        self, handle: PoolHandle, at: int, nbytes: int, value: int, times: int = 1, hold: int = 0
+    ) -> bytes:
+        """Asks its stream to fill bytes of the pool; the event behind that, `raw`. hold: the twin's
+        stream does not go on before `go_on`."""
+        return self.ask("write", msgspec.msgpack.encode(handle), at, nbytes, value, times, hold)
+
+    def go_on(self) -> None:
+        self.ask("go_on")
+
+    def read(self, handle: PoolHandle, at: int, nbytes: int) -> bytes:
+        """Bytes of the pool, as it sees them."""
+        return self.ask("read", msgspec.msgpack.encode(handle), at, nbytes)
+
+    def ask(self, name: str, *arguments: object) -> bytes:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        send(self.process.stdin, (name, arguments))
+        failed, answer = msgspec.convert(receive(self.process.stdout), tuple[str, bytes])
+        assert not failed, failed
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def send(stream: IO[bytes], what: object) -> None:
+    body = msgspec.msgpack.encode(what)
+    stream.write(len(body).to_bytes(4, "little") + body)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """None at the end."""
+    head = stream.read(4)
+    return msgspec.msgpack.decode(stream.read(int.from_bytes(head, "little"))) if head else None
+
+
+class DeviceConformance:
+    """Override the fixture `device`."""
+
+    @pytest.fixture
+    def device(self) -> Device:
+        raise NotImplementedError
+
+    def test_what_one_process_writes_another_reads(self, device: Device) -> None:
+        pool = device.allocate(MIB)
+        with Child(device) as child:
+            event = child.write(pool.handle, 64, 4096, value=5)
+            done = device.open_event(event)
+            eventually(done.done)
+            done.close()
+            assert (fetched(device, pool, 64, 4096) == 5).all()
+            nine = np.full(64, 9, np.uint8)
+            device.copy(pool.address, nine.ctypes.data, 64)
+            assert fetched(device, pool, 0, 64).tobytes() == child.read(pool.handle, 0, 64)
+        pool.close()
+
+    def test_an_event_that_was_never_recorded_is_done(self, device: Device) -> None:
+        event = device.event()
+        assert event.done()
+        event.close()
+        event.close()
+
+    def test_a_stream_that_waits_for_an_event_comes_behind_it(self, device: Device) -> None:
+        pool = device.allocate(8 * MIB)
+        ones, out = np.ones(8 * MIB, np.uint8), np.zeros(8 * MIB, np.uint8)
+        first, second = device.event(), device.event()
+        device.copy(pool.address, ones.ctypes.data, ones.nbytes)
+        first.record()
+        first.wait()
+        device.copy(out.ctypes.data, pool.address, out.nbytes)
+        second.record()
+        eventually(second.done)
+        assert first.done() and out.all()
+        pool.close()
+
+    def test_views_are_made_of_the_pool_and_of_nothing_else(self, device: Device) -> None:
+        pool = device.allocate(MIB)
+        kept = _Kept()
+        view = pool.view(MIB - 64, 64, kept)
+        assert view is not None
+        for offset, nbytes in ((MIB - 63, 64), (-1, 1), (0, -1), (MIB + 1, 0)):
+            with pytest.raises(ProtocolError, match="not in a device arena"):
+                pool.view(offset, nbytes)
+        del view
+        pool.close()
+
+    def test_another_device_s_handle_is_refused(self, device: Device) -> None:
+        pool = device.allocate(MIB)
+        with pytest.raises(DeviceMissing, match="not this"):
+            device.open(msgspec.structs.replace(pool.handle, device="another"))
+        pool.close()
+
+    def test_host_memory_is_pinned_and_copied_both_ways(self, device: Device) -> None:
+        pool = device.allocate(MIB)
+        host = np.frombuffer(bytearray(2 * MIB), np.uint8)
+        host[:MIB] = 7
+        device.pin_host(host.ctypes.data, host.nbytes)
+        event = device.event()
+        device.copy(pool.address, host.ctypes.data, MIB)
+        device.copy(host.ctypes.data + MIB, pool.address, MIB)
+        event.record()
+        eventually(event.done)
+        assert (host[MIB:] == 7).all()
+        device.unpin_host(host.ctypes.data)
+        with pytest.raises(DeviceMissing):
+            device.unpin_host(host.ctypes.data)
+        pool.close()
+
+
+class _Kept:
+    """Something that a view keeps."""
+
+
+def fetched(device: Device, pool: Pool, offset: int, nbytes: int) -> np.ndarray:
+    """Bytes of a pool in host memory."""
+    out = np.zeros(nbytes, np.uint8)
+    event: Event = device.event()
+    device.copy(out.ctypes.data, pool.address + offset, nbytes)
+    event.record()
+    eventually(event.done)
+    event.close()
+    return out

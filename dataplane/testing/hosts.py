@@ -1,0 +1,163 @@
+"""Two or more "hosts" in one process: arenas of their own, and bulk engines with real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import TransferFailed
+from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
+from dataplane.transport.engine import BulkEngine
+from dataplane.transport.identity import Identity, new_identity
+from dataplane.transport.registry import TCP
+from dataplane.wire.records import EXTENT
+from dataplane.wire.tables import Owner
+
+KEY = plane_key("test", (1, 1))
+PATIENCE_S = 30.0
+Records = npt.NDArray[Any]
+
+
+class Host:
+    """An arena, the ranges in it, and what a peer does for its engine."""
+
+    def __init__(
+        self,
+        name: str,
+        arena_bytes: int,
+        workers: int,
+        key: bytes,
+        transport: str,
+        identity: Identity | None = None,
+    ) -> None:
+        self.owner = Owner(name, 7)
+        self.transport = transport
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, arena_bytes)
+        self.map = mmap.mmap(self.fd, arena_bytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
+        self.extents: Records = np.zeros(1 << 17, EXTENT)
+        self.generations = np.zeros(1 << 17, np.uint32)
+        self.held: set[int] = set()
+        self.pins = 0
+        self.on_pin: Callable[[], None] = lambda: None
+        self.engine = BulkEngine(
+            self.fd,
+            arena_bytes,
+            "127.0.0.1",
+            owner=self.owner,
+            key=key,
+            pin=self._pin,
+            unpin=self.held.remove,
+            workers=workers,
+            transport=transport,
+            identity=identity,
+        )
+
+    @property
+    def remote(self) -> Remote:
+        return Remote(self.owner, self.engine.address, self.engine.fingerprint)
+
+    async def read(self, source: Host, copies: Records, timeout_s: float = 30.0) -> ReadOutcome:
+        """Over the transport that is tried."""
+        return await self.engine.read(source.remote, copies, timeout_s, self.transport)
+
+    async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
+        """As a peer reads that was told to try again: a worker may just be starting anew."""
+        for _ in range(4):
+            try:
+                return await self.read(source, copies)
+            except TransferFailed:
+                continue
+        return await self.read(source, copies)
+
+    def place(self, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Records:
+        """Ranges 0, 1, … at these offsets; COPY records of them, whole, to the same offsets."""
+        count = len(offsets)
+        self.extents["offset"][:count] = offsets
+        self.extents["length"][:count] = lengths
+        self.generations[:count] = 1
+        copies: Records = np.zeros(count, COPY)
+        copies["range"] = np.arange(count)
+        copies["generation"] = 1
+        copies["nbytes"] = lengths
+        copies["dest"] = offsets
+        return copies
+
+    def fill(self, seed: int = 0) -> None:
+        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), np.uint8)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all bulk workers of this host."""
+        for pid in self.engine.pids:
+            os.kill(pid, number)
+
+    def close(self) -> None:
+        del self.bytes
+        self.map.close()
+        os.close(self.fd)
+
+    def _pin(self, ranges: Records) -> tuple[int, Records]:
+        self.on_pin()
+        places = self.extents[ranges["range"]]
+        places["offset"][self.generations[ranges["range"]] != ranges["generation"]] = GONE
+        self.pins += 1
+        self.held.add(self.pins)
+        return self.pins, places
+
+
+class StartHost(Protocol):
+    def __call__(
+        self,
+        name: str,
+        arena_bytes: int = 1 << 20,
+        workers: int = 1,
+        key: bytes = KEY,
+        tls: bool | None = None,
+    ) -> Awaitable[Host]: ...
+
+
+@asynccontextmanager
+async def hosts(transport: str = TCP, tls: bool = False) -> AsyncIterator[StartHost]:
+    """A function that starts a host; all are stopped at the end, and every pin must be back.
+
+    tls: all of them speak TLS alone, but for those that are started with another `tls`.
+    """
+    every = tls
+    started: list[Host] = []
+
+    async def start(
+        name: str,
+        arena_bytes: int = 1 << 20,
+        workers: int = 1,
+        key: bytes = KEY,
+        tls: bool | None = None,
+    ) -> Host:
+        identity = new_identity() if (every if tls is None else tls) else None
+        host = Host(name, arena_bytes, workers, key, transport, identity)
+        started.append(host)
+        await host.engine.start()
+        return host
+
+    try:
+        yield start
+        await until(lambda: not any(host.held for host in started))
+    finally:
+        for host in started:
+            await host.engine.stop()
+            host.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Gives the event loop turns until something that is bound to happen has happened."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)

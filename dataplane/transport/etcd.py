@@ -1,0 +1,104 @@
+"""The few calls to etcd that a roster needs, over the JSON gateway of its v3 interface.
+
+Values and keys travel in base64 and numbers as text, as the gateway has them. Every call ends
+within `CALL_S` at each of the endpoints, which are asked one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.errors import InvalidConfig, Unavailable
+
+CALL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value in etcd, and the revisions at which its key was made and last changed."""
+
+    value: bytes
+    created: int
+    changed: int
+
+
+class Etcd:
+    """endpoints: `host:port` of each server of one cluster."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        try:
+            import aiohttp
+        except ImportError as exc:
+            raise InvalidConfig(
+                "--roster etcd://… needs aiohttp: pip install 'dataplane[etcd]'"
+            ) from exc
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
+        self._failures = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
+        self._endpoints = list(endpoints)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def get(self, key: str) -> Kept | None:
+        """Unavailable where no server answers; so do all calls here."""
+        found = (await self._ask("kv/range", {"key": _b64(key)})).get("kvs", [])
+        if not found:
+            return None
+        one = found[0]
+        value = base64.b64decode(one.get("value", ""))
+        return Kept(value, int(one["create_revision"]), int(one["mod_revision"]))
+
+    async def put_if(
+        self, key: str, value: bytes, created: dict[str, int], changed: dict[str, int], lease: int
+    ) -> int:
+        """Put it, under a lease or none (0), if the keys were created and changed at these
+        revisions (0: there is none). The revision at which it was put; 0 if it was not."""
+        compare = [
+            {"target": target, "key": _b64(name), field: str(revision), "result": "EQUAL"}
+            for target, field, wanted in (
+                ("CREATE", "create_revision", created),
+                ("MOD", "mod_revision", changed),
+            )
+            for name, revision in wanted.items()
+        ]
+        put = {"key": _b64(key), "value": base64.b64encode(value).decode(), "lease": str(lease)}
+        answer = await self._ask("kv/txn", {"compare": compare, "success": [{"request_put": put}]})
+        return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
+
+    async def grant(self, ttl_s: int) -> int:
+        """A lease; what is put under it goes when nobody keeps it alive for so long."""
+        return int((await self._ask("lease/grant", {"TTL": str(ttl_s)}))["ID"])
+
+    async def keep_alive(self, lease: int) -> bool:
+        """False where it has ended already."""
+        answer = await self._ask("lease/keepalive", {"ID": str(lease)})
+        return int(answer.get("result", {}).get("TTL", 0)) > 0
+
+    async def revoke(self, lease: int) -> None:
+        await self._ask("lease/revoke", {"ID": str(lease)})
+
+    async def _ask(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        for endpoint in list(self._endpoints):
+            try:
+                async with self._http.post(f"http://{endpoint}/v3/{call}", json=body) as reply:
+                    answer = await reply.json(content_type=None)
+                    if reply.status == 200 and isinstance(answer, dict):
+                        return answer
+                    failure = f"{reply.status}: {answer}"
+            except self._failures as exc:
+                failure = f"{type(exc).__name__}: {exc}"
+            # The one that answered last is asked first.
+            self._endpoints.remove(endpoint)
+            self._endpoints.append(endpoint)
+        raise Unavailable(
+            f"etcd at {', '.join(sorted(self._endpoints))} does not answer ({failure}): everything "
+            "goes on, but no peer can join, leave or be replaced until it does"
+        )
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,283 @@
+"""UCX's C library, as far as one-sided reads need it: ctypes over the handles of ucxx or ucx-py.
+
+Neither binds registered memory, remote keys and `get` the same way (ucxx not at all), and neither
+closes an end point by force unless it knows that it failed. Runs in a bulk worker. All calls of one
+`UcpWorker` come from one thread. Names and layouts are those of ucp.h 1.11 and later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int8,
+    c_size_t,
+    c_ssize_t,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any
+
+from dataplane.errors import TransferFailed, Unavailable
+
+PENDING = 1  # UCS_INPROGRESS
+_LAST_ERROR = -100
+_BUSY = -15  # UCS_ERR_BUSY
+_PEER_ERRORS = 1  # UCP_ERR_HANDLING_MODE_PEER
+_FORCE = 1  # UCP_EP_CLOSE_FLAG_FORCE
+_OnError = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
+
+
+class _MapParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", c_uint64),  # 1: address, 2: length
+        ("address", c_void_p),
+        ("length", c_size_t),
+        ("flags", c_uint),
+        ("prot", c_uint),
+        ("memory_type", c_int),
+        ("exported_memh_buffer", c_void_p),
+    ]
+
+
+class _EndpointParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", c_uint64),  # 1: address, 2: err_mode, 4: the error callback
+        ("address", c_char_p),
+        ("err_mode", c_int),
+        ("on_error", _OnError),
+        ("on_error_arg", c_void_p),
+        ("user_data", c_void_p),
+        ("flags", c_uint),
+        ("sockaddr", c_void_p),
+        ("sockaddr_length", c_uint32),
+        ("conn_request", c_void_p),
+        ("name", c_char_p),
+        ("local_sockaddr", c_void_p),
+        ("local_sockaddr_length", c_uint32),
+    ]
+
+
+class _RequestParams(ctypes.Structure):
+    _fields_ = [
+        ("op_attr_mask", c_uint32),  # 16: flags, 256: memh
+        ("flags", c_uint32),
+        ("request", c_void_p),
+        ("callback", c_void_p),
+        ("datatype", c_uint64),
+        ("user_data", c_void_p),
+        ("reply_buffer", c_void_p),
+        ("memory_type", c_int),
+        ("recv_info", c_void_p),
+        ("memh", c_void_p),
+    ]
+
+
+class _Lane(ctypes.Structure):
+    _fields_ = [("transport", c_char_p), ("device", c_char_p)]
+
+
+class _EndpointAttributes(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", c_uint64),  # 8: lanes
+        ("name", c_char * 32),
+        ("local_sockaddr", c_uint64 * 16),
+        ("remote_sockaddr", c_uint64 * 16),
+        ("lanes", POINTER(_Lane)),
+        ("lane_count", c_uint),
+        ("lane_bytes", c_size_t),
+        ("user_data", c_void_p),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    # ucs_status_t is one byte
+    "ucp_mem_map": (c_int8, [c_void_p, c_void_p, c_void_p]),
+    "ucp_rkey_pack": (c_int8, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "ucp_rkey_buffer_release": (None, [c_void_p]),
+    "ucp_ep_rkey_unpack": (c_int8, [c_void_p, c_char_p, c_void_p]),
+    "ucp_rkey_destroy": (None, [c_void_p]),
+    "ucp_worker_get_address": (c_int8, [c_void_p, c_void_p, c_void_p]),
+    "ucp_worker_release_address": (None, [c_void_p, c_void_p]),
+    "ucp_worker_get_efd": (c_int8, [c_void_p, c_void_p]),
+    "ucp_worker_arm": (c_int8, [c_void_p]),
+    "ucp_worker_progress": (c_uint, [c_void_p]),
+    "ucp_ep_create": (c_int8, [c_void_p, c_void_p, c_void_p]),
+    "ucp_ep_query": (c_int8, [c_void_p, c_void_p]),
+    "ucp_ep_close_nbx": (c_ssize_t, [c_void_p, c_void_p]),
+    "ucp_get_nbx": (
+        c_ssize_t,
+        [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p],
+    ),
+    "ucp_request_check_status": (c_int8, [c_void_p]),
+    "ucp_request_free": (None, [c_void_p]),
+}
+
+
+def _library() -> ctypes.CDLL:
+    """The copy that ucxx or ucx-py has loaded already; OSError where none is."""
+    library = ctypes.CDLL("libucp.so.0")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class UcpWorker:
+    """A UCP worker, the region registered with its context, and what it does with both.
+
+    context, worker: `ucp_context_h` and `ucp_worker_h`, owned by the caller and kept alive by it.
+    """
+
+    def __init__(self, context: int, worker: int) -> None:
+        self._library = _library()
+        self._text = ctypes.CDLL("libucs.so.0").ucs_status_string
+        self._text.restype, self._text.argtypes = c_char_p, [c_int8]
+        self._context = context
+        self._worker = worker
+        self._on_error = _OnError(lambda arg, endpoint, status: None)
+        self._memh = c_void_p()
+        self._closing: list[int] = []
+        descriptor = c_int()
+        self._checked(self._library.ucp_worker_get_efd(worker, byref(descriptor)), "get_efd")
+        self.event_fd = descriptor.value
+        """Readable when there is something to `progress`, once `arm` has said so."""
+
+    def address(self) -> bytes:
+        """What another worker needs to `connect`."""
+        address, length = c_void_p(), c_size_t()
+        status = self._library.ucp_worker_get_address(self._worker, byref(address), byref(length))
+        self._checked(status, "get_address")
+        try:
+            return ctypes.string_at(address, length.value)
+        finally:
+            self._library.ucp_worker_release_address(self._worker, address)
+
+    def register(self, address: int, nbytes: int) -> bytes:
+        """Registers memory, once, for reads from elsewhere and into it: its packed remote key."""
+        params = _MapParams(field_mask=3, address=address, length=nbytes)
+        status = self._library.ucp_mem_map(self._context, byref(params), byref(self._memh))
+        self._checked(status, f"register {nbytes} bytes")
+        packed, length = c_void_p(), c_size_t()
+        status = self._library.ucp_rkey_pack(
+            self._context, self._memh, byref(packed), byref(length)
+        )
+        self._checked(status, "pack a remote key")
+        try:
+            return ctypes.string_at(packed, length.value)
+        finally:
+            self._library.ucp_rkey_buffer_release(packed)
+
+    def connect(self, address: bytes, packed_key: bytes) -> UcpLine:
+        """A new end point, with error handling on, for reads of what the key is of.
+
+        Unavailable where no lane leads there."""
+        params = _EndpointParams(
+            field_mask=7, address=address, err_mode=_PEER_ERRORS, on_error=self._on_error
+        )
+        endpoint, key = c_void_p(), c_void_p()
+        status = self._library.ucp_ep_create(self._worker, byref(params), byref(endpoint))
+        if status:
+            raise Unavailable(
+                f"UCX has no lane to this peer: {self.text(status)}; UCX_TLS says what it may use",
+                status=status,
+            )
+        status = self._library.ucp_ep_rkey_unpack(endpoint, packed_key, byref(key))
+        if status:
+            self.close_endpoint(endpoint.value or 0)
+        self._checked(status, "unpack a remote key")
+        return UcpLine(self, self._library, endpoint.value or 0, key, self._memh)
+
+    def progress(self) -> bool:
+        """Does a little of what is to do; False where there was nothing."""
+        return bool(self._library.ucp_worker_progress(self._worker))
+
+    def arm(self) -> bool:
+        """True: `event_fd` will tell. False: there is something to progress first."""
+        status = self._library.ucp_worker_arm(self._worker)
+        if status != _BUSY:
+            self._checked(status, "arm")
+        return bool(status == 0)
+
+    def status(self, request: int) -> int:
+        """PENDING, or how it ended: 0 for well. What has ended is freed."""
+        status: int = self._library.ucp_request_check_status(request)
+        if status != PENDING:
+            self._library.ucp_request_free(request)
+        return status
+
+    def text(self, status: int) -> str:
+        told: bytes = self._text(status)
+        return told.decode()
+
+    def close_endpoint(self, endpoint: int) -> None:
+        """By force: every request on it ends within the next `progress`, and writes no more."""
+        params = _RequestParams(op_attr_mask=16, flags=_FORCE)
+        request = self._library.ucp_ep_close_nbx(endpoint, byref(params))
+        if request > 0 or request < _LAST_ERROR:
+            self._closing.append(request)
+        # an end point takes its last steps when others progress
+        self._closing = [one for one in self._closing if self.status(one) == PENDING]
+
+    def _checked(self, status: int, what: str) -> None:
+        if status:
+            raise TransferFailed(f"UCX cannot {what}: {self.text(status)}", status=status)
+
+
+class UcpLine:
+    """An end point to another worker, and the key of the region there."""
+
+    def __init__(
+        self,
+        worker: UcpWorker,
+        library: ctypes.CDLL,
+        endpoint: int,
+        key: c_void_p,
+        memh: c_void_p,
+    ) -> None:
+        self._worker = worker
+        self._library = library
+        self._endpoint = endpoint
+        self._key = key
+        self.lanes = self._lanes()
+        """The transports and devices that it uses, as UCX calls them: `posix/memory`."""
+        self._params = _RequestParams(op_attr_mask=256, memh=memh)
+        self._by = byref(self._params)
+
+    def get(self, address: int, nbytes: int, remote_address: int) -> int:
+        """Starts reading into registered memory: a request, 0 if it is done. TransferFailed."""
+        request: int = self._library.ucp_get_nbx(
+            self._endpoint, address, nbytes, remote_address, self._key, self._by
+        )
+        if _LAST_ERROR <= request < 0:
+            told = self._worker.text(request)
+            raise TransferFailed(f"UCX cannot read: {told}; it may be retried", status=request)
+        return request
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the bytes go through shared memory only."""
+        return bool(self.lanes) and all(lane.endswith("/memory") for lane in self.lanes)
+
+    def _lanes(self) -> tuple[str, ...]:
+        room = (_Lane * 16)()
+        attributes = _EndpointAttributes(
+            field_mask=8, lanes=room, lane_count=16, lane_bytes=ctypes.sizeof(_Lane)
+        )
+        if self._library.ucp_ep_query(self._endpoint, byref(attributes)):
+            return ()
+        lanes = (room[at] for at in range(attributes.lane_count))
+        return tuple(
+            sorted({f"{lane.transport.decode()}/{lane.device.decode()}" for lane in lanes})
+        )
+
+    def close(self) -> None:
+        """By force, see `UcpWorker.close_endpoint`."""
+        self._library.ucp_rkey_destroy(self._key)
+        self._worker.close_endpoint(self._endpoint)

@@ -1,0 +1,73 @@
+"""Which transports there are: our own, and those that other packages bring.
+
+A package names its subclass of `Transport` in the entry point group `dataplane.transports`. Loading
+one imports its engine, so the peer only looks, and a bulk worker loads.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from dataplane.errors import TransportMissing
+from dataplane.transport.seam import Transport
+
+GROUP = "dataplane.transports"
+TCP = "tcp"
+
+OWN: dict[str, tuple[tuple[str, ...], str]] = {
+    "nixl": (
+        ("nixl_cu13", "nixl_cu12", "nixl"),
+        "pip install --no-deps 'nixl-cu13>=1.5,<2' (without --no-deps it brings torch along)",
+    ),
+    "ucx": (
+        ("ucxx", "ucp"),
+        "pip install 'dataplane[ucx-cu13]' (ucx-cu12 with CUDA 12)",
+    ),
+}
+"""Name: the modules of which one must be installed, and how to install it."""
+
+
+def names() -> list[str]:
+    """All but TCP, in the order in which `auto` tries them: ours first."""
+    theirs = {entry.name for entry in entry_points(group=GROUP)}
+    return [*OWN, *sorted(theirs - OWN.keys() - {TCP})]
+
+
+def missing(name: str) -> str:
+    """What stands in the way of loading a transport, as far as looking tells; "" for nothing."""
+    if name in OWN:
+        modules, install = OWN[name]
+        if any(find_spec(module) is not None for module in modules):
+            return ""
+        return f"{' or '.join(modules)} is not installed: {install}"
+    if name == TCP or any(entry.name == name for entry in entry_points(group=GROUP)):
+        return ""
+    known = ", ".join([TCP, *names()])
+    return f"no installed package brings a transport {name!r} (there are: {known})"
+
+
+def load(name: str) -> type[Transport]:
+    """The class of a transport. TransportMissing says what is not there."""
+    if why := missing(name):
+        raise TransportMissing(f"transport {name}: {why}", transport=name)
+    try:
+        found = _load(name)
+    except (ImportError, AttributeError, OSError) as exc:
+        raise TransportMissing(f"transport {name} cannot be loaded: {exc}", transport=name) from exc
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise TransportMissing(f"transport {name} is not a subclass of Transport", transport=name)
+    return found
+
+
+def _load(name: str) -> object:
+    if name == "nixl":
+        from dataplane.transport.nixl import NixlTransport
+
+        return NixlTransport
+    if name == "ucx":
+        from dataplane.transport.ucx import UcxTransport
+
+        return UcxTransport
+    (entry,) = [one for one in entry_points(group=GROUP) if one.name == name][:1]
+    return entry.load()

@@ -1,0 +1,252 @@
+"""The thread that makes all of UCX's calls in a bulk worker: it reads what others submit.
+
+Reads are cut into pieces, so that a small one never waits for a large one to end. Each has an end
+point to its owner for itself; one that ended well is kept for the next. A failure in this thread
+ends the worker: nobody else could say what UCX still writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DataplaneError, TransferFailed
+from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
+from dataplane.transport.libucp import PENDING, UcpLine, UcpWorker
+from dataplane.wire.tables import Owner
+
+PIECE_BYTES = 256 << 10
+"""The longest single get; a copy of this size stays in cache, and asking for one takes 4 us."""
+WINDOW = 64
+"""Gets of one read that are under way at once."""
+WINDOW_BYTES = 16 << 20
+MEMORY_WINDOW_BYTES = 1 << 20
+"""Under way through shared memory in all. Its queue, one a worker, holds 2 MiB, and an owner that
+finds it full spins: with 2 MiB under way reads were four times slower on busy cores."""
+TURNS = 4
+"""Steps of progress before reads are looked at again. One moves some 128 KiB through shared memory:
+after many of them all that was asked for is here, and nothing is on its way."""
+IDLE_LINES = 8
+"""End points kept per owner: as many as reads of it may run at once."""
+NAPS_MS = (1000, 50)
+"""The longest sleeps, without and with reads under way, should an event be missed."""
+
+logger = logging.getLogger(__name__)
+
+Column = npt.NDArray[np.uint64]
+Target = tuple[int, bytes, bytes]
+"""Generation of a region, its owner's UCX worker address, its remote key."""
+
+
+class Fetch:
+    """One read. `done` is set when it has ended, `error` says how; then nothing writes any more."""
+
+    def __init__(
+        self, owner: Owner, target: Target, dests: Column, sources: Column, sizes: Column
+    ) -> None:
+        self.owner = owner
+        self.target = target
+        self.stopped = False
+        self.done = threading.Event()
+        self.error: DataplaneError | None = None
+        self.line: UcpLine | None = None
+        self.large = int(sizes.sum()) > SMALL_LANE_BYTES
+        pieces = _pieces(dests, sources, sizes)
+        self.left = deque(zip(*(column.tolist() for column in pieces), strict=True))
+        self.under_way: deque[tuple[int, int]] = deque()
+        self.bytes_under_way = 0
+
+
+class UcxReads(threading.Thread):
+    """open_worker: called in this thread; what it raises is in `failure` when `opened` is set."""
+
+    def __init__(self, open_worker: Callable[[], UcpWorker]) -> None:
+        super().__init__(name="ucx", daemon=True)
+        self._open_worker = open_worker
+        self.opened = threading.Event()
+        self.failure: BaseException | None = None
+        self._asked: queue.SimpleQueue[Fetch | Owner] = queue.SimpleQueue()
+        self._live: list[Fetch] = []
+        self._idle: defaultdict[Owner, list[tuple[int, UcpLine]]] = defaultdict(list)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+
+    # from any thread
+
+    def submit(self, fetch: Fetch) -> None:
+        self._asked.put(fetch)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self, fetch: Fetch) -> None:
+        """It ends soon, with an error unless it has ended."""
+        fetch.stopped = True
+        os.eventfd_write(self._wake, 1)
+
+    def forget(self, owner: Owner) -> None:
+        """Closes what is kept for an owner."""
+        self._asked.put(owner)
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Ends every read and the thread."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+
+    # the thread
+
+    def run(self) -> None:
+        try:
+            ucp = self._open_worker()
+        except BaseException as exc:
+            self.failure = exc
+            self.opened.set()
+            return
+        self.opened.set()
+        try:
+            self._serve(ucp)
+        except BaseException:
+            logger.exception("ucx: the worker cannot go on")
+            os._exit(1)
+
+    def _serve(self, ucp: UcpWorker) -> None:
+        poll = select.poll()
+        poll.register(ucp.event_fd, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._closed:
+            self._take_asked()
+            moved = False
+            for fetch in list(self._live):
+                moved |= self._advance(ucp, fetch)
+            turns = 0
+            while turns < TURNS and ucp.progress():
+                turns += 1
+            if not (moved or turns) and self._asked.empty() and ucp.arm():
+                poll.poll(NAPS_MS[bool(self._live)])
+                self._awake()
+        for fetch in list(self._live):
+            self._end(ucp, fetch, TransferFailed("the bulk worker stops"))
+
+    def _awake(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _take_asked(self) -> None:
+        while not self._asked.empty():
+            asked = self._asked.get_nowait()  # nobody else takes any
+            if isinstance(asked, Fetch):
+                self._live.append(asked)
+            else:
+                for _, line in self._idle.pop(asked, []):
+                    line.close()
+
+    def _advance(self, ucp: UcpWorker, fetch: Fetch) -> bool:
+        """Whether anything of it went on."""
+        try:
+            if fetch.stopped:
+                raise TransferFailed("the read was stopped")
+            if fetch.line is None:
+                fetch.line = self._line(ucp, fetch)
+            before = len(fetch.left) + len(fetch.under_way)
+            self._reap(ucp, fetch)
+            self._post(fetch, fetch.line)
+        except DataplaneError as exc:
+            self._end(ucp, fetch, exc)
+            return True
+        if not fetch.left and not fetch.under_way:
+            self._end(ucp, fetch, None)
+            return True
+        return len(fetch.left) + len(fetch.under_way) < before
+
+    def _reap(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        while fetch.under_way:
+            request, nbytes = fetch.under_way[0]
+            status = ucp.status(request)
+            if status == PENDING:
+                return
+            fetch.under_way.popleft()
+            fetch.bytes_under_way -= nbytes
+            if status:
+                raise TransferFailed(
+                    f"a read from peer {fetch.owner.peer!r} broke off: {ucp.text(status)}; it may "
+                    "be retried",
+                    status=status,
+                )
+
+    def _post(self, fetch: Fetch, line: UcpLine) -> None:
+        """A read may always have one get under way, whatever others have."""
+        room = WINDOW_BYTES - fetch.bytes_under_way
+        if line.in_memory:
+            if fetch.large and self._next_large(fetch.owner) is not fetch:
+                return
+            room = MEMORY_WINDOW_BYTES - sum(other.bytes_under_way for other in self._live)
+        left, under_way = fetch.left, fetch.under_way
+        while left and len(under_way) < WINDOW and (room > 0 or not under_way):
+            dest, source, nbytes = left.popleft()
+            request = line.get(dest, nbytes, source)
+            if request:
+                under_way.append((request, nbytes))
+                fetch.bytes_under_way += nbytes
+                room -= nbytes
+
+    def _next_large(self, owner: Owner) -> Fetch | None:
+        """Through shared memory large reads of one owner follow each other: side by side they gain
+        nothing, and took a third longer. Small ones wait for none, nor for a slow owner."""
+        return next(
+            (one for one in self._live if one.large and one.left and one.owner == owner), None
+        )
+
+    def _line(self, ucp: UcpWorker, fetch: Fetch) -> UcpLine:
+        """One kept for this region; those for earlier lives of its worker are closed."""
+        generation, address, key = fetch.target
+        kept = self._idle[fetch.owner]
+        while kept:
+            of, line = kept.pop()
+            if of == generation:
+                return line
+            line.close()
+        line = ucp.connect(address, key)
+        logger.info("ucx: peer %r is read over %s", fetch.owner.peer, ", ".join(line.lanes))
+        return line
+
+    def _end(self, ucp: UcpWorker, fetch: Fetch, error: DataplaneError | None) -> None:
+        """Nothing of it writes afterwards."""
+        self._live.remove(fetch)
+        line, fetch.line, fetch.error = fetch.line, None, error
+        if line is not None:
+            kept = self._idle[fetch.owner]
+            if error is None and len(kept) < IDLE_LINES:
+                kept.append((fetch.target[0], line))
+            else:
+                line.close()
+                self._drain(ucp, fetch)
+        fetch.done.set()
+
+    def _drain(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        """Requests of a closed end point end with the next steps, whoever is at its other end."""
+        while fetch.under_way:
+            ucp.progress()
+            if ucp.status(fetch.under_way[0][0]) != PENDING:
+                fetch.under_way.popleft()
+
+
+def _pieces(dests: Column, sources: Column, sizes: Column) -> tuple[Column, Column, Column]:
+    """Neighbours on both sides joined, then cut to PIECE_BYTES."""
+    apart = (sources[1:] != sources[:-1] + sizes[:-1]) | (dests[1:] != dests[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    sizes = np.add.reduceat(sizes, first)
+    dests, sources = dests[first], sources[first]
+    limit = np.uint64(PIECE_BYTES)
+    count = ((sizes + limit - np.uint64(1)) // limit).astype(np.int64)
+    of = np.repeat(np.arange(len(sizes)), count)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    offset = nth.astype(np.uint64) * limit
+    return dests[of] + offset, sources[of] + offset, np.minimum(sizes[of] - offset, limit)

@@ -1,0 +1,202 @@
+"""The operations of one partition at one peer, as its backup replays them.
+
+They say what happened, not what was asked: a claim is the rows that it got, and the end of a lease
+is its number, so that the result hangs on nothing but the operations and their order. `dump`
+rebuilds a store from the same vocabulary; what only a dump needs has tags from 210.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from dataplane.errors import LimitExceeded, ProtocolError
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
+from dataplane.wire.messages import Body, Finish, Reset, Tag
+from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec, Where
+
+Unit = Literal["rows", "groups"]
+
+
+class Wrote(Body, tag=200):
+    """Rows were put: as new values, over old ones, or with those that are there kept.
+
+    `add`: of a dump. The rows are new, their groups are known by `Sized`, and what the stages make
+    of them is said by `Standing` and `Held`."""
+
+    rows: Rows
+    columns: list[Column]
+    specs: list[Spec]
+    owners: list[Owner]
+    tags: dict[str, list[Scalar]] = {}
+    mode: Literal["new", "replace", "keep", "add"] = "new"
+
+
+class Leased(Body, tag=201):
+    """keys: KEY records of the rows, in the order of the lease; group_keys: of groups that were
+    taken whole. lease_ms 0: no hard limit."""
+
+    stage: str
+    unit: Unit
+    lease: int
+    keys: bytes
+    group_keys: bytes
+    holder: int
+    lease_ms: int
+
+
+class Returned(Body, tag=202):
+    """Leases ended without an outcome (time, or the holder's death); rows of the first come first.
+
+    They are named by number: the backup's clock decides nothing."""
+
+    leases: list[int]
+
+
+class Discarded(Body, tag=203):
+    """Rows were dropped: by KEY records of rows, by KEY records of groups, or by a filter."""
+
+    rows: bytes = b""
+    groups: bytes = b""
+    where: Where | None = None
+
+
+class Expected(Body, tag=204):
+    """A group has n rows. group: its KEY; name None: minted."""
+
+    group: bytes
+    n: int
+    name: Name | None = None
+
+
+class Lost(Body, tag=205):
+    """A peer is no more; rows with bytes there went, and their groups with them."""
+
+    owner: Owner
+
+
+class Relocated(Body, tag=206):
+    """Values moved: what lay in ranges[i] of `owner` lies in to_ranges[i] of `to_owner` (RANGE)."""
+
+    owner: Owner
+    ranges: bytes
+    to_owner: Owner
+    to_ranges: bytes
+
+
+class Sized(Body, tag=210):
+    """Groups, without their rows. expected: u4, 0xFFFFFFFF unknown. gone: u4, rows it had that are
+    no more. dropped: u4, those of them that were dropped. closed: a byte each."""
+
+    keys: bytes
+    names: list[Name] | None
+    expected: bytes
+    gone: bytes
+    dropped: bytes
+    closed: bytes
+
+
+class Standing(Body, tag=211):
+    """Units of a stage that are not pending; ready ones oldest first. Leased rows are in `Held`.
+
+    split: groups of which rows were taken or acked singly."""
+
+    stage: str
+    unit: Unit
+    state: Literal["ready", "leased", "acked", "split"]
+    keys: bytes
+
+
+class Held(Body, tag=212):
+    """A lease, which starts anew. left: a byte a position: 0 finished, 1 in hand, 2 gone.
+
+    keys: KEY records of the positions that are 1. lease_ms 0: no hard limit."""
+
+    stage: str
+    unit: Unit
+    lease: int
+    left: bytes
+    keys: bytes
+    holder: int
+    lease_ms: int
+
+
+class Buried(Body, tag=213):
+    """Tombstones: KEY records of dropped rows and groups, oldest first."""
+
+    keys: bytes
+
+
+class Summary(Body, tag=214):
+    """closed_groups: that closed here, gone ones included. forgotten: tombstones. fields: every
+    field that some row has had. finished: u8, leases that were finished. lost: stage -> rows that
+    went with a peer before it was done with them."""
+
+    closed_groups: int
+    forgotten: int
+    fields: list[str]
+    finished: bytes = b""
+    lost: dict[str, int] = {}
+
+
+Op = (
+    Wrote
+    | Leased
+    | Returned
+    | Finish
+    | Tag
+    | Discarded
+    | Expected
+    | Reset
+    | AddStage
+    | Phase
+    | Lost
+    | Relocated
+    | Restore
+    | Sized
+    | Standing
+    | Held
+    | Buried
+    | Summary
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(
+    Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
+)
+
+
+def encode_ops(ops: Sequence[Op]) -> bytes:
+    """LimitExceeded for more operations, or bytes, than a message may have: ship fewer at once."""
+    if len(ops) > MAX_OPS_PER_MESSAGE:
+        raise LimitExceeded(
+            f"{len(ops)} operations in one message; the limit is {MAX_OPS_PER_MESSAGE}",
+            limit=MAX_OPS_PER_MESSAGE,
+        )
+    data = _encoder.encode(ops)
+    if len(data) > MAX_FRAME_BYTES:
+        raise LimitExceeded(
+            f"{len(ops)} operations have {len(data)} bytes; a message has at most "
+            f"{MAX_FRAME_BYTES}",
+            size=len(data),
+            limit=MAX_FRAME_BYTES,
+        )
+    return data
+
+
+def decode_ops(data: bytes | memoryview) -> list[Op]:
+    """ProtocolError for what is no list of operations, or is over the limits."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"operations of {len(data)} bytes; the limit is {MAX_FRAME_BYTES}",
+            limit=MAX_FRAME_BYTES,
+        )
+    try:
+        ops: list[Op] = _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a list of operations: {exc}") from exc
+    return ops

@@ -1,0 +1,159 @@
+"""What keeps a plane whole: life signs, rosters, what new homes learn, operations for backups,
+what was lost or not answered, and whether anybody still moves."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dataplane.wire.messages import Body
+from dataplane.wire.tables import Definition, Name, Owner, RosterTable
+
+
+class Beat(Body, tag=140):
+    """The sender lives; answered by `Rostered`. Any peer may be asked for its roster so.
+
+    synced: its backup, in the roster of this message's epoch, has all that it has. leaving: it
+    wants to hand over its shards. clear: members at which none of its rows' values lie. wanted:
+    somebody uses it, or may soon.
+    """
+
+    synced: bool = False
+    leaving: bool = False
+    clear: list[str] = []
+    wanted: bool = False
+
+
+class Rostered(Body, tag=141):
+    """The sender's roster; None where the receiver has it. Also sent unasked, when it is new.
+
+    wanted: to a member's `Beat`, whether the authority was told so by any member.
+    """
+
+    table: RosterTable | None = None
+    wanted: bool = False
+
+
+class KnownPartition(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer knows of a partition, for the new home of its record."""
+
+    partition: str
+    generation: int
+    definition: Definition
+    phase: Literal["open", "sealing", "sealed", "dropped"]
+    closed_groups: int
+
+
+class KnownNames(msgspec.Struct, array_like=True, frozen=True):
+    """Names that the sender's shards have. keys: KEY records; shard: for all of them."""
+
+    partition: str
+    generation: int
+    groups: bool
+    shard: int
+    keys: bytes
+
+
+class Restated(Body, tag=142):
+    """To a peer that was given shards by the roster of this message's epoch: what the sender knows
+    of the partitions and names that are looked up there now. last: nothing follows."""
+
+    partitions: list[KnownPartition] = []
+    names: list[KnownNames] = []
+    last: bool = True
+
+
+class Shipment(msgspec.Struct, array_like=True, frozen=True):
+    """Operations of one partition, each as `journal.encode_ops` of one. definition: the backup
+    makes a new copy first, of the partition as it was declared."""
+
+    partition: str
+    generation: int
+    ops: list[bytes]
+    definition: Definition | None = None
+
+
+class Append(Body, tag=143):
+    """To the sender's backup: what its shards did, in order.
+
+    stream: of one dump and all that follows. first: number of the first operation in the stream;
+    0 begins it. holders: sessions that leases name, with the address of their peer.
+    """
+
+    stream: int
+    first: int
+    shipments: list[Shipment]
+    holders: list[tuple[int, str]] = []
+
+
+class Inherited(Body, tag=144):
+    """To every owner of values: the sender has taken over the shards of `origin`, and holds these
+    references of the receiver's that those held. RANGE records, u4 counts."""
+
+    origin: Owner
+    ranges: bytes
+    counts: bytes
+
+
+class LostRows(Body, tag=145):
+    """Rows of the sender's shards were lost with a peer."""
+
+    partition: str
+    generation: int
+    names: list[Name]
+
+
+class CanLose(Body, tag=146):
+    """How many rows of the receiver's can still be lost, when it has told of all that were?"""
+
+    partition: str
+    generation: int
+
+
+class Remaining(Body, tag=147):
+    """All that the sender lost has been told. rows: of the partition, not yet done at a stage."""
+
+    rows: int
+
+
+class Held(Body, tag=148):
+    """Leases of a lost peer's that the sender took over, or whose grant was not answered: which
+    does no claim of the receiver's clients hold? One that still waits forgets them."""
+
+    leases: list[int]
+
+
+class Unheld(Body, tag=149):
+    """Those of them that nobody holds, or ever will."""
+
+    leases: list[int]
+
+
+class Void(Body, tag=152):
+    """Was this operation carried out, which the receiver never answered? If not, it never will be.
+
+    session and op are the envelope's. part: which part of it, see protocol/peers.md. `PutDone`
+    where it was."""
+
+    part: int
+
+
+class CanFree(Body, tag=150):
+    """The sender's producers wait for room: can anybody of the receiver's clients free some?"""
+
+
+class Stirring(Body, tag=151):
+    """Who at the sender's host may still free rows.
+
+    filled: partitions of which it has rows. busy: partitions of clients that do not wait in a call.
+    held: rows are leased, or stay or go for other reasons than a stage's. claims: how many wait.
+    claimable: rows are ready for some stage. done: operations so far, to see whether any came.
+    """
+
+    filled: list[str]
+    busy: list[str]
+    held: bool
+    claims: int
+    claimable: bool
+    done: int

@@ -1,0 +1,154 @@
+"""Links are cut and healed under a plane of four hosts; what became of each promise.
+
+`cut`: one host's cable is pulled while it holds rows with `replicas=2`. `parted`: two hosts do not
+reach each other, and both reach everybody else. Each is a dict with `ok` and figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import numpy as np
+
+from dataplane import DataplaneError, Partition, Plane
+from deploy.testbed.network import Network
+from deploy.testbed.peers import Peers, members, name, peers, until
+
+HOSTS = 4
+GROUPS, ROWS, WORDS = 12, 4, 4_096
+VALUE_BYTES = 8 * WORDS
+FAIL_OVER_S = 3.0
+"""The promise, of machines that have processor time for their peers."""
+CALL_S = 4.0
+LEEWAY_S = 6.0
+"""What a client waits beyond a call's deadline for its own peer, docs/guarantees.md."""
+_NEAR, _CUT = 1, 3
+
+
+def cut(rate: str | None) -> dict[str, Any]:
+    """A host is cut off, its rows are read elsewhere, and it comes back as an empty one."""
+    with Network(HOSTS, rate) as network, peers(network) as running:
+        near, far = running.connect(_NEAR), running.connect(_CUT)
+        part = near.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
+        _put(part, "near")
+        _put(far.partition("p"), "far")
+        lives = _lives(near)
+        network.cut(_CUT)
+        began = time.monotonic()
+        gone = network.address(_CUT)
+        until(lambda: not any(gone in member for member in members(near)), "it is called lost")
+        noticed_s = time.monotonic() - began
+        batch = part.claim("s", groups=2 * GROUPS, timeout=60)
+        claimed_s = time.monotonic() - began
+        intact = sorted(batch.keys) == sorted(_keys("near") + _keys("far")) and _intact(batch)
+        refused = _refused(far.partition("p"))
+        network.heal(_CUT)
+        healed_s = _returns(running, near, lives)
+        travels = _travels(running)
+        for client in (near, far):
+            _leave(client)
+        in_time = refused["seconds"] <= CALL_S + LEEWAY_S
+        return {
+            "ok": intact and refused["typed"] and in_time and travels,
+            "rows": len(batch.keys),
+            "lost_rows": 2 * GROUPS * ROWS - len(batch.keys),
+            "contents_ok": intact,
+            "noticed_seconds": round(noticed_s, 2),
+            "read_elsewhere_seconds": round(claimed_s, 2),
+            "within_promise": claimed_s <= FAIL_OVER_S,
+            "call_at_the_cut_host": refused,
+            "returned_empty_seconds": round(healed_s, 2),
+            "works_again": travels,
+        }
+
+
+def parted(rate: str | None) -> dict[str, Any]:
+    """Two hosts do not reach each other: calls between them end, and all is well when they do."""
+    with Network(HOSTS, rate) as network, peers(network) as running:
+        one, other = running.connect(_NEAR), running.connect(_CUT)
+        part = one.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
+        _put(other.partition("p"), "far")
+        network.sever(_NEAR, _CUT)
+        began = time.monotonic()
+        outcome = _read(part)
+        ended_s = time.monotonic() - began
+        network.mend(_NEAR, _CUT)
+        healed = time.monotonic()
+        until(lambda: len(members(one)) == HOSTS, "all are members again")
+        until(lambda: _read(running.connect(_NEAR).partition("p")) == "read", "the rows are read")
+        healed_s = time.monotonic() - healed
+        for client in (one, other):
+            _leave(client)
+        return {
+            "ok": ended_s <= CALL_S + LEEWAY_S,
+            "call_across": outcome,
+            "call_across_seconds": round(ended_s, 2),
+            "whole_again_seconds": round(healed_s, 2),
+        }
+
+
+def _keys(who: str) -> list[str]:
+    return [f"{who}-{row}" for row in range(GROUPS * ROWS)]
+
+
+def _put(part: Partition, who: str) -> None:
+    """Acknowledged rows, each with its number in every word."""
+    keys = _keys(who)
+    groups = [f"{who}-{row // ROWS}" for row in range(len(keys))]
+    values = [np.full(WORDS, row, np.int64) for row in range(len(keys))]
+    part.put({"x": values}, key=keys, group=groups)
+
+
+def _intact(batch: Any) -> bool:
+    numbers = [int(key.rpartition("-")[2]) for key in batch.keys]
+    pairs = zip(numbers, batch["x"], strict=True)
+    return all(value.shape == (WORDS,) and bool((value == n).all()) for n, value in pairs)
+
+
+def _read(part: Partition) -> str:
+    try:
+        return "read" if _intact(part.get(_keys("far"), timeout=CALL_S)) else "altered"
+    except DataplaneError as error:
+        return type(error).__name__
+
+
+def _refused(part: Partition) -> dict[str, Any]:
+    """A put at a host that is cut off: a typed error, in time."""
+    began = time.monotonic()
+    try:
+        part.put({"x": [1]}, key=["late"], timeout=CALL_S)
+    except DataplaneError as error:
+        told = {"error": type(error).__name__, "typed": True}
+    else:
+        told = {"error": "none", "typed": False}
+    return told | {"seconds": round(time.monotonic() - began, 2)}
+
+
+def _lives(plane: Plane) -> dict[str, int]:
+    return {peer: of.get("incarnation", 0) for peer, of in plane.stats()["peers"].items()}
+
+
+def _returns(running: Peers, near: Plane, before: dict[str, int]) -> float:
+    """Until the host is a member again, as another life of its peer, with nothing."""
+    began = time.monotonic()
+    name_ = name(_CUT)
+    until(lambda: _lives(near).get(name_, before[name_]) != before[name_], f"{name_} is back")
+    with running.connect(_CUT) as again:
+        until(lambda: again.stats()["arena"]["used_bytes"] < VALUE_BYTES * ROWS, "it is empty", 20)
+    return time.monotonic() - began
+
+
+def _travels(running: Peers) -> bool:
+    """Rows put at the host that returned are read elsewhere."""
+    with running.connect(_CUT) as again, running.connect(_NEAR) as near:
+        part = again.partition("after", {"s": ["x"]}, group_size=ROWS)
+        _put(part, "after")
+        batch = near.partition("after").claim("s", groups=GROUPS, timeout=60)
+        return _intact(batch)
+
+
+def _leave(client: Plane) -> None:
+    with contextlib.suppress(DataplaneError):  # its peer's former life may be gone
+        client.close()

@@ -1,0 +1,37 @@
+"""The other planes of the comparison, where `make test-compare` has installed them."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.compare.contenders import CONTENDERS
+from bench.compare.measure import Report, Settings, describe, measure
+from tests import leaks
+
+MIB = 1 << 20
+OTHERS = [name for name in CONTENDERS if name != "dataplane"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def silent(done: int, whole: int) -> None:
+    """No progress bar."""
+
+
+@pytest.mark.compare
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_another_plane_hands_out_what_was_put(name: str, hosts: int) -> None:
+    told = describe(CONTENDERS[name], Settings())
+    if told["status"] == "not installed":
+        pytest.skip(f"{told['error']}: `make test-compare` installs it")
+    settings = Settings(
+        planes=(name,), sizes=(MIB,), hosts=(hosts,), rows=16, rounds=1, repeats=1, singles=3
+    )
+    kept: list[Report] = []
+    report = measure(settings, silent, kept.append)
+    assert report["planes"][name]["error"] == ""
+    operations = {(line["batch"], line["operation"]) for line in report["results"]}
+    forms = {("1 MiB", form) for form in ("floor", "put", "handle", "read", "packed")}
+    assert operations == forms | {("1 row", "put"), ("1 row", "cycle")}
+    assert not leaks.children()

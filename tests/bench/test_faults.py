@@ -1,0 +1,57 @@
+"""The scenarios that damage a plane, short: each promise is kept, and the report says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+
+SHORT = ["--seconds", "3", "--frames", "100"]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "killed_two_replicas",
+        "killed_one_replica",
+        "frozen",
+        "failing_calls",
+        "slow_consumer",
+        "corrupt_frames",
+        "stranger",
+    ],
+)
+def test_a_promise_is_kept_under_damage(scenario: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    main(["faults", "--only", scenario, *SHORT, "--json", str(report)])
+    outcome = json.loads(report.read_text())["outcomes"][scenario]
+    assert outcome.get("hanging", False) is False, outcome
+    # Speed is for the bench to tell: a busy machine is slow to notice, and loses no row.
+    for kept in (
+        "lost_rows_not_named",
+        "wrong_rows",
+        "rows_left",
+        "accepted_at_peer_ports",
+        "accepted_at_bulk_ports",
+    ):
+        if kept in outcome:
+            assert outcome[kept] == 0, outcome
+    if scenario == "killed_two_replicas":
+        assert outcome["lost_rows"] == 0, outcome
+    assert "error" not in outcome, outcome
+
+
+def test_a_scenario_that_breaks_off_is_a_broken_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks() -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("bench.faults.dying.frozen", breaks)
+    report = tmp_path / "report.json"
+    assert main(["faults", "--only", "frozen", "--json", str(report)]) == 1
+    outcome = json.loads(report.read_text())["outcomes"]["frozen"]
+    assert outcome == {"ok": False, "error": "OSError: no room"}

@@ -1,0 +1,141 @@
+"""Planes on Ray: what they do without a cluster, and that a plane not installed is reported."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from bench.planes import PLANES
+from bench.planes.dataplane_plane import DataplanePlane
+from bench.planes.ray_board import Board, Mailbox
+from bench.planes.ray_driver import concatenated
+from bench.planes.ray_store import shareable
+from bench.run import Settings, execute
+
+TOGETHER = (("reward", "reference"), ("train",))
+FILTERED = (("reward",), ("reference",), ("train",))
+OPTIONAL = [name for name, plane in PLANES.items() if plane.packages]
+
+
+def silent(rows: int, expected: int) -> None:
+    """No progress bar."""
+
+
+async def test_a_group_is_offered_for_training_once_both_annotators_are_done() -> None:
+    board = Board([1], TOGETHER)
+    await board.put(0, 7, 0, {"tokens": (10,)})
+    assert await board.next(0, "reward", ["tokens"], 0) == (7, {"tokens": (10,)}, 0)
+    assert await board.next(0, "reward", ["tokens"], 0) is None
+    training = asyncio.create_task(board.next(0, "train", ["tokens", "score"], 1))
+    await board.add("reward", 7, 0, {"score": (4,)})
+    await board.next(0, "reference", ["tokens"], 0)
+    assert not training.done()
+    await board.add("reference", 7, 0, {})
+    assert await training == (7, {"tokens": (10,), "score": (4,)}, 14)
+
+
+async def test_the_board_counts_what_a_host_fetches_for_the_first_time_only() -> None:
+    board = Board([1], TOGETHER)
+    await board.put(0, 1, 0, {"tokens": (10,)})
+    taken = [await board.next(0, stage, ["tokens"], 1) for stage in ("reward", "reference")]
+    assert [unseen for _, _, unseen in filter(None, taken)] == [10, 0]
+
+
+async def test_a_dropped_group_reaches_no_later_stage_and_nobody_waits_for_it() -> None:
+    board = Board([2], FILTERED)
+    for prompt in (0, 1):
+        await board.put(0, prompt, 0, {})
+    waiting = [asyncio.create_task(board.next(0, "reference", [], 0)) for _ in range(2)]
+    over = asyncio.create_task(board.finished())
+    for prompt in (0, 1):
+        assert await board.next(0, "reward", [], 0) == (prompt, {}, 0)
+    await board.drop(0)
+    await board.add("reward", 1, 0, {})
+    done = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert sorted(done, key=bool) == [None, (1, {}, 0)]
+    assert await board.next(0, "reward", [], 0) is None
+    await board.add("reference", 1, 0, {})
+    assert await board.next(0, "train", [], 0) == (1, {}, 0)
+    assert not over.done()
+    await board.add("train", 1, 0, {})
+    await asyncio.wait_for(over, 5)
+
+
+async def test_who_takes_first_waits_until_there_is_enough() -> None:
+    mail = Mailbox()
+    taking = asyncio.create_task(mail.take("a", 2))
+    await mail.offer("a", 1)
+    await mail.offer("b", 2)
+    assert not taking.done()
+    await mail.offer("a", 3)
+    assert await taking == [1, 3]
+
+
+def test_concatenated_rows_come_back_as_they_were() -> None:
+    rows = [np.arange(6).reshape(2, 3), np.arange(4), np.arange(0)]
+    packed = concatenated(rows, dedup=False)
+    assert packed.flat.size == 10
+    for row, back in zip(rows, packed.rows(), strict=True):
+        np.testing.assert_array_equal(row, back)
+
+
+def test_a_shared_row_is_one_part_only_with_dedup() -> None:
+    media = np.arange(100)
+    rows = [media, media, np.arange(5)]
+    with_dedup, without = concatenated(rows, True), concatenated(rows, False)
+    assert (with_dedup.flat.size, without.flat.size) == (105, 205)
+    views = with_dedup.rows()
+    assert views[0] is views[1]
+
+
+def test_a_stored_column_is_repeated_only_without_dedup() -> None:
+    media = np.zeros(100)
+    form, nbytes = shareable([media, media], True)
+    assert (nbytes, form[0] is form[1]) == (800, True)
+    form, nbytes = shareable([media, media], False)
+    assert (nbytes, form[0] is form[1]) == (1600, False)
+
+
+def test_a_plane_that_is_not_installed_is_a_result_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DataplanePlane, "packages", ("no-such-package",))
+    settings = Settings(trace="math", planes=("dataplane",), prompts=1)
+    run = execute(settings, "dataplane", True, silent)
+    assert (run["status"], run["error"]) == ("not installed", "it needs no-such-package")
+    assert run["rows"] == 0
+
+
+@pytest.mark.compare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("trace", ["math", "math_open", "video"])
+def test_every_row_reaches_a_trainer_through_another_plane(name: str, trace: str) -> None:
+    if missing := PLANES[name].missing():
+        pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
+    for dedup in PLANES[name].dedup_variants if trace == "video" else (False,):
+        settings = Settings(trace=trace, planes=(name,), prompts=2, steps=2, timeout_s=200)
+        run = execute(settings, name, dedup, silent)
+        assert (run["status"], run["error"]) == ("ok", "")
+        assert run["moved"]["copied_in"] > 0
+
+
+@pytest.mark.compare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_all_ranks_of_a_trainer_read_every_row_of_its_batches(name: str) -> None:
+    if missing := PLANES[name].missing():
+        pytest.skip(f"not installed: {', '.join(missing)}: `make test-compare` installs it")
+    settings = Settings(trace="math", planes=(name,), prompts=4, tp=2, timeout_s=200)
+    run = execute(settings, name, False, silent)
+    assert (run["status"], run["error"]) == ("ok", "")
+    assert run["rows"] == run["rows_expected"]
+
+
+async def test_another_rank_finds_the_group_that_its_first_rank_was_given() -> None:
+    board = Board([1], TOGETHER)
+    await board.put(0, 1, 0, {"tokens": (10,)})
+    assert await board.next(0, "reward", ["tokens"], 1) == (1, {"tokens": (10,)}, 10)
+    assert await board.places(1, ["tokens"], 1) == ({"tokens": (10,)}, 0)

@@ -1,0 +1,189 @@
+"""The simulator: its clockwork by hand, its designs by what must hold, one small run to the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import simpy
+
+from bench.cli import main
+from bench.pace import ideal_seconds
+from bench.planes.base import Job
+from bench.sim.central import Central
+from bench.sim.costs import Costs, Place, Price, Work
+from bench.sim.decentral import Decentral
+from bench.sim.fit import least_squares
+from bench.sim.model import Design, Model, Outcome
+from bench.sim.plan import Plan
+from bench.sim.share import Shared
+
+PER_BYTE = Price(once=1e-3, text_byte=1e-9, media_byte=1e-9)
+ONE_MACHINE = Place(cores=2, one_machine=True)
+CLUSTER = Place(cores=1, one_machine=False, link_bytes_s=25e9, round_trip_s=5e-5, copiers=8)
+
+
+def costs(price: Price = PER_BYTE, operation: float = 1e-3, moved_byte: float = 1e-9) -> Costs:
+    stage = {"claim": price, "read": price, "add": price}
+    return Costs(
+        activities={
+            "rollout": {"generate": price, "digest": price, "put": price},
+            "reward": stage,
+            "reference": stage,
+            "train": {"claim": price, "check": price},
+        },
+        operation=operation,
+        moved_byte=moved_byte,
+        start_byte=0.0,
+        idle=0.0,
+        watch=0.0,
+    )
+
+
+def job(**changes: object) -> Job:
+    settings = {
+        "trace": "image",
+        "prompts": 8,
+        "seed": 3,
+        "hosts": 4,
+        "trainers": 4,
+        "dedup": True,
+        "columns": "needed",
+        "arena_bytes": 1 << 28,
+        "folder": "",
+        "parent": 0,
+        "steps": 2,
+        "pace": 100.0,
+    }
+    return Job(**(settings | changes))  # type: ignore[arg-type]
+
+
+def run(told: Job, design: type[Design], place: Place, prices: Costs) -> Outcome:
+    return Model(Plan(told), prices, place, design).run()
+
+
+def finished(
+    shared: Shared, env: simpy.Environment, jobs: list[tuple[float, float]]
+) -> list[float]:
+    """When jobs of (start, amount) are done."""
+    ends = [0.0] * len(jobs)
+
+    def one(number: int, start: float, amount: float):  # type: ignore[no-untyped-def]
+        yield env.timeout(start)
+        yield shared.use(amount)
+        ends[number] = env.now
+
+    for number, (start, amount) in enumerate(jobs):
+        env.process(one(number, start, amount))
+    env.run()
+    return ends
+
+
+def test_who_uses_a_pool_at_the_same_time_shares_it() -> None:
+    env = simpy.Environment()
+    ends = finished(Shared(env, 2.0, 1.0), env, [(0, 1.0), (0, 1.0), (0, 1.0), (1, 0.5)])
+    # Three on two cores run at 2/3 until second 1, then four at 1/2 until the first three are done.
+    assert ends == pytest.approx([5 / 3, 5 / 3, 5 / 3, 11 / 6])
+
+
+def test_a_lone_user_gets_no_more_than_one_core_and_a_rival_takes_its_part() -> None:
+    env = simpy.Environment()
+    assert finished(Shared(env, 2.0, 1.0), env, [(0, 3.0)]) == [3.0]
+    env = simpy.Environment()
+    assert finished(Shared(env, 1.0, 1.0, rivals=1.0), env, [(0, 3.0)]) == [6.0]
+
+
+def test_a_crowded_link_loses_speed() -> None:
+    env = simpy.Environment()
+    link = Shared(env, 10.0, 10.0, crowd=2, crowded=0.5)
+    # Three at 5/3 a second each; nobody is done before the others.
+    assert finished(link, env, [(0, 10.0)] * 3) == pytest.approx([6.0] * 3)
+
+
+def test_prices_are_found_again_and_never_negative() -> None:
+    columns = [[1, 10.0], [2, 10.0], [3, 70.0], [4, 20.0]]
+    wanted = [3 * a + 0.5 * b for a, b in columns]
+    assert least_squares(columns, wanted) == pytest.approx([3.0, 0.5])
+    assert min(least_squares([[1, 2.0], [2, 1.0]], [1.0, -1.0])) >= 0
+
+
+def test_a_price_is_of_a_time_its_rows_and_its_bytes() -> None:
+    price = Price(once=1.0, row=0.1, text_byte=0.01, media_byte=0.001)
+    assert price.of(Work(rows=2, text_bytes=3, media_bytes=4)) == pytest.approx(1.234)
+
+
+@pytest.mark.parametrize("trace", ["image", "math_open", "search"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_planes_that_cost_nothing_take_the_recorded_time(trace: str, staleness: int) -> None:
+    told = job(trace=trace, staleness=staleness)
+    took = run(told, Decentral, ONE_MACHINE, costs(Price(), 0.0, 0.0)).step_ends[-1]
+    # A free reward worker takes several groups at once here, and one at a time there.
+    assert took == pytest.approx(ideal_seconds(told), rel=0.1)
+
+
+@pytest.mark.parametrize("design", [Decentral, Central])
+@pytest.mark.parametrize("trace", ["image", "math_open", "search"])
+def test_the_same_job_takes_the_same_time_and_every_group_is_claimed(
+    design: type[Design], trace: str
+) -> None:
+    told = job(trace=trace, abort=0.2 if trace == "search" else 0.0)
+    one, other = (run(told, design, ONE_MACHINE, costs()) for _ in range(2))
+    assert one.step_ends == other.step_ends and one.claim_s == other.claim_s
+    plan = Plan(told)
+    most = sum(len(plan.stage_of(s, 0) + plan.stage_of(s, 1)) for s in ("reward", "reference"))
+    trained = len(plan.stage_of("train", 0) + plan.stage_of("train", 1))
+    if told.task.survive is None:
+        assert trained == len([p for p in told.generate() if told.fate(p) != "aborted"])
+    assert trained <= len(one.claim_s) <= most + trained
+
+
+def test_fewer_cores_make_a_step_longer() -> None:
+    slow = costs(Price(text_byte=1e-8, media_byte=1e-8))
+    two, one = (
+        run(job(), Decentral, Place(cores=cores, one_machine=True), slow).step_s for cores in (2, 1)
+    )
+    assert one > two
+
+
+def test_a_claim_touches_at_most_three_peers_at_any_size() -> None:
+    for hosts in (1, 4, 32):
+        told = job(hosts=hosts, trainers=hosts, prompts=2 * hosts, steps=1)
+        peers = run(told, Decentral, CLUSTER, costs()).peers
+        assert max(peers) <= min(3, hosts)
+        assert sum(peers.values()) <= 3 * told.prompts
+
+
+def test_a_controller_holds_the_whole_batch_and_a_peer_its_share() -> None:
+    small, large = (job(hosts=n, trainers=n, prompts=2 * n, steps=1) for n in (4, 16))
+    central = [run(told, Central, CLUSTER, costs()).peak_bytes[0] for told in (small, large)]
+    for told, held in zip((small, large), central, strict=True):
+        plan = Plan(told)
+        batch = sum(plan.work_of("written", prompt).nbytes for prompt in told.generate())
+        assert batch <= held <= 1.1 * batch
+    peers = run(large, Decentral, CLUSTER, costs()).peak_bytes
+    assert max(peers) < central[1] / 2
+    repeated = run(job(dedup=False, steps=1), Central, CLUSTER, costs()).peak_bytes[0]
+    assert repeated > 4 * central[0]
+
+
+def test_a_quick_simulation_reports_what_it_fitted_checked_and_modelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sim.json"
+    assert main(["sim", "--quick", "--hosts", "2,8", "--json", str(path)]) == 0
+    told = json.loads(path.read_text())
+    assert told["quick"] and {case["plane"] for case in told["cases"]} == {
+        "dataplane",
+        "controller",
+    }
+    for case in told["cases"]:
+        off = abs(case["predicted_step_s"] - case["median_step_s"]) / case["median_step_s"]
+        assert case["accuracy"] == pytest.approx(1 - off)
+        assert case["predicted_step_s"] >= 0.9 * case["recorded_step_s"]
+    mean = sum(case["accuracy"] for case in told["cases"]) / len(told["cases"])
+    assert told["accuracy"] == pytest.approx(mean)
+    assert [result["hosts"] for result in told["model"]] == [2, 2, 2, 8, 8, 8]
+    assert all(result["model"] for result in told["model"])
+    shown = capsys.readouterr().out
+    assert "a model, not a measurement" in shown and f"accuracy {mean:.3f}" in shown

@@ -1,0 +1,172 @@
+"""Three hosts with networks of their own, and what is done to one of them.
+
+"a" keeps the roster, the test's calls come from "b", and "c" is damaged, which has the row "k", of
+which with `replicas=2` a second copy is elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import dataplane
+from dataplane import Plane
+from dataplane.launch.token import new_token
+from tests.chaos.network import FAIR, Switch, Weather
+from tests.end_to_end.conftest import PLANE, Cluster, until
+
+PORT = 7101
+VICTIM = "c"
+HEALED_S = 1.2
+"""After so long a damage that passes has passed: less than it takes to call a peer lost."""
+LONG_S = 6.0
+"""So long that the peer is called lost."""
+HEADROOM_BYTES = 4 << 20
+X, Y = np.arange(100_000), np.arange(50_000)
+
+
+class Hosts(Cluster):
+    """A cluster whose peers reach each other through a switch."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.switch = Switch(PORT)
+        self.planes: dict[str, Plane] = {}
+        self._timers: list[threading.Timer] = []
+        token = run_dir / "token"
+        token.touch(0o600)
+        token.write_text(new_token())
+        os.environ["DATAPLANE_TOKEN_FILE"] = str(token)
+
+    @staticmethod
+    def address(name: str) -> str:
+        return f"10.77.0.{ord(name) - ord('a') + 1}"
+
+    def launch(self, name: str, *more: str, seeds: str = "abc") -> None:
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command += ["--arena", "64MiB", "--listen", f"tcp://{self.address(name)}:{PORT}"]
+        command += ["--seeds", ",".join(f"tcp://{self.address(s)}:{PORT}" for s in seeds), *more]
+        log = str(self.run_dir / f"{name}.log")
+        self.peers[name] = self.switch.start(self.address(name), command, log)
+
+    def start_all(self) -> None:
+        for name in "abc":
+            self.launch(name)
+        for name in "abc":
+            self._await(name)
+            self.planes[name] = self.connect(name)
+        until(self.protected, "backups are in sync", 60)
+
+    def protected(self) -> bool:
+        return self.planes["a"].stats()["roster"]["unprotected"] == 0
+
+    def members(self) -> int:
+        return len(self.planes["a"].stats()["roster"]["members"])
+
+    @property
+    def victim(self) -> int:
+        return self.peers[VICTIM].pid
+
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, act)
+        self._timers.append(timer)
+        timer.start()
+
+    def settle(self) -> None:
+        """All that was to pass has passed."""
+        for timer in self._timers:
+            timer.join()
+        self._timers.clear()
+
+    def stop(self) -> None:
+        self.settle()
+        for process in self.peers.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+        self.switch.set(self.address(VICTIM), FAIR)
+        for plane in self.planes.values():
+            with contextlib.suppress(dataplane.DataplaneError):
+                plane.close()
+        try:
+            super().stop()
+        finally:
+            self.switch.close()
+
+
+# what is done to the victim
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """act: do it; what passes by itself is over when the hosts have settled."""
+
+    act: Callable[[Hosts], None]
+
+
+def _kill(hosts: Hosts) -> None:
+    hosts.peers[VICTIM].kill()
+    hosts.peers[VICTIM].wait()
+
+
+def _stop(hosts: Hosts) -> None:
+    os.kill(hosts.victim, signal.SIGSTOP)
+    hosts.later(LONG_S, lambda: os.kill(hosts.victim, signal.SIGCONT))
+
+
+def _pause(hosts: Hosts) -> None:
+    os.kill(hosts.victim, signal.SIGSTOP)
+    hosts.later(HEALED_S / 2, lambda: os.kill(hosts.victim, signal.SIGCONT))
+
+
+def _weather(weather: Weather, lasts_s: float) -> Callable[[Hosts], None]:
+    def act(hosts: Hosts) -> None:
+        address = hosts.address(VICTIM)
+        hosts.switch.set(address, weather)
+        hosts.later(lasts_s, lambda: hosts.switch.set(address, FAIR))
+
+    return act
+
+
+def _limited(which: int, most: Callable[[int], int]) -> Callable[[Hosts], None]:
+    def act(hosts: Hosts) -> None:
+        pid = hosts.victim
+        soft, hard = resource.prlimit(pid, which)
+        resource.prlimit(pid, which, (most(pid), hard))
+
+        def lift() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, which, (soft, hard))
+
+        hosts.later(HEALED_S, lift)
+
+    return act
+
+
+def _mapped_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+SLOW = Weather(delay_s=0.03, bytes_per_s=4e6)
+DAMAGES = {
+    "kill": Damage(_kill),
+    "stop": Damage(_stop),
+    "pause": Damage(_pause),
+    "cut": Damage(_weather(Weather(cut=True), HEALED_S)),
+    "long cut": Damage(_weather(Weather(cut=True), LONG_S)),
+    "slow": Damage(_weather(SLOW, LONG_S)),
+    "corrupt": Damage(_weather(Weather(corrupt=5), HEALED_S)),
+    "memory": Damage(_limited(resource.RLIMIT_AS, lambda pid: _mapped_bytes(pid) + HEADROOM_BYTES)),
+    "descriptors": Damage(
+        _limited(resource.RLIMIT_NOFILE, lambda pid: len(os.listdir(f"/proc/{pid}/fd")))
+    ),
+}

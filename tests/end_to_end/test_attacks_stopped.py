@@ -1,0 +1,164 @@
+"""Clients that stop, die while they wait, or come late: bytes are never reused under them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import dataplane
+from tests.end_to_end.attacks import no_leaks, used_bytes
+from tests.end_to_end.conftest import Cluster, line, until
+
+MIB = 1 << 20
+
+STOPPED = """
+    import dataplane, numpy as np, sys
+    plane = dataplane.connect()
+    part = plane.partition("p")
+    batch = part.claim("s", rows=2, timeout=20, lease={lease})
+    x = batch["x"]
+    batch.add(y=[np.full(1 << 20, 50 + i, np.uint8) for i in range(2)])
+    print("holding", flush=True)
+    sys.stdin.readline()
+    print(int(x[0].min()), int(x[0].max()), int(x[1].min()), int(x[1].max()), flush=True)
+    try:
+        batch.ack()
+        print("acked", flush=True)
+    except dataplane.LeaseExpired:
+        print("expired", flush=True)
+    del batch, x
+    part.put({{"x": [np.zeros(1 << 20, np.uint8)]}}, key=["late"], timeout=20)
+    print("put", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def tell(worker: object) -> None:
+    worker.stdin.write("\n")  # type: ignore[attr-defined]
+    worker.stdin.flush()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lease", [None, 0.5])
+def test_a_stopped_client_wakes_up_to_the_bytes_that_it_held(
+    cluster: Cluster, lease: float | None
+) -> None:
+    cluster.start("a", arena="32MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", stages={"s": ["x"], "t": ["x", "y"]})
+        part.put({"x": [np.full(MIB, i + 1, np.uint8) for i in range(2)]}, key=["k1", "k2"])
+        holder = cluster.worker(STOPPED.format(lease=lease))
+        assert line(holder) == "holding"
+        holder.send_signal(signal.SIGSTOP)
+        # Others write over everything that is free, twice; a lease with a limit ends meanwhile.
+        for i in range(40):
+            part.put({"x": [np.full(MIB, 99, np.uint8)]}, key=[f"f{i}"], timeout=5)
+            part.drop(keys=[f"f{i}"])
+        if lease is not None:
+            with part.claim("s", rows=2, timeout=5) as again:
+                assert again.keys == ["k1", "k2"]
+                again.add(y=[np.full(10, 7, np.uint8)] * 2)
+            del again
+        else:
+            with pytest.raises(dataplane.ClaimTimeout, match="leased"):
+                part.claim("s", rows=2, timeout=0.3)
+        assert plane.stats()["arena"]["pinned_bytes"] >= 2 * MIB
+        assert plane.stats()["arena"]["granted_bytes"] >= 2 * MIB
+        holder.send_signal(signal.SIGCONT)
+        tell(holder)
+        assert line(holder) == "1 1 2 2"
+        assert line(holder) == ("acked" if lease is None else "expired")
+        assert line(holder) == "put"
+        with part.claim("t", rows=2, timeout=5) as batch:
+            assert [y[0] for y in batch["y"]] == ([50, 51] if lease is None else [7, 7])
+        del batch
+        until(lambda: plane.stats()["arena"]["pinned_bytes"] == 0, "views went")
+        holder.kill()
+        holder.wait()
+        part.drop()
+        no_leaks(plane)
+        until(lambda: used_bytes(plane) == 0, "every byte came back")
+
+
+WAITER = """
+    import dataplane, numpy as np
+    part = dataplane.connect().partition("p")
+    print("putting", flush=True)
+    part.put({"x": [np.zeros(6 << 20, np.uint8)]}, timeout=60)
+    print("put", flush=True)
+"""
+
+
+def test_a_client_that_dies_in_the_line_for_room_leaves_it(cluster: Cluster) -> None:
+    cluster.start("a", arena="16MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", free="drop")
+        part.put({"x": [np.zeros(8 * MIB, np.uint8)]}, key=["first"])
+        waiters = []
+        for number in range(3):  # one after the other, so that their order is known
+            waiters.append(cluster.worker(WAITER))
+            assert line(waiters[-1]) == "putting"
+            until(lambda n=number: plane.stats()["waiting_puts"] == n + 1, "it waits")
+        waiters[0].kill()  # the head of the line
+        waiters[1].send_signal(signal.SIGSTOP)
+        until(lambda: plane.stats()["waiting_puts"] == 2, "its place is free")
+        waiters[1].kill()
+        until(lambda: plane.stats()["waiting_puts"] == 1, "its place is free")
+        part.drop(keys=["first"])
+        assert line(waiters[2]) == "put"
+        waiters[2].communicate()
+        part.drop()
+        no_leaks(plane)
+        until(lambda: used_bytes(plane) == 0, "every byte came back")
+
+
+def test_late_calls_under_a_lease_that_ended_on_another_host_are_fenced_off(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", stages={"s": ["x"], "t": ["x", "y"]})
+        far = b.partition("p")
+        part.put({"x": [np.full(5000, i) for i in range(4)]}, key=list("abcd"))
+        late = far.claim("s", rows=2, lease=0.4, timeout=5)
+        kept = late["x"]
+        late.add(y=[np.full(5000, -1.0)] * 2)
+        again = part.claim("s", rows=4, timeout=10)
+        assert sorted(again.keys) == list("abcd")
+        with pytest.raises(dataplane.LeaseExpired):
+            late.ack()
+        with pytest.raises(dataplane.LeaseExpired):
+            late.add(z=[1, 2])
+        again.add(y=[np.full(5000, 1.0)] * 4)
+        again.ack()
+        with part.claim("t", rows=4, timeout=5) as batch:
+            assert all((y == 1).all() for y in batch["y"])
+        assert (kept[1] == 1).all()
+        del late, kept, again, batch
+        no_leaks(a, b)
+        until(lambda: used_bytes(a) == used_bytes(b) == 0, "every byte came back")
+
+
+def test_leases_end_in_any_order_over_hosts(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        parts = [a.partition("p", stages={"s": ["x"]}), b.partition("p")]
+        keys = [f"k{i}" for i in range(40)]
+        for i, key in enumerate(keys):
+            parts[i % 2].put({"x": [np.full(2000, i)]}, key=[key])
+        for turn in range(5):
+            held = [parts[i % 2].claim("s", rows=4, timeout=10) for i in range(10)]
+            assert sorted(k for batch in held for k in batch.keys) == sorted(keys)
+            order = np.random.default_rng(turn).permutation(10)
+            threads = [threading.Thread(target=held[i].release) for i in order]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+        parts[1].seal()
+        got = sorted(k for part in parts for batch in part.stream("s", rows=3) for k in batch.keys)
+        assert got == sorted(keys)
+        del held
+        no_leaks(a, b)

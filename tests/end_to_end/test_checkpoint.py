@@ -1,0 +1,428 @@
+"""Checkpoints between real planes: taken while producers run, refused when damaged, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dataplane
+import dataplane.aio
+from dataplane import CheckpointCorrupt, CheckpointFailed, DataplaneError, PartitionConflict, Plane
+from dataplane.client import arrow_out
+from dataplane.client.archive import FILES
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.hosts import held, running
+
+STAGES = {"reward": ["tokens"], "train": ["tokens", "reward"]}
+PRODUCER = """
+    import sys, numpy as np, dataplane
+    plane = dataplane.connect(sys.argv[1] if len(sys.argv) > 1 else None)
+    part = plane.partition("step", {"reward": ["tokens"], "train": ["tokens", "reward"]}, 4)
+    for g in range(100_000):
+        name = f"{plane.peer}{g}"
+        part.put({"tokens": [np.full(2_000, g) for _ in range(4)]}, group=name,
+                 key=[f"{name}.{i}" for i in range(4)], tags={"g": g})
+        print(g, flush=True)
+"""
+
+
+@pytest.fixture
+def one(cluster: Cluster) -> Iterator[Plane]:
+    cluster.start("one")
+    with cluster.connect("one") as plane:
+        yield plane
+
+
+def ids(rows: Any) -> set[Any]:
+    return set(rows.group_ids)
+
+
+def put_groups(plane: Plane, many: int, nbytes: int = 8_000, **definition: Any) -> Any:
+    part = plane.partition("step", STAGES, **{"group_size": 4, **definition})
+    for g in range(many):
+        values = [np.full(nbytes, g, np.uint8) for _ in range(4)]
+        part.put({"tokens": values}, group=f"g{g}", key=[f"g{g}.{i}" for i in range(4)])
+    return part
+
+
+def left_over(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# what comes back
+
+
+def test_values_keys_and_tags_of_every_kind_come_back_as_they_were(
+    one: Plane, tmp_path: Path
+) -> None:
+    part = one.partition("mixed", free="drop")
+    values = [
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
+        np.zeros((0, 4), np.float32),
+        np.array(1.5),
+        {
+            "text": "größer",
+            "n": 2**70,
+            "images": [np.ones((3, 2), np.uint8)] * 2,
+            "pair": (1, None),
+        },
+        b"",
+        np.full(300_000, 7, ml_dtypes.float8_e4m3fn),
+    ]
+    keys: list[str | int] = ["a", 7, "7", -1, "ü", 2**63]
+    tags = {"mixed": [1, 1.0, True, None, "x", float("inf")]}
+    part.put({"value": values}, key=keys, group=["g", None, 3, "g", None, 3], tags=tags)
+    minted = part.put({"other": ["no name"]})
+    part.tag(["a"], {"only": None})
+    before = part.get(keys=keys, fields=["value"])
+    one.checkpoint(tmp_path / "c")
+    part.drop()
+    assert one.restore(tmp_path / "c") == ["mixed"]
+    again = one.partition("mixed")
+    after = again.get(keys=keys, fields=["value"])
+    assert after["value"].equals(before["value"])
+    assert list(after.keys) == keys and after.group_ids == before.group_ids
+    assert [type(v) for v in after.tags["mixed"]] == [type(v) for v in tags["mixed"]]
+    assert after.tags["mixed"] == tags["mixed"]
+    assert again.get(keys=minted.keys)["other"][0] == "no name"
+    assert len(again.get(where=dataplane.tag("only") == None)) == 1  # noqa: E711
+
+
+def test_a_value_that_rows_share_is_written_once_and_shared_again(
+    one: Plane, tmp_path: Path
+) -> None:
+    image = np.arange(100_000, dtype=np.uint8)
+    part = one.partition("shared", free="drop")
+    part.put({"image": [image] * 8}, group="g", dedup=["image"])
+    one.checkpoint(tmp_path / "c")
+    assert (tmp_path / "c/0000/bytes.bin").stat().st_size < 101_000
+    part.drop()
+    one.restore(tmp_path / "c")
+    arena = one.stats()["arena"]
+    assert 100_000 <= arena["used_bytes"] < 110_000
+    assert np.array_equal(one.partition("shared").get()["image"][7], image)
+
+
+def test_stages_go_on_where_they_were(one: Plane, tmp_path: Path) -> None:
+    part = put_groups(one, 6, groups=8)
+    done = part.claim("reward", groups=2)
+    done.add(reward=np.zeros(8, np.float32))
+    done.ack()
+    leased = part.claim("reward", groups=1)
+    part.drop(groups=["g5"])
+    one.checkpoint(tmp_path / "c")
+    leased.release()
+    part.drop()
+    one.restore(tmp_path / "c")
+    again = one.partition("step")
+    rewarded = again.claim("reward", groups=3, timeout=10)
+    assert {key.split(".")[0] for key in rewarded.keys} == {"g2", "g3", "g4"}
+    assert ids(again.claim("train", groups=2, timeout=10)) == {"g0", "g1"}
+    put_groups(one, 0, groups=8)  # declared as it was
+    for g in range(6, 9):
+        again.put({"tokens": [np.zeros(1)] * 4}, group=f"g{g}")
+    until(lambda: again.stats()["phase"] == "sealed", "sealed by 8 groups")
+
+
+def test_a_sealed_partition_is_sealed_again_and_its_stream_ends(one: Plane, tmp_path: Path) -> None:
+    part = put_groups(one, 3)
+    part.claim("reward", groups=1).ack()
+    part.seal()
+    one.checkpoint(tmp_path / "c")
+    part.drop()
+    one.restore(tmp_path / "c")
+    rows = sum(len(batch) for batch in one.partition("step").stream("reward", rows=2))
+    assert rows == 8
+
+
+@pytest.mark.parametrize(("before", "after"), [(("a",), ("a", "b")), (("a", "b"), ("a",))])
+def test_another_number_of_peers_has_whole_groups_though_producers_ran(
+    before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path
+) -> None:
+    with running(*before) as cluster:
+        known = {}
+        producers = {name: cluster.worker(PRODUCER, DATAPLANE_PEER=name) for name in before}
+        for name, producer in producers.items():
+            for _ in range(20):
+                known[name] = int(line(producer))
+        with cluster.connect("a") as plane:
+            plane.checkpoint(tmp_path / "c")
+    with running(*after) as cluster, cluster.connect(after[-1]) as plane:
+        plane.restore(tmp_path / "c")
+        part = plane.partition("step")
+        rows = part.get()
+        assert set(map(len, rows.groups())) == {4}
+        put_before = {f"{n}{g}" for n, last in known.items() for g in range(last + 1)}
+        assert put_before <= ids(rows)
+        assert all((v == g).all() for v, g in zip(rows["tokens"], rows.tags["g"], strict=True))
+        with cluster.connect(after[0]) as other:
+            batch = other.partition("step").claim("reward", groups=len(rows) // 4, timeout=30)
+            assert ids(batch) == ids(rows)
+            assert len(other.partition("step").get(keys=["a0.1", "a3.2"])) == 2
+
+
+async def test_the_same_with_await(run_dir: Path, tmp_path: Path) -> None:
+    cluster = Cluster(run_dir)
+    cluster.start("a")
+    async with dataplane.aio.connect("a", plane=PLANE) as plane:
+        part = await plane.partition("p", free="drop")
+        await part.put({"x": [np.arange(3)]}, key="k")
+        await plane.checkpoint(tmp_path / "c")
+        await part.drop()
+        assert await plane.restore(tmp_path / "c") == ["p"]
+        rows = await (await plane.partition("p")).get(keys="k")
+        assert rows["x"][0].tolist() == [0, 1, 2]
+    cluster.stop()
+
+
+async def test_a_checkpoint_that_is_cancelled_leaves_nothing(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, loop, write = Cluster(run_dir), asyncio.get_running_loop(), arrow_out.PartFiles.write
+    cluster.start("a")
+    async with dataplane.aio.connect("a", plane=PLANE) as plane:
+        part = await plane.partition("p", free="drop")
+        await part.put({"x": [np.arange(3)]}, key="k")
+
+        def then_cancel(*args: Any) -> None:
+            write(*args)
+            loop.call_soon_threadsafe(task.cancel)
+
+        monkeypatch.setattr(arrow_out.PartFiles, "write", then_cancel)
+        task = asyncio.ensure_future(plane.checkpoint(tmp_path / "c"))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert left_over(tmp_path) == []
+        monkeypatch.setattr(arrow_out.PartFiles, "write", write)
+        await plane.checkpoint(tmp_path / "c")
+    cluster.stop()
+
+
+def test_any_arrow_reader_finds_the_values(one: Plane, tmp_path: Path) -> None:
+    put_groups(one, 3)
+    one.checkpoint(tmp_path / "c")
+    note = json.loads((tmp_path / "c/manifest.json").read_text())["partitions"][0]
+    assert (note["name"], note["group_size"]) == ("step", 4)
+    rows, values = (
+        pa.ipc.open_file(tmp_path / "c/0000" / f"{name}.arrow") for name in ("rows", "values")
+    )
+    assert rows.num_record_batches == values.num_record_batches
+    names = [json.loads(name) for name in rows.get_batch(0)["name"].to_pylist()]
+    value = values.get_batch(0).to_pylist()[5]
+    raw = np.fromfile(
+        tmp_path / "c/0000/bytes.bin", value["dtype"], offset=value["offset"], count=8_000
+    )
+    assert names[value["row"]] == "g1.1" and (raw == 1).all() and value["nbytes"] == 8_000
+
+
+# what is refused
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plane, Path]]:
+    """A checkpoint, and an empty plane to restore it into."""
+    path = tmp_path_factory.mktemp("written")
+    with running("a", "b") as cluster, cluster.connect("a") as plane:
+        part = put_groups(plane, 3)
+        plane.checkpoint(path / "c")
+        part.drop()
+        yield plane, path / "c"
+
+
+EACH = ["manifest.json", *(f"0000/{name}" for name in FILES)]
+DAMAGE = {
+    "altered": flipped,
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("file", EACH)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_nothing_is_restored(
+    written: tuple[Plane, Path], tmp_path: Path, file: str, damage: str
+) -> None:
+    plane, original = written
+    copy = tmp_path / "copy"
+    shutil.copytree(original, copy)
+    DAMAGE[damage](copy / file)
+    with pytest.raises(CheckpointCorrupt) as refused:
+        plane.restore(copy)
+    assert refused.value.details["file"] == str(copy / file)
+    assert plane.stats()["partitions"] == {}
+
+
+def test_a_second_restore_is_refused_and_changes_nothing(written: tuple[Plane, Path]) -> None:
+    plane, path = written
+    plane.restore(path)
+    part = plane.partition("step")
+    before = part.stats()
+    with pytest.raises(PartitionConflict):
+        plane.restore(path)
+    after = part.stats()
+    for sizes in ("metadata_bytes", "bytes_per_row"):  # another peer may have heard of it meanwhile
+        before.pop(sizes), after.pop(sizes)
+    assert after == before
+    part.drop()
+    until(lambda: not held(plane), "everything came back")
+
+
+def test_a_directory_that_is_there_is_not_written_over(
+    written: tuple[Plane, Path], tmp_path: Path
+) -> None:
+    plane, path = written
+    with pytest.raises(CheckpointFailed):
+        plane.checkpoint(path)
+    with pytest.raises(CheckpointFailed):
+        plane.restore(tmp_path / "nothing")
+    with pytest.raises(CheckpointFailed):
+        plane.checkpoint(tmp_path / "no" / "such" / "parent")
+    (tmp_path / "empty").mkdir()
+    plane.checkpoint(tmp_path / "empty")
+    assert left_over(tmp_path) == ["empty"]
+
+
+# what ends half-way
+
+HALF_WAY = """
+    import sys, dataplane
+    from dataplane.client import arrow_out
+    write = arrow_out.PartFiles.write
+    def slow(*args):
+        write(*args)
+        print("written", flush=True)
+        sys.stdin.readline()
+    arrow_out.PartFiles.write = slow
+    plane = dataplane.connect()
+    try:
+        plane.checkpoint(sys.stdin.readline().strip())
+    except dataplane.DataplaneError as exc:
+        print(type(exc).__name__, flush=True)
+"""
+
+
+def told(worker: Any, text: str) -> None:
+    worker.stdin.write(text + "\n")
+    worker.stdin.flush()
+
+
+def test_a_client_killed_half_way_leaves_nothing_of_that_name(
+    cluster: Cluster, one: Plane, tmp_path: Path
+) -> None:
+    put_groups(one, 3)
+    worker = cluster.worker(HALF_WAY)
+    told(worker, str(tmp_path / "c"))
+    assert line(worker) == "written"
+    worker.kill()
+    worker.wait()
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(CheckpointFailed):
+        one.restore(tmp_path / "c")
+    until(lambda: one.stats()["arena"]["pinned_bytes"] == 0, "its pins came back")
+    one.checkpoint(tmp_path / "c")
+
+
+def test_a_full_disk_is_said_and_nothing_is_left(
+    cluster: Cluster, one: Plane, tmp_path: Path
+) -> None:
+    part = put_groups(one, 3)
+    limited = HALF_WAY.replace(
+        "    plane = dataplane.connect()",
+        "    import resource, signal\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "    plane = dataplane.connect()",
+    )
+    worker = cluster.worker(limited)
+    told(worker, str(tmp_path / "c"))
+    assert line(worker) == "CheckpointFailed"
+    assert left_over(tmp_path) == []
+    assert len(part.get()) == 12
+
+
+def test_a_peer_killed_half_way_ends_the_checkpoint_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running("a", "b") as cluster, cluster.connect("a") as plane:
+        put_groups(plane, 3)
+        with cluster.connect("b") as other:
+            other.partition("step").put({"tokens": [np.zeros(2_000)]})
+        write = arrow_out.PartFiles.write
+
+        def then_kill(*args: Any) -> None:
+            write(*args)
+            if cluster.peers["b"].poll() is None:
+                cluster.peers["b"].kill()
+                cluster.peers["b"].wait()
+
+        monkeypatch.setattr(arrow_out.PartFiles, "write", then_kill)
+        with pytest.raises(DataplaneError):
+            plane.checkpoint(tmp_path / "c", timeout=20)
+        assert left_over(tmp_path) == []
+
+
+def test_a_partition_dropped_meanwhile_is_left_out(
+    one: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = put_groups(one, 3, nbytes=1 << 20)
+    one.partition("a", free="drop").put({"x": [1]}, key="k")
+    one.partition("z", free="drop").put({"x": [1]}, key="k")
+    write = arrow_out.PartFiles.write
+
+    def then_drop(self: Any, saved: Any, arena: Any) -> None:
+        write(self, saved, arena)
+        if saved.table.columns[0].field == "tokens":
+            part.drop()
+
+    monkeypatch.setattr("dataplane.client.checkpoint.SAVE_BYTES", 1 << 20)
+    monkeypatch.setattr(arrow_out.PartFiles, "write", then_drop)
+    one.checkpoint(tmp_path / "c")
+    assert left_over(tmp_path / "c") == ["0000", "0001", "manifest.json"]
+    for name in ("a", "z"):
+        one.partition(name).drop()
+    assert one.restore(tmp_path / "c") == ["a", "z"]
+
+
+def test_rows_freed_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("a", "b") as cluster, cluster.connect("a") as plane:
+        with cluster.connect("b") as other:
+            part = put_groups(other, 8, nbytes=100_000)
+            monkeypatch.setattr("dataplane.client.checkpoint.SAVE_BYTES", 1 << 18)
+            write = arrow_out.PartFiles.write
+
+            def then_drop(*args: Any) -> None:
+                write(*args)
+                part.drop(groups=["g6", "g7"])
+
+            monkeypatch.setattr(arrow_out.PartFiles, "write", then_drop)
+            plane.checkpoint(tmp_path / "c")
+            part.drop()
+        plane.restore(tmp_path / "c")
+        assert ids(plane.partition("step").get()) == {f"g{g}" for g in range(6)}
+
+
+def test_a_restore_that_finds_no_room_takes_back_what_it_put(tmp_path: Path) -> None:
+    with running(alone="big") as cluster, cluster.connect("big") as plane:
+        put_groups(plane, 8, nbytes=1 << 20)
+        plane.checkpoint(tmp_path / "c")
+    with running(alone="small", arena="16MiB") as cluster, cluster.connect("small") as plane:
+        with pytest.raises(DataplaneError):
+            plane.restore(tmp_path / "c", timeout=3)
+        assert plane.stats()["partitions"] == {}
+        until(lambda: not held(plane), "everything came back")

@@ -1,0 +1,445 @@
+"""Values on a device through real peers and client processes, over the twin in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import aio
+from dataplane.memory.device_twin import TwinArray, TwinDevice
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.test_attacks_peers import in_sync
+
+MIB = 1 << 20
+HOLDING = """
+    import signal
+    import numpy as np
+    import dataplane
+    from dataplane.memory.device_twin import TwinDevice
+
+    device = TwinDevice()
+    plane = dataplane.connect("a")
+    part = plane.partition("p")
+"""
+
+
+@pytest.fixture
+def device() -> Iterator[TwinDevice]:
+    device = TwinDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
+    """A client of a peer with 32 MiB on a device."""
+    cluster.start("a", arena="64MiB", devices={"a": "twin:32MiB"})
+    with cluster.connect("a") as connected:
+        yield connected
+
+
+def values(count: int, nbytes: int = 20_000, first: int = 0) -> list[np.ndarray]:
+    """Different arrays of about so many bytes."""
+    return [
+        np.arange(nbytes // 4 + row, dtype=np.float32) + row for row in range(first, first + count)
+    ]
+
+
+def given(device: TwinDevice, arrays: list[np.ndarray], stream: int = 0) -> list[TwinArray]:
+    return [device.array(array, stream) for array in arrays]
+
+
+def on_device(plane: dataplane.Plane) -> dict[str, Any]:
+    (figures,) = plane.stats()["devices"]
+    return dict(figures)
+
+
+def all_free(plane: dataplane.Plane) -> None:
+    until(
+        lambda: on_device(plane)["free_bytes"] == on_device(plane)["size_bytes"],
+        "all of the device arena is free",
+    )
+
+
+def same(found: Any, arrays: list[np.ndarray]) -> bool:
+    pairs = list(zip(found, arrays, strict=True))
+    plain = [(one.get() if isinstance(one, TwinArray) else one, two) for one, two in pairs]
+    return all((a.dtype, a.tobytes()) == (b.dtype, b.tobytes()) for a, b in plain)
+
+
+def test_values_stay_on_the_device_and_are_seen_there_without_a_copy(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden", "n"]})
+    arrays = values(8)
+    ref = part.put({"hidden": given(device, arrays), "n": list(range(8))})
+    assert ref.fields == ("hidden", "n")
+    used = on_device(plane)["used_bytes"]
+    assert used >= sum(array.nbytes for array in arrays)
+    assert plane.stats()["arena"]["used_bytes"] < 4096, "the values are in the host arena as well"
+    batch = part.claim("s", rows=8, timeout=10)
+    hidden = batch["hidden"]
+    assert all(isinstance(one, TwinArray) for one in hidden) and same(hidden, arrays)
+    assert hidden[0].address == hidden[0].address, "a view is a copy"
+    assert list(batch["n"]) == list(range(8))
+    assert same(batch.numpy("hidden"), arrays), "what is wanted on the host is not what was put"
+    assert same([t.numpy() for t in batch.torch("hidden")], arrays)
+    batch.ack()
+    view = hidden[3]
+    del batch, hidden
+    assert on_device(plane)["used_bytes"] == used, "freed under a view"
+    assert np.array_equal(view.get(), arrays[3])
+    del view
+    all_free(plane)
+    assert on_device(plane)["staged_bytes"] == 0
+
+
+def test_a_client_without_the_device_gets_the_same_bytes_by_way_of_the_host(
+    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    arrays = values(6)
+    part.put({"hidden": given(device, arrays)})
+    with dataplane.connect("a", plane=PLANE, devices="off") as other:
+        batch = other.partition("p").claim("s", rows=6, timeout=10)
+        assert all(isinstance(one, np.ndarray) for one in batch["hidden"])
+        assert same(batch["hidden"], arrays)
+        assert other.stats()["arena"]["cached_bytes"] >= sum(a.nbytes for a in arrays)
+        staged = on_device(other)["staged_bytes"]
+        assert staged >= sum(a.nbytes for a in arrays)
+        assert same(other.partition("p").get(keys=batch.keys)["hidden"], arrays)
+        assert on_device(other)["staged_bytes"] == staged, "a copy that is there was made again"
+        batch.ack()
+        del batch
+        all_free(other)
+        until(lambda: other.stats()["arena"]["used_bytes"] == 0, "the copies are gone too")
+
+
+def test_values_on_a_device_of_another_host_are_pulled(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    cluster.start("a", "b", arena="64MiB", devices={"a": "twin:32MiB", "b": "twin:32MiB"})
+    arrays = values(12, 200_000)
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", stages={"s": ["hidden", "text"]})
+        part.put({"hidden": given(device, arrays), "text": [str(i) for i in range(12)]})
+        small = a.partition("small", stages={"s": ["hidden"]})
+        tiny = values(5, 100)
+        small.put({"hidden": given(device, tiny)})
+        batch = b.partition("p").claim("s", rows=12, timeout=20)
+        assert same(batch["hidden"], arrays) and not isinstance(batch["hidden"][0], TwinArray)
+        assert list(batch["text"]) == [str(i) for i in range(12)]
+        batch.ack()
+        few = b.partition("small").claim("s", rows=5, timeout=20)
+        assert same(few["hidden"], tiny), "packs of small values are not what was put"
+        few.ack()
+        del batch, few
+        all_free(a)
+
+
+def test_a_second_copy_of_a_value_on_a_device_survives_its_peer(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    cluster.start("a", "b", "c", arena="64MiB", devices=dict.fromkeys("abc", "twin:32MiB"))
+    arrays = values(4, 50_000)
+    with cluster.connect("c") as c:
+        with cluster.connect("b") as b:
+            in_sync(b)
+            part = b.partition("p", stages={"s": ["hidden"]}, replicas=2, free="drop")
+            part.put({"hidden": given(device, arrays)}, key=list("wxyz"))
+        cluster.peers["b"].kill()
+        cluster.peers["b"].wait()
+        until(lambda: len(c.stats()["roster"]["members"]) == 2, "the peer is known as lost", 60.0)
+        assert same(c.partition("p").get(keys=list("wxyz"))["hidden"], arrays)
+
+
+def test_a_full_device_is_back_pressure_or_overflows_where_that_is_asked_for(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    first = values(5, 4 * MIB)
+    part.put({"hidden": given(device, first)}, key=list(range(5)))
+    more = values(2, 4 * MIB, first=5)
+    with pytest.raises(dataplane.BackPressure, match='twin:0.*overflow="host"') as full:
+        part.put({"hidden": given(device, more)}, key=[5, 6], timeout=0.5)
+    assert full.value.details["arena_bytes"] == 32 * MIB
+    part.put({"hidden": given(device, more)}, key=[5, 6], overflow="host", timeout=10)
+    found = part.get(keys=list(range(7)))
+    kinds = [type(one) for one in found["hidden"]]
+    assert kinds == [TwinArray] * 5 + [np.ndarray] * 2
+    assert same(found["hidden"], first + more) and same(found.numpy("hidden"), first + more)
+    with pytest.raises(dataplane.ValueTooLarge):
+        part.put({"hidden": given(device, values(1, 40 * MIB))}, timeout=10)
+    with pytest.raises(dataplane.InvalidCall, match="overflow"):
+        part.put({"hidden": given(device, more)}, overflow="disk")
+    assert on_device(plane)["granted_bytes"] == 0
+
+
+def test_a_put_waits_for_room_on_the_device_until_somebody_frees_some(
+    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    part.put({"hidden": given(device, values(5, 4 * MIB))})
+    more = values(1, 4 * MIB, first=9)
+    putting = threading.Thread(
+        target=lambda: part.put({"hidden": given(device, more)}, key=["late"], timeout=30)
+    )
+    putting.start()
+    until(lambda: plane.stats()["waiting_puts"] == 1, "the put waits")
+    batch = part.claim("s", rows=5, timeout=10)
+    batch.ack()
+    del batch
+    putting.join(30)
+    assert not putting.is_alive()
+    assert same(part.get(keys=["late"])["hidden"], more)
+
+
+def test_dropping_most_rows_of_a_group_frees_their_part_of_the_device(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    part.put({"x": given(device, [np.zeros(MIB, np.uint8)] * 8)}, key=list(range(8)), group="g")
+    assert on_device(plane)["used_bytes"] == 8 * MIB
+    part.drop(keys=list(range(1, 8)))
+    assert on_device(plane)["used_bytes"] == MIB
+
+
+def test_a_put_is_behind_what_its_stream_was_asked_for_and_in_nobodys_way(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    slow = device.stream()
+    array = np.zeros(MIB, np.uint8)
+    late = TwinArray(device, array, slow)
+    go_on = device.hold(slow)
+    device.ask(slow, lambda: array.fill(7))
+    putting = threading.Thread(target=lambda: part.put({"x": [late]}, key=["late"], timeout=30))
+    putting.start()
+    until(lambda: on_device(plane)["granted_bytes"] == MIB, "room is granted")
+    assert on_device(plane)["used_bytes"] == 0 and part.stats()["rows"] == 0
+    part.put({"x": given(device, [np.ones(4096, np.uint8)])}, key=["at once"], timeout=10)
+    go_on()
+    putting.join(30)
+    assert same(part.get(keys=["late"])["x"], [np.full(MIB, 7, np.uint8)])
+
+
+def test_room_that_a_stream_may_still_write_into_is_given_to_nobody(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    slow = device.stream()
+    go_on = device.hold(slow)
+    late = TwinArray(device, np.full(MIB, 7, np.uint8), slow)
+    with pytest.raises(dataplane.DeadlineExceeded):
+        part.put({"x": [late]}, timeout=0.3)
+    until(lambda: not plane._session.await_release(0.0), "the housekeeper looked")
+    assert on_device(plane)["granted_bytes"] == MIB
+    go_on()
+    all_free(plane)
+    assert part.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("what", ["views", "copies"])
+def test_a_client_killed_with_views_or_in_the_middle_of_a_put_leaves_the_pool_exact(
+    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice, what: str
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]}, free="acked")
+    if what == "views":
+        part.put({"x": given(device, values(4, MIB))})
+        worker = cluster.worker(
+            HOLDING
+            + """
+    batch = part.claim("s", rows=4, timeout=20)
+    views = list(batch["x"])
+    batch.ack()
+    print(type(views[0]).__name__, flush=True)
+    signal.pause()
+    """
+        )
+        assert line(worker) == "TwinArray"
+        assert on_device(plane)["pinned_bytes"] >= 4 * MIB
+    else:
+        worker = cluster.worker(
+            HOLDING
+            + """
+    device.hold()
+    import threading
+    array = device.array(np.ones(3 << 20, np.uint8))
+    threading.Thread(target=lambda: part.put({"x": [array]})).start()
+    print("copying", flush=True)
+    signal.pause()
+    """
+        )
+        line(worker)
+        until(lambda: on_device(plane)["granted_bytes"] == 3 * MIB, "it copies")
+    os.kill(worker.pid, signal.SIGKILL)
+    all_free(plane)
+    assert on_device(plane)["quarantined_bytes"] == 0 and part.stats()["rows"] == 0
+    part.put({"x": given(device, values(4, MIB))})
+
+
+def test_every_dtype_and_shape_comes_back_as_it_was(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    arrays = [
+        np.float64(3.5) * np.ones(()),
+        np.zeros((0, 4), np.int16),
+        np.arange(24, dtype=np.uint8).reshape(2, 3, 4),
+        np.arange(5000).astype(ml_dtypes.bfloat16),
+        np.arange(5000).astype(ml_dtypes.float8_e4m3fn).reshape(50, 100),
+        np.arange(3000, dtype=np.complex64),
+        np.array([True, False]),
+    ]
+    part.put({"x": given(device, arrays)}, key=list(range(7)))
+    found = part.get(keys=list(range(7)))
+    assert same(found["x"], arrays) and [v.shape for v in found["x"]] == [a.shape for a in arrays]
+    assert same(found.numpy("x"), arrays)
+    assert same(found["x"][2:4], arrays[2:4]) and len(found["x"][2:4]) == 2
+    whole = np.arange(6 * 2000, dtype=np.int32).reshape(6, 2000)
+    part.put({"x": device.array(whole)}, key=list("abcdef"))
+    rows = part.get(keys=list("abcdef"))
+    assert np.array_equal(rows.numpy("x"), whole)
+    assert np.array_equal(rows.torch("x").numpy(), whole)
+    assert rows.arrow(["x"]).num_rows == 6
+
+
+def test_fields_in_both_memories_go_in_one_put_with_groups_and_dedup(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["x", "image", "mixed"]}, group_size=4)
+    count = 64
+    arrays = values(count, 300_000)
+    image = np.arange(200_000, dtype=np.uint8)
+    mixed = [*given(device, values(1)), *values(count - 1, first=1)]
+    part.put(
+        {"x": given(device, arrays), "image": [image] * count, "mixed": mixed},
+        key=list(range(count)),
+        group=[row % 16 for row in range(count)],
+        dedup=["image"],
+        timeout=30,
+    )
+    assert on_device(plane)["used_bytes"] >= sum(a.nbytes for a in arrays)
+    assert plane.stats()["arena"]["used_bytes"] < 3 * MIB
+    batch = part.claim("s", groups=16, timeout=10)
+    order = [int(key) for key in batch.keys]
+    assert sorted(order) == list(range(count))
+    assert same(batch["x"], [arrays[row] for row in order])
+    assert same(batch["mixed"], [values(1, first=row)[0] for row in order])
+    assert all(np.array_equal(one, image) for one in batch["image"])
+    for group in batch.groups():
+        assert same(group["x"], [arrays[int(key)] for key in group.keys])
+    with pytest.raises(dataplane.InvalidCall, match="dedup"):
+        part.put({"x": given(device, arrays)}, dedup=["x"])
+    with pytest.raises(dataplane.InvalidRows):
+        part.put({"x": given(device, arrays), "image": [image]})
+
+
+def test_a_checkpoint_and_a_spill_file_do_not_mind_values_on_a_device(
+    cluster: Cluster, device: TwinDevice, tmp_path: Path
+) -> None:
+    spill = f"{tmp_path}:64MiB"
+    cluster.start("a", arena="16MiB", spill=spill, devices={"a": "twin:32MiB"})
+    arrays = values(4, MIB)
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", free="drop")
+        part.put({"x": given(device, arrays)}, key=list("abcd"))
+        for row in range(8):
+            part.put({"y": [np.full(3 * MIB, row, np.uint8)]}, key=[row], timeout=30)
+        assert plane.stats()["arena"]["spilled_bytes"] > 0
+        assert on_device(plane)["used_bytes"] >= 4 * MIB
+        with dataplane.connect("a", plane=PLANE, devices="off") as other:
+            assert same(other.partition("p").get(keys=list("abcd"))["x"], arrays)
+        assert int(part.get(keys=[0])["y"][0][0]) == 0
+        plane.checkpoint(tmp_path / "saved")
+        part.drop()
+        plane.restore(tmp_path / "saved")
+        assert same(plane.partition("p").get(keys=list("abcd"))["x"], arrays)
+
+
+def test_puts_and_reads_of_an_event_loop_use_the_device_too(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    arrays = values(3, MIB)
+
+    async def run() -> None:
+        async with aio.connect("a", plane=PLANE, devices="required") as there:
+            part = await there.partition("p", stages={"s": ["x"]})
+            await part.put({"x": given(device, arrays)})
+            batch = await part.claim("s", rows=3, timeout=10)
+            assert same(batch["x"], arrays) and isinstance(batch["x"][0], TwinArray)
+            await batch.ack()
+
+    asyncio.run(run())
+    all_free(plane)
+
+
+def test_a_peer_without_a_device_takes_such_values_into_host_memory(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    cluster.start("a")
+    arrays = values(3)
+    with cluster.connect("a") as plane:
+        assert plane.stats()["devices"] == []
+        part = plane.partition("p", free="drop")
+        part.put({"x": given(device, arrays)}, key=[0, 1, 2])
+        assert same(part.get(keys=[0, 1, 2])["x"], arrays)
+    with pytest.raises(dataplane.DeviceMissing, match="--device-arena"):
+        dataplane.connect("a", plane=PLANE, devices="required")
+    with pytest.raises(dataplane.InvalidCall, match="auto, required or off"):
+        dataplane.connect("a", plane=PLANE, devices="maybe")
+
+
+def started(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--plane", PLANE]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_gpu_memory_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
+    environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--plane", PLANE]
+    refused = subprocess.run(
+        [*command, "--device-arena", "2GiB"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environ,
+    )
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "cupy" in refused.stderr or "no GPU" in refused.stderr
+    for text in ("gpu:2GiB", "twin:", "twin:12KiB", "many"):
+        wrong = started(run_dir, "--device-arena", text)
+        assert wrong.returncode == 2 and "Traceback" not in wrong.stderr, wrong.stderr
+
+
+def test_a_client_that_outlives_its_peer_leaves_no_device_open(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    cluster.start("a", arena="64MiB", devices={"a": "twin:32MiB"})
+    closed, open_ = cluster.connect("a"), cluster.connect("a")
+    part = closed.partition("p", free="drop")
+    arrays = values(2)
+    part.put({"x": given(device, arrays)}, key=[0, 1])
+    views = [plane.partition("p").get(keys=[0, 1])["x"][0] for plane in (closed, open_)]
+    closed.close()
+    cluster.peers["a"].kill()
+    cluster.peers["a"].wait()
+    until(lambda: not closed._keeper._thread.is_alive(), "the housekeeper saw it")  # type: ignore[union-attr]
+    until(lambda: not open_._keeper._thread.is_alive(), "the other as well")  # type: ignore[union-attr]
+    assert len(views) == 2
+    open_.close()

@@ -1,0 +1,58 @@
+"""A peer that is no seed joins a plane that runs, hosts rows, and may die like any other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+
+from dataplane import Plane
+from tests.end_to_end.conftest import PLANE, free_addresses, until
+from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
+from tests.end_to_end.test_succession import check, planes, put, rows
+
+__all__ = ["hosts", "planes"]
+
+
+def join(hosts: Addressed, name: str) -> Plane:
+    (address,) = free_addresses(1)
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+    command += ["--arena", "64MiB", "--listen", address, "--join"]
+    command += ["--seeds", ",".join(hosts.addresses.values())]
+    with open(hosts.run_dir / f"{name}.log", "ab") as log:
+        hosts.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
+    path = hosts.run_dir / PLANE / f"{name}.sock"
+    until(lambda: hosts._is_up(name, path), f"peer {name} is up")
+    return hosts.connect(name)
+
+
+def test_a_peer_joins_and_its_rows_outlive_it(hosts: Addressed, planes: dict[str, Plane]) -> None:
+    part = planes["b"].partition("p", stages={"s": ["x"]}, replicas=2)
+    put(part, "b")
+    planes["d"] = join(hosts, "d")
+    assert planes["d"].stats()["peers"]["d"]["shards"] > 100
+    mine = planes["d"].partition("p")
+    put(mine, "d")
+    # Clients of other hosts reach its rows, and its own claim those of others.
+    names = rows("d")["key"]
+    values: Any = planes["c"].partition("p").get(keys=names)["x"]
+    assert [int(np.asarray(value)[0]) for value in values] == list(range(10))
+    batch = mine.claim("s", rows=20, timeout=20)
+    check(batch)
+    batch.release()
+    in_sync(planes["b"])
+    hosts.kill("d")
+    left = planes["c"].partition("p").claim("s", rows=20, timeout=20)
+    assert sorted(left.keys) == sorted(names + rows("b")["key"])
+    check(left)
+
+
+def test_a_peer_that_joined_may_leave_again(hosts: Addressed, planes: dict[str, Plane]) -> None:
+    planes["d"] = join(hosts, "d")
+    put(planes["d"].partition("p", stages={"s": ["x"]}), "d")
+    hosts.peers["d"].terminate()
+    assert hosts.peers["d"].wait(30) == 0, hosts.log("d")
+    assert len(planes["b"].stats()["roster"]["members"]) == 3
+    check(planes["b"].partition("p").claim("s", rows=10, timeout=20))

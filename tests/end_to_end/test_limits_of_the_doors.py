@@ -1,0 +1,234 @@
+"""The local door's limits: who may come in, how many, and how much of what they send is held."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import dataplane
+from dataplane.wire import frames, limits
+from dataplane.wire.messages import Done, Failed, Hello, HelloDone, Request, Stats, Unpin, Welcome
+from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.test_strangers_at_the_doors import peer_command, still_works
+
+MIB = 1 << 20
+NOBODY = 65_534
+
+
+class Guest:
+    """A client that speaks the protocol by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(path))  # waits where many wait, which a time-out would not
+        self.sock.settimeout(20)
+
+    def body(self) -> Any:
+        header = self.sock.recv(4, socket.MSG_WAITALL)
+        whole = self.sock.recv(frames.body_length(header), socket.MSG_WAITALL)
+        return frames.decode_reply(whole).body
+
+    def ask(self, body: Any, rid: int = 1) -> None:
+        self.sock.sendall(frames.encode(Request(rid, 0, 0, 0, (0, 0), 0, body)))
+
+    def enter(self) -> Guest:
+        assert isinstance(self.body(), Welcome)
+        self.ask(Hello(1))
+        assert isinstance(self.body(), HelloDone)
+        return self
+
+    def send_until_it_stalls(self, data: bytes) -> int:
+        """How many bytes went out until a second passed without room for one more."""
+        sent = 0
+        while sent < len(data) and select.select([], [self.sock], [], 1.0)[1]:
+            with contextlib.suppress(BlockingIOError):
+                sent += self.sock.send(data[sent : sent + MIB], socket.MSG_DONTWAIT)
+        return sent
+
+
+Knock = Callable[[], Guest]
+
+
+@pytest.fixture
+def knock(cluster: Cluster) -> Iterator[Knock]:
+    """Opens connections to peer a's local door; all are closed in the end."""
+    with contextlib.ExitStack() as opened:
+
+        def one() -> Guest:
+            guest = Guest(path_of(cluster))
+            opened.callback(guest.sock.close)
+            return guest
+
+        yield one
+
+
+def path_of(cluster: Cluster) -> Path:
+    return cluster.run_dir / PLANE / "a.sock"
+
+
+def memory(cluster: Cluster) -> int:
+    """The peer's own, without its arena, which is touched in the background."""
+    info = psutil.Process(cluster.peers["a"].pid).memory_info()
+    return int(info.rss - info.shared)
+
+
+KNOCK = """
+import os, socket, sys
+os.setgroups([]), os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
+door = socket.socket(socket.AF_UNIX)
+try:
+    door.connect(sys.argv[1])
+except OSError as exc:
+    sys.exit(type(exc).__name__)
+sys.stdout.buffer.write(door.recv(65536) + door.recv(65536))
+"""
+
+
+def knock_as_nobody(path: Path) -> subprocess.CompletedProcess[bytes]:
+    # It changes its user itself: nobody may not be allowed to run this interpreter.
+    command = [sys.executable, "-I", "-S", "-c", KNOCK, str(path), str(NOBODY)]
+    return subprocess.run(command, capture_output=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_gets_nothing_from_a_peer(cluster: Cluster) -> None:
+    cluster.start("a")
+    path = path_of(cluster)
+    for folder in (path.parent, cluster.run_dir):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert knock_as_nobody(path).stderr.strip() == b"PermissionError"
+    # Even where somebody opened the doors, the peer asks the kernel who it is.
+    for opened in (path, path.parent, cluster.run_dir):
+        opened.chmod(0o777)
+    answer = knock_as_nobody(path).stdout
+    refusal = frames.decode_reply(answer[frames.HEADER_BYTES :]).body
+    assert isinstance(refusal, Failed) and refusal.code == "ConnectError"
+    assert f"no client of uid {NOBODY}" in refusal.message
+    for opened in (path.parent, cluster.run_dir):
+        opened.chmod(0o700)
+    with cluster.connect("a") as plane:
+        assert plane.stats()["refused"] == 1
+        still_works(plane)
+
+
+def test_one_connection_too_many_is_refused_and_the_others_go_on(
+    cluster: Cluster, knock: Knock
+) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        plane.stats()  # has its connection now
+        crowd = [knock() for _ in range(limits.MAX_CONNECTIONS)]
+        refusals = [
+            guest
+            for guest in crowd[-2:]
+            if isinstance(failed := guest.body(), Failed) and failed.code == "LimitExceeded"
+        ]  # the client has one or two of the connections
+        assert refusals
+        with pytest.raises(dataplane.LimitExceeded, match="4096 connections"):
+            cluster.connect("a")
+        assert plane.stats()["refused"]
+        for guest in crowd:
+            guest.sock.close()
+        until(lambda: plane.stats()["connections"] < 10, "the crowd has left")
+        cluster.connect("a").close()
+
+
+def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
+    cluster: Cluster, knock: Knock
+) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+
+    with open(cluster.run_dir / "a.log", "wb") as log:
+        cluster.peers["a"] = subprocess.Popen(
+            peer_command("a", "--arena", "64MiB"), stdout=log, stderr=log, preexec_fn=few
+        )
+    cluster._await("a")
+    with cluster.connect("a") as plane:
+        plane.stats()  # has its connection now
+        crowd = [knock() for _ in range(80)]
+        until(lambda: "nobody can be let in" in cluster.log("a"), "the limit is reached")
+        assert plane.stats()["refused"]
+        for guest in crowd:
+            guest.sock.close()
+        cluster.connect("a").close()
+        still_works(plane)
+
+
+def test_frames_are_small_until_the_handshake_is_over(cluster: Cluster, knock: Knock) -> None:
+    cluster.start("a")
+    header = (limits.MAX_HELLO_BYTES + 1).to_bytes(4, "little")
+    guest = knock()
+    assert isinstance(guest.body(), Welcome)
+    guest.sock.sendall(header)
+    failed = guest.body()
+    assert isinstance(failed, Failed) and failed.code == "FrameTooLarge"
+    assert guest.sock.recv(1) == b""
+    member = knock().enter()
+    member.sock.sendall(header)
+    member.sock.sendall(b"\xc1" * (limits.MAX_HELLO_BYTES + 1))
+    failed = member.body()
+    assert isinstance(failed, Failed) and failed.code == "ProtocolError"
+
+
+def test_a_client_that_takes_no_answers_is_not_read_any_further(
+    cluster: Cluster, knock: Knock
+) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        guest = knock().enter()
+        one = bytes(frames.encode(Request(7, 0, 0, 0, (0, 0), 0, Unpin([]))))
+        before = memory(cluster)
+        many = one * (64 * MIB // len(one))
+        sent = guest.send_until_it_stalls(many)
+        assert sent < len(many)
+        assert memory(cluster) - before < 16 * MIB
+        still_works(plane)
+        for _ in range(sent // len(one)):
+            assert isinstance(guest.body(), Done)
+
+
+def test_requests_that_overlap_without_end_end_the_connection(
+    cluster: Cluster, knock: Knock
+) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        guest = knock().enter()
+        ask: Callable[[int], bytes] = lambda rid: bytes(  # noqa: E731
+            frames.encode(Request(rid, 0, rid, 1, (0, 0), 0, Stats()))
+        )
+        guest.sock.sendall(b"".join(map(ask, range(1, limits.MAX_REQUESTS_PER_CONNECTION + 2))))
+        while not isinstance(answer := guest.body(), Failed):
+            pass
+        assert answer.code == "ProtocolError" and "are under way" in answer.message
+        still_works(plane)
+
+
+def test_large_frames_wait_for_room(cluster: Cluster, knock: Knock) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        before = memory(cluster)
+        at_once = limits.MAX_BYTES_UNDER_WAY // limits.MAX_FRAME_BYTES
+        whole = limits.MAX_FRAME_BYTES.to_bytes(4, "little") + b"\xc1" * limits.MAX_FRAME_BYTES
+        guests = [knock().enter() for _ in range(at_once + 2)]
+        sent = [guest.send_until_it_stalls(whole[:-1]) for guest in guests]
+        assert sent[:at_once] == [len(whole) - 1] * at_once
+        assert all(stalled < MIB * 2 for stalled in sent[at_once:])
+        assert memory(cluster) - before < limits.MAX_BYTES_UNDER_WAY * 1.5
+        still_works(plane)
+        for guest, done in zip(guests, sent, strict=True):
+            guest.sock.sendall(whole[done:])
+            failed = guest.body()
+            assert isinstance(failed, Failed) and failed.code == "ProtocolError"
+        still_works(plane)

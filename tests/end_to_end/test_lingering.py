@@ -1,0 +1,36 @@
+"""Peers that came with their clients stay while any peer of their plane has one, and leave then."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
+
+IDLE_S, BUSY_S = 0.4, 5.0
+
+
+def start(cluster: Cluster) -> None:
+    """`busy` is the first seed, so that `idle` serves when both are there."""
+    addresses = free_addresses(2)
+    lingers = {"busy": BUSY_S, "idle": IDLE_S}
+    for (name, linger), address in zip(lingers.items(), addresses, strict=True):
+        command = [sys.executable, "-m", "dataplane", "peer", "--embedded", "--name", name]
+        command += ["--plane", PLANE, "--arena", "32MiB", "--listen", address]
+        command += ["--seeds", ",".join(addresses), "--linger", str(linger)]
+        cluster._run(name, command)
+    cluster._await("busy")
+
+
+def test_an_idle_host_stays_while_another_has_a_client_and_both_leave_then(
+    cluster: Cluster,
+) -> None:
+    start(cluster)
+    with cluster.connect("busy") as plane:
+        until(lambda: "clients" in str(plane.stats()["peers"].get("idle")), "both are members")
+        end = time.monotonic() + 6 * IDLE_S
+        while time.monotonic() < end:
+            assert cluster.peers["idle"].poll() is None, cluster.log("idle")
+    left = [lambda peer=peer: peer.poll() == 0 for peer in cluster.peers.values()]
+    until(lambda: all(one() for one in left), "both have left")
+    assert "nobody is left" in cluster.log("idle")

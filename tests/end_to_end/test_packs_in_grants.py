@@ -1,0 +1,42 @@
+"""Rows of small values reach another host in the grant itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.end_to_end.conftest import Cluster, until
+
+
+def test_rows_of_short_texts_and_numbers_need_no_bulk_read(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"s": ["text", "reward"]})
+        far = there.partition("p")
+        text = [f"{i}: " + "é" * (i * 17) for i in range(63)] + [""]
+        meta = [{"n": i, "a": np.arange(i, dtype=np.int16)} for i in range(64)]
+        part.put({"text": text, "reward": np.arange(64.0), "meta": meta})
+        batch = far.claim("s", rows=64, fields=["text", "reward", "meta"], timeout=20)
+        assert there.stats()["pulled_bytes"] == 0
+        assert list(batch["text"]) == text
+        assert np.array_equal(batch.numpy("reward"), np.arange(64.0))
+        for got, sent in zip(batch["meta"], meta, strict=True):
+            assert got["n"] == sent["n"] and np.array_equal(got["a"], sent["a"])
+        batch.ack()
+        del batch, got
+        until(lambda: there.stats()["arena"]["used_bytes"] == 0, "the packs were let go of", 5)
+
+
+def test_small_and_large_values_of_one_row_and_more_than_a_grant_carries(cluster: Cluster) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"s": ["text", "image"]})
+        far = there.partition("p")
+        for rows in (16, 400):
+            text = [f"{i} " * 400 for i in range(rows)]
+            images = [np.full(5000, i % 256, np.uint8) for i in range(rows)]
+            part.put({"text": text, "image": images})
+            batch = far.claim("s", rows=rows, timeout=20)
+            assert list(batch["text"]) == text
+            assert all(np.array_equal(a, b) for a, b in zip(batch["image"], images, strict=True))
+            batch.ack()
+            del batch

@@ -1,0 +1,79 @@
+"""Puts that wait for room which nobody is left to make, where clients sit at several hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import Partition, Plane
+from tests.end_to_end.conftest import Cluster, until
+
+MIB = 1 << 20
+
+
+@dataclass
+class Ends:
+    """One partition, seen from its producer's host with 16 MiB of arena, and from another host."""
+
+    here: Plane
+    near: Partition
+    there: Plane
+    far: Partition
+
+
+@pytest.fixture
+def ends(cluster: Cluster) -> Iterator[Ends]:
+    cluster.start("a", "b", arenas={"a": "16MiB"})
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        yield Ends(here, here.partition("p", stages={"train": ["x"]}), there, there.partition("p"))
+
+
+def fill(part: Partition) -> None:
+    """Until there is no room; ends with BackPressure."""
+    for i in range(40):
+        part.put({"x": [np.full(MIB, i, np.uint8)]}, timeout=60)
+
+
+def test_a_put_ends_at_once_when_the_only_claim_at_another_host_wants_more_than_fits(
+    ends: Ends,
+) -> None:
+    claim = threading.Thread(
+        target=lambda: pytest.raises(
+            dataplane.DataplaneError, ends.far.claim, "train", rows=64, timeout=60
+        )
+    )
+    claim.start()
+    start = time.monotonic()
+    with pytest.raises(dataplane.BackPressure, match="every client waits"):
+        fill(ends.near)
+    assert time.monotonic() - start < 40  # of the 60 s that each put may wait
+    ends.near.drop()
+    claim.join(40)
+    assert not claim.is_alive()
+
+
+def test_a_put_waits_for_a_consumer_at_another_host_that_is_at_work(ends: Ends) -> None:
+    ends.near.put({"x": [np.zeros(MIB, np.uint8)]})
+    batch = ends.far.claim("train", rows=1, timeout=20)
+    ended: list[BaseException] = []
+
+    def produce() -> None:
+        try:
+            fill(ends.near)
+        except BaseException as exc:
+            ended.append(exc)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    until(lambda: ends.here.stats()["waiting_puts"] > 0, "the producer waits for room")
+    batch.ack()
+    for _ in range(40):
+        ends.far.claim("train", rows=1, timeout=20).ack()
+    producer.join(40)
+    assert not ended

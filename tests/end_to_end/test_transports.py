@@ -1,0 +1,128 @@
+"""Peers that run another transport than TCP, chosen, required or off; `dataplane probe`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane.errors import TransportMissing
+from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.scrape import free_address, scrape
+
+ROOT = Path(__file__).parents[2]
+THEIRS = ROOT / "tests" / "transport" / "third_party"
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's transports, found by their entry points."""
+    monkeypatch.setenv("PYTHONPATH", f"{THEIRS}:{ROOT}")
+
+
+def move(here: dataplane.Plane, there: dataplane.Plane, fill: int) -> None:
+    """Two values of 1 MiB from one host to the other, compared."""
+    name = f"p{fill}"
+    part = here.partition(name, stages={"s": ["x"]}, free="acked")
+    part.put({"x": np.full((2, MIB), fill, np.uint8)})
+    with there.partition(name).claim("s", rows=2, timeout=30) as batch:
+        assert (batch.numpy("x") == fill).all()
+
+
+def bulk(plane: dataplane.Plane) -> dict[str, Any]:
+    figures: dict[str, Any] = plane.stats()["bulk"]
+    return figures
+
+
+def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_auto_tries_a_transport_and_says_what_it_uses_and_why(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "off:post,stranger")
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        move(here, there, 1)
+        until(lambda: bool(bulk(there)["paths"]["peers"]), "the ways were tried")
+        paths = bulk(there)["paths"]
+        assert (paths["requested"], paths["runs"]) == ("off:post,stranger", "shelf")
+        (path,) = paths["peers"].values()
+        assert path["tried"]["tcp"]["exact"] and path["tried"]["shelf"]["exact"]
+        assert path["transport"] in ("tcp", "shelf") and "GB/s" in path["why"]
+        move(here, there, 2)
+        over = bulk(there)["bytes_in_over"]
+        assert over["tcp"] >= 2 * MIB and over["shelf"] >= MIB
+    assert f"come over {path['transport']}" in cluster.log("b")
+
+
+@pytest.mark.parametrize("name", ["shelf", "post"])
+def test_a_required_transport_carries_every_value(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{name}")
+    metrics = free_address()
+    cluster.start("a", "b", metrics={"b": metrics})
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        move(here, there, 1)
+        move(here, there, 2)
+        shown = scrape(metrics)
+        (path,) = bulk(there)["paths"]["peers"].values()
+        assert path["transport"] == name
+        assert bulk(there)["bytes_in_over"][name] >= 4 * MIB
+    asked = f"required:{name}"
+    assert shown.value("dataplane_transport_peers", requested=asked, transport=name) == 1
+    by_stage = "dataplane_stage_transport_bytes_total"
+    assert shown.value(by_stage, stage="s", transport=name) >= 4 * MIB
+    everywhere = probe("--require", name, "--json")
+    assert everywhere.returncode == 0, everywhere.stdout + everywhere.stderr
+    for peer in json.loads(everywhere.stdout)["peers"]:
+        assert peer["arena_bytes"] == 256 * MIB and peer["runs"] == name
+        (way,) = peer["from"]
+        assert way["transport"] == name and way["tried"][name]["exact"]
+        assert abs(way["clock_ahead_s"]) < 5 and way["version"] == peer["version"]
+    elsewhere = probe("--require", "ucx")
+    assert elsewhere.returncode == 1 and "ucx is required and does not work" in elsewhere.stdout
+
+
+def test_a_required_transport_that_is_not_there_ends_the_peer_within_seconds(
+    cluster: Cluster,
+) -> None:
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--plane", PLANE]
+    for name, what in (("carrier-pigeon", "no installed package"), ("stranger", "not a subclass")):
+        began = time.monotonic()
+        address = "tcp://127.0.0.1:1,tcp://127.0.0.1:2"
+        refused = subprocess.run(
+            [*command, "--transport", f"required:{name}", "--listen", address.split(",")[0]]
+            + ["--seeds", address, "--arena", "8MiB"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert refused.returncode == 2 and what in refused.stderr, refused.stderr
+        assert time.monotonic() - began < 30
+
+
+def test_a_required_transport_that_the_owner_does_not_run_is_an_error_of_the_call(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:shelf")
+    cluster.start("a", "b")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "off")
+    cluster.restart("a")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"s": ["x"]}, free="acked")
+        part.put({"x": np.ones((2, MIB), np.uint8)})
+        with pytest.raises(TransportMissing, match="required:shelf.*the other one tcp"):
+            there.partition("p").claim("s", rows=2, timeout=30)

@@ -1,0 +1,62 @@
+"""Peers that run an engine: it carries values, `auto` may choose it, and it opens no door."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from dataplane.testing import hosts
+from dataplane.transport import registry
+from tests.end_to_end.conftest import PLANE, Cluster, cluster
+
+__all__ = ["cluster"]
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["nixl", "ucx"])
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if why := registry.missing(name):
+        pytest.skip(why)
+    return name
+
+
+async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: str) -> None:
+    async with hosts(engine) as start:
+        a, b = await start("a", 8 * MIB), await start("b", 8 * MIB)
+        await b.read(a, a.place(np.array([0]), np.array([8 * MIB])))
+        for host in (a, b):
+            (pid,) = host.engine.pids
+            inet = psutil.Process(pid).net_connections(kind="inet")
+            doors = {f"{c.laddr.ip}:{c.laddr.port}" for c in inet if c.status == psutil.CONN_LISTEN}
+            assert doors == set(host.engine.address)
+            assert not [c for c in inet if c.status == psutil.CONN_NONE], "a datagram socket"
+
+
+def test_peers_carry_values_over_an_engine_that_is_required(
+    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
+    cluster.start("a", "b")
+    values = np.random.default_rng(0).integers(0, 256, (16, MIB), np.uint8)
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"s": ["x"]}, free="acked")
+        part.put({"x": values}, key=[f"row-{i:02}" for i in range(16)])
+        with there.partition("p").claim("s", rows=16, timeout=60) as batch:
+            order = np.argsort(batch.keys)
+            assert np.array_equal(batch.numpy("x")[order], values)
+        bulk = there.stats()["bulk"]
+        assert bulk["bytes_in_over"][engine] >= 16 * MIB
+        (path,) = bulk["paths"]["peers"].values()
+        assert path["transport"] == engine and path["tried"][engine]["exact"]
+    command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE, "--json"]
+    probed = subprocess.run(
+        [*command, "--require", engine], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert probed.returncode == 0, probed.stdout + probed.stderr
+    assert not json.loads(probed.stdout)["lacking"]

@@ -1,0 +1,161 @@
+"""What reads bytes of others: each decoder as a function of bytes, with inputs to begin from.
+
+A target returns, or raises one of the errors that its decoder promises. Anything else is a bug. The
+inputs are the protocol's vectors and files that the library wrote itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bench.traces.load
+from bench.traces import TASKS, generate, parquet
+from bench.traces.parquet import TraceError
+from dataplane.client import archive
+from dataplane.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    DataplaneError,
+    InvalidCall,
+    ProtocolError,
+)
+from dataplane.metadata import where
+from dataplane.transport import bulk_frames
+from dataplane.wire import frames, journal, objects, peering, records
+
+VECTORS = Path(__file__).resolve().parents[2] / "protocol" / "vectors"
+LEAVES = [np.arange(3), np.zeros((2, 2), np.float32)]
+SPLIT = 7
+"""Streams arrive in pieces: of this many bytes, then the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """run: one input. seeds: inputs that are in order, and some that are not."""
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+
+
+def _each(decoders: list[Callable[[bytes], Any]], data: bytes) -> None:
+    for decode in decoders:
+        with contextlib.suppress(ProtocolError):
+            decode(data)
+
+
+def _local(data: bytes) -> None:
+    """A stream at the local door, and what both of its ends decode."""
+    reader = frames.FrameReader(1 << 16)
+    with contextlib.suppress(ProtocolError):
+        for piece in (data[:SPLIT], data[SPLIT:]):
+            for body in reader.feed(piece):
+                _each([frames.decode_request, frames.decode_reply], body)
+    _each([frames.decode_request, frames.decode_reply], data)
+
+
+_PEERS: list[Callable[[bytes], Any]] = [peering.decode_request, peering.decode_reply]
+_BULK: list[Callable[[bytes], Any]] = [
+    bulk_frames.decode_join,
+    bulk_frames.decode_to_owner,
+    bulk_frames.decode_from_owner,
+    bulk_frames.decode_to_worker,
+    bulk_frames.decode_from_worker,
+]
+
+
+def _objects(data: bytes) -> None:
+    _each([functools.partial(objects.decode, leaves=LEAVES), objects.decode], data)
+
+
+def _columns(data: bytes) -> None:
+    dtypes = (records.EXTENT, records.RANGE, records.VALUE, records.PLACE, records.U4)
+    _each([functools.partial(records.column, dtype=dtype) for dtype in dtypes], data)
+
+
+def _filters(data: bytes) -> None:
+    """A filter as it arrives: any decoded object."""
+    with contextlib.suppress(ProtocolError):
+        wire = objects.decode(data)
+        with contextlib.suppress(InvalidCall, DataplaneError):
+            where.parse(wire)
+
+
+def _manifest(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / archive.MANIFEST).write_bytes(data)
+        with contextlib.suppress(CheckpointCorrupt, CheckpointFailed):
+            archive.verified(Path(name))
+
+
+def _trace(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "t"
+        path.write_bytes(data)
+        with contextlib.suppress(TraceError):
+            bench.traces.load.load([path], None if data[:4] == b"PAR1" else "math")
+
+
+# inputs to begin from
+
+
+def _vectors(*names: str) -> list[bytes]:
+    found = []
+    for name in names:
+        for vector in json.loads((VECTORS / f"{name}.json").read_text()):
+            if "hex" in vector:
+                data = bytes.fromhex(vector["hex"])
+                found.append(data)
+                if name in ("local", "bulk", "worker"):
+                    found.append(data[frames.HEADER_BYTES :])
+    return found
+
+
+def _manifests() -> list[bytes]:
+    note = archive.PartitionNote("p", {"s": ["x"]}, 8, None, "acked", "local", 1, False, 0)
+    made = archive.Manifest(archive.FORMAT, archive.VERSION, "u1", "2026", [note], {})
+    return [made.signed().text(), made.text(), b"{}", b"[]"]
+
+
+def _traces() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "t"
+        parquet.write(path, "math", 1, generate(TASKS["math"], 2, seed=1, steps=1))
+        written = path.read_bytes()
+    lines = [
+        {"0": [{"input": [3, 4], "output": [5, 6]}]},
+        {"prompt": 3, "responses": [4, 5]},
+        {"step": 0, "reward_time": 1.5},
+    ]
+    return [written, *(json.dumps(one).encode() + b"\n" for one in lines)]
+
+
+TARGETS = {
+    "local": Target(_local, lambda: _vectors("local", "refused")),
+    "peers": Target(functools.partial(_each, _PEERS), lambda: _vectors("peers", "rosters")),
+    "bulk": Target(functools.partial(_each, _BULK), lambda: _vectors("bulk", "worker")),
+    "journal": Target(functools.partial(_each, [journal.decode_ops]), lambda: _vectors("journal")),
+    "objects": Target(_objects, lambda: _vectors("objects")),
+    "columns": Target(_columns, lambda: [b"", bytes(8), bytes(96)]),
+    "filters": Target(_filters, lambda: [objects.encode(w)[0] for w in _FILTERS]),
+    "manifest": Target(_manifest, _manifests),
+    "traces": Target(_trace, _traces),
+}
+
+_FILTERS: list[Any] = [
+    ["ge", "version", 6],
+    ["and", ["eq", "a", "b"], ["in", "n", [1, 2, None]]],
+    ["not", ["or", ["has", "x"], ["lt", "y", 0.5]]],
+]
+
+
+def seeds(name: str) -> Iterator[bytes]:
+    yield from TARGETS[name].seeds()

@@ -1,0 +1,112 @@
+"""Values of torch and cupy through a real peer and real clients, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cluster(run_dir: Any) -> Iterator[Cluster]:
+    running = Cluster(run_dir)
+    running.start("a", "b", arena="256MiB", devices={"a": "256MiB"})
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
+    with dataplane.connect("a", plane=PLANE, devices="required") as connected:
+        yield connected
+
+
+def figures(plane: dataplane.Plane) -> dict[str, Any]:
+    return dict(plane.stats()["devices"][0])
+
+
+def all_free(plane: dataplane.Plane) -> None:
+    until(lambda: figures(plane)["free_bytes"] == figures(plane)["size_bytes"], "all is free")
+
+
+def test_tensors_stay_on_the_gpu_and_are_seen_there(
+    plane: dataplane.Plane, cluster: Cluster
+) -> None:
+    torch = pytest.importorskip("torch")
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    tensors = [torch.randn(1000 + row, 64, dtype=torch.bfloat16, device="cuda") for row in range(8)]
+    part.put({"hidden": tensors})
+    assert figures(plane)["used_bytes"] >= sum(t.nbytes for t in tensors)
+    batch = part.claim("s", rows=8, timeout=20)
+    found = batch.torch("hidden", device="cuda")
+    assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
+    view = torch.as_tensor(batch["hidden"][0], device="cuda")
+    assert (
+        torch.equal(view.view(torch.bfloat16), tensors[0]) and figures(plane)["staged_bytes"] == 0
+    )
+    with dataplane.connect("b", plane=PLANE) as other:
+        rows = other.partition("p").get(keys=batch.keys)
+        there = rows.torch("hidden")
+        assert all(torch.equal(one, two.cpu()) for one, two in zip(there, tensors, strict=True))
+    assert figures(plane)["staged_bytes"] > 0
+    batch.ack()
+    del batch, view, rows
+    all_free(plane)
+
+
+def test_cupy_arrays_stay_on_the_gpu_too(plane: dataplane.Plane) -> None:
+    cupy = pytest.importorskip("cupy")
+    part = plane.partition("p", free="drop")
+    array = cupy.arange(8 * 5000, dtype=cupy.float32).reshape(8, 5000)
+    part.put({"x": array}, key=list(range(8)))
+    rows = part.get(keys=list(range(8)))
+    assert cupy.array_equal(cupy.asarray(rows["x"][3]), array[3])
+    assert np.array_equal(rows.numpy("x"), array.get())
+
+
+@pytest.mark.parametrize("what", ["views", "copies"])
+def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
+    plane: dataplane.Plane, cluster: Cluster, what: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    part = plane.partition("p", stages={"s": ["x"]})
+    if what == "views":
+        part.put({"x": [torch.ones(MIB, dtype=torch.uint8, device="cuda")] * 4})
+    ends = {
+        "views": 'batch = part.claim("s", rows=4, timeout=20); views = list(batch["x"])',
+        "copies": """
+    tensors = [torch.ones(16 << 20, dtype=torch.uint8, device="cuda")] * 4
+    torch.cuda._sleep(1 << 40)
+    import threading
+    threading.Thread(target=lambda: part.put({"x": tensors})).start()
+    """,
+    }
+    worker = cluster.worker(
+        f"""
+    import signal
+    import torch
+    import dataplane
+    torch.zeros(1, device="cuda")
+    plane = dataplane.connect("a", devices="required")
+    part = plane.partition("p")
+    {ends[what].strip()}
+    print("here", flush=True)
+    signal.pause()
+    """
+    )
+    line(worker)
+    if what == "copies":
+        until(lambda: figures(plane)["granted_bytes"] > 0, "it copies")
+    worker.kill()
+    if what == "views":
+        part.claim("s", rows=4, timeout=20).ack()
+    all_free(plane)

@@ -1,0 +1,142 @@
+"""What a test leaves behind: descriptors (sockets, memfds, pipes …), threads, child processes,
+processes of its run directory, and files of ours in /dev/shm.
+
+Runs in the test process, after every test. It looks at what is new since the test began, so what a
+whole file or session shares is nobody's leak. What may stay is written down here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import uvloop
+
+uvloop.new_event_loop().close()  # libuv keeps a pipe for signals from the first loop on
+resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and keeps it
+
+PATIENCE_S = 20.0
+"""What ends on its own, such as a process that was killed, is waited for so long."""
+
+SHARED_FILES = (
+    "/dev/null",
+    "/dev/urandom",
+    "/proc/",
+    "/sys/",
+)
+"""Opened once by the interpreter or a library, and kept for all that follows."""
+SHARED_THREADS = (
+    "pyzmq-gc",  # frees messages that were sent without a copy
+    "ThreadPoolExecutor-",  # of a loop that a whole file shares; a loop that closes ends its own
+    "asyncio_",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """What this process has at one moment."""
+
+    descriptors: frozenset[tuple[int, str]]
+    threads: frozenset[int]
+    children: frozenset[int]
+    shared_memory: frozenset[str]
+
+
+def now() -> Open:
+    return Open(
+        frozenset(_descriptors()),
+        frozenset(thread.ident or 0 for thread in threading.enumerate()),
+        children(),
+        frozenset(name for name in os.listdir("/dev/shm") if "dataplane" in name),
+    )
+
+
+def children() -> frozenset[int]:
+    """The living ones, and those that ended and were not waited for."""
+    return frozenset(_all_children()) - SHARED_CHILDREN
+
+
+def left(before: Open) -> list[str]:
+    """What is there now that was not before, in words; waits until it is gone."""
+    return settled(lambda: _since(before))
+
+
+def settled(look: Callable[[], list[str]]) -> list[str]:
+    """What it still finds after a while; at once where it finds nothing."""
+    end, pause_s = time.monotonic() + PATIENCE_S, 0.01
+    while (found := look()) and time.monotonic() < end:
+        gc.collect()  # what only a cycle holds ends now, also what became one meanwhile
+        select.select([], [], [], pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    return found
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Processes, whoever's child they are, that were started with this run directory."""
+    mark = b"DATAPLANE_RUN_DIR=" + os.fsencode(run_dir) + b"\0"
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if mark in Path(entry.path, "environ").read_bytes() + b"\0":
+                found.append(f"process {_named(int(entry.name))}")
+    return found
+
+
+def _since(before: Open) -> list[str]:
+    after = now()
+    threads = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.ident in after.threads - before.threads
+        and not thread.name.startswith(SHARED_THREADS)
+    ]
+    return [
+        *(f"descriptor {n} → {what}" for n, what in after.descriptors - before.descriptors),
+        *(f"thread {name}" for name in threads),
+        *(f"child {_named(pid)}" for pid in after.children - before.children),
+        *(f"/dev/shm/{name}" for name in after.shared_memory - before.shared_memory),
+    ]
+
+
+def _descriptors() -> list[tuple[int, str]]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith(SHARED_FILES):
+                found.append((int(name), target))
+    return found
+
+
+def _all_children() -> Iterator[int]:
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and _parent(entry.path) == os.getpid():
+                yield int(entry.name)
+
+
+def _parent(process: str) -> int:
+    stat = Path(process, "stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])  # a name may hold blanks and brackets
+
+
+def _named(pid: int) -> str:
+    """Its number and command line; that of a zombie is empty."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return f"{pid} ({' '.join(words).strip() or 'ended, nobody waited for it'})"
+    return f"{pid} (ended)"
+
+
+SHARED_CHILDREN = frozenset(_all_children())
+"""Those that are there before the first test."""

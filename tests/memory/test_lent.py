@@ -1,0 +1,35 @@
+"""What other peers' shards hold of this arena, and what comes back when one is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dataplane.memory.lent import Lent
+from dataplane.wire.records import RANGE, U4
+from dataplane.wire.tables import Owner
+
+B, B_ANEW = Owner("tcp://b:1", 1), Owner("tcp://b:1", 2)
+
+
+def ranges(*ids: int) -> np.ndarray:
+    return np.array([(i, 7) for i in ids], RANGE)
+
+
+def test_what_a_lost_peer_held_comes_back_once() -> None:
+    lent = Lent()
+    lent.lend(B, ranges(1, 2, 2))
+    lent.lend(B_ANEW, ranges(3))
+    found, counts = lent.lost(B)
+    assert dict(zip(found["range"].tolist(), counts.tolist(), strict=True)) == {1: 1, 2: 2}
+    assert len(lent.lost(B)[0]) == 0
+    assert len(lent) == 1, "another life of that peer is another peer"
+
+
+def test_a_peer_releases_no_more_than_it_holds() -> None:
+    lent = Lent()
+    lent.lend(B, ranges(1, 1, 2))
+    assert lent.returned(B, ranges(1, 1, 9), np.array([1, 5, 1], U4)).tolist() == [1, 1, 0]
+    assert lent.returned(B, ranges(1), np.ones(1, U4)).tolist() == [0]
+    assert lent.returned(B_ANEW, ranges(2), np.ones(1, U4)).tolist() == [0]
+    assert lent.returned(B, ranges(2), np.ones(1, U4)).tolist() == [1]
+    assert len(lent) == 0

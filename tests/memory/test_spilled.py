@@ -1,0 +1,242 @@
+"""Ranges that leave the arena for a spill file: which go, where they lie, and what comes back."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dataplane.memory.admission import Admission
+from dataplane.memory.placement import place
+from dataplane.memory.space import Space
+from dataplane.memory.spill_file import SpillFile, remove_leftovers
+from dataplane.memory.spilled import DISK, Move, Spilled
+from dataplane.wire.records import EXTENT, RANGE, U8
+
+PAGE = 4096
+WRITER, READER = 1, 2
+Name = tuple[int, int]
+
+
+def spilling(pages: int = 64, spill_pages: int = 64) -> Space:
+    space = Space(pages * PAGE)
+    space.spill = Spilled(spill_pages * PAGE, space.ranges)
+    return space
+
+
+def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.ndarray:
+    """As many of these as there is room for, as ranges."""
+    count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
+    column = np.empty(count, EXTENT)
+    column["offset"], column["length"] = place(list(sizes[:count]), extents), sizes[:count]
+    ranges = space.commit(WRITER, column, 1, admission)
+    space.give_back_all(WRITER)
+    return ranges
+
+
+def spill(space: Space, nbytes: int) -> int:
+    move = space.choose_spill(nbytes)
+    return 0 if move is None else space.settle_spill(move)
+
+
+def test_the_oldest_go_first_and_none_that_is_read() -> None:
+    space = spilling()
+    first, second, third = (put(space, 2 * PAGE) for _ in range(3))
+    pin = space.pin(READER, first)
+    assert spill(space, PAGE) == 2 * PAGE
+    ranges = np.concatenate([first, second, third])
+    assert space.spilled(ranges).tolist() == [False, True, False]
+    space.unpin(READER, [pin])
+    assert spill(space, PAGE) == 2 * PAGE
+    assert space.spilled(ranges).tolist() == [True, True, False]
+    stats = space.stats()
+    assert stats["used_bytes"] == 2 * PAGE and stats["spilled_bytes"] == 4 * PAGE
+    assert space.alive(ranges).all()
+
+
+def test_what_is_read_or_freed_on_its_way_does_not_go() -> None:
+    space = spilling()
+    read, freed, other = (put(space, PAGE) for _ in range(3))
+    move = space.choose_spill(3 * PAGE)
+    assert move is not None and len(move.ranges) == 3
+    space.pin(READER, read)
+    space.release(freed)
+    assert space.settle_spill(move) == PAGE
+    assert space.spilled(np.concatenate([read, freed, other])).tolist() == [False, False, True]
+    spill_file = space.spill
+    assert spill_file is not None and spill_file.spilled_bytes == PAGE
+    starts, ends = spill_file.take_left()
+    assert int((ends - starts).sum()) == 2 * PAGE
+
+
+def test_copies_do_not_go_and_those_of_dead_ranges_are_dropped() -> None:
+    space = spilling()
+    ranges = put(space, PAGE)
+    copy = put(space, PAGE, admission=Admission.PULL)
+    assert spill(space, 10 * PAGE) == PAGE
+    space.copies.insert(DISK, ranges, copy)
+    assert space.choose_spill(10 * PAGE) is None
+    assert space.copies.drop_dead(DISK, space.ranges.alive) == 0
+    space.release(ranges)
+    assert space.copies.drop_dead(DISK, space.ranges.alive) == PAGE
+    assert space.stats()["used_bytes"] == space.stats()["spilled_bytes"] == 0
+
+
+def test_a_full_file_takes_what_fits_and_then_nothing() -> None:
+    space = spilling(spill_pages=3)
+    for _ in range(4):
+        put(space, 2 * PAGE)
+    assert spill(space, 8 * PAGE) == 2 * PAGE
+    assert spill(space, 8 * PAGE) == 0
+
+
+class SpillMachine(RuleBasedStateMachine):
+    """Bytes in an arena and a file, against a model: every living range has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = spilling(24, 16)
+        self.arena, self.file = bytearray(24 * PAGE), bytearray(16 * PAGE)
+        self.content: dict[Name, bytes] = {}
+        self.pins: dict[int, list[Name]] = {}
+        self.move: Move | None = None
+        self.count = 0
+
+    @property
+    def spill(self) -> Spilled:
+        assert self.space.spill is not None
+        return self.space.spill
+
+    def column(self, names: list[Name]) -> np.ndarray:
+        return np.array(names, RANGE)
+
+    @rule(sizes=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=5))
+    def put(self, sizes: list[int]) -> None:
+        ranges = put(self.space, *sizes)
+        for name, start in zip(ranges.tolist(), self.space.locate(ranges).tolist(), strict=True):
+            self.count += 1
+            size = sizes[ranges.tolist().index(name)]
+            self.content[name] = bytes([self.count % 255 + 1]) * size
+            self.arena[start : start + size] = self.content[name]
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        pinned = {name for names in self.pins.values() for name in names}
+        free = sorted(set(self.content) - pinned)
+        if free:
+            names = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
+            self.space.release(self.column(names))
+            for name in names:
+                del self.content[name]
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        names = sorted(self.content)
+        names = [n for n in names if not self.space.spilled(self.column([n]))[0]]
+        if names:
+            chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+            self.pins[self.space.pin(READER, self.column(chosen))] = chosen
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        if self.pins:
+            number = data.draw(st.sampled_from(sorted(self.pins)))
+            del self.pins[number]
+            self.space.unpin(READER, [number])
+
+    @precondition(lambda self: self.move is None)
+    @rule(nbytes=st.integers(1, 8 * PAGE))
+    def begin(self, nbytes: int) -> None:
+        self.move = self.space.choose_spill(nbytes)
+
+    @precondition(lambda self: self.move is not None)
+    @rule(fails=st.booleans())
+    def end(self, fails: bool) -> None:
+        """Written only now: what was freed meanwhile may be somebody else's bytes by then."""
+        move, self.move = self.move, None
+        assert move is not None
+        columns = (move.sources.tolist(), move.places.tolist(), move.lengths.tolist())
+        for source, at, length in zip(*columns, strict=True):
+            self.file[at : at + length] = self.arena[source : source + length]
+        if fails:
+            self.spill.give_up(move)
+        else:
+            self.space.settle_spill(move)
+
+    @precondition(lambda self: self.move is None and self.spill.has_left)
+    @rule()
+    def clear(self) -> None:
+        starts, ends = self.spill.take_left()
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self.file[start:end] = bytes(end - start)
+        self.spill.cleared(starts, ends)
+
+    @invariant()
+    def every_range_has_its_bytes(self) -> None:
+        ranges = self.column(sorted(self.content))
+        out, extents = self.space.spilled(ranges), self.space.ranges.extents(ranges)
+        for name, spilled, start in zip(
+            sorted(self.content), out.tolist(), extents["offset"].tolist(), strict=True
+        ):
+            where = self.file if spilled else self.arena
+            assert where[start : start + len(self.content[name])] == self.content[name]
+
+    @invariant()
+    def every_byte_is_counted(self) -> None:
+        stats = self.space.stats()
+        ranges = self.column(sorted(self.content))
+        lengths = self.space.ranges.extents(ranges)["length"]
+        out = self.space.spilled(ranges)
+        assert stats["spilled_bytes"] == int(lengths[out].sum()) <= 16 * PAGE
+        assert stats["used_bytes"] == int(lengths[~out].sum())
+        assert stats["used_bytes"] + stats["free_bytes"] == 24 * PAGE
+
+
+TestSpillMachine = SpillMachine.TestCase
+TestSpillMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# the file
+
+
+def test_bytes_come_back_from_the_file_and_its_disk_is_given_back(tmp_path: Path) -> None:
+    arena = memoryview(bytearray(np.arange(16 * PAGE, dtype=np.uint16).tobytes()))
+    wanted = bytes(arena)
+    file = SpillFile(tmp_path, "x", arena)
+    sources, lengths = np.array([PAGE, 4 * PAGE], U8), np.array([2 * PAGE, 64], U8)
+    file.write(5 * PAGE, 2 * PAGE + 64, sources, lengths)
+    with open(file.path, "rb") as seen, pytest.raises(OSError):  # no page of it is in memory
+        os.preadv(seen.fileno(), [bytearray(PAGE)], 5 * PAGE, os.RWF_NOWAIT)
+    arena[:] = bytes(len(arena))
+    file.read(np.array([7 * PAGE, 5 * PAGE], U8), lengths[::-1], np.array([64, 8 * PAGE], U8))
+    assert arena[64:128] == wanted[4 * PAGE : 4 * PAGE + 64]
+    assert arena[8 * PAGE : 10 * PAGE] == wanted[PAGE : 3 * PAGE]
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    taken = file.path.stat().st_blocks
+    file.clear(np.array([5 * PAGE], U8), np.array([7 * PAGE], U8))
+    assert file.path.stat().st_blocks < taken
+    file.empty()
+    assert file.path.stat().st_blocks == 0
+    with pytest.raises(OSError, match="ends before"):
+        file.read(np.array([0], U8), np.array([64], U8), np.array([0], U8))
+    file.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
+    living = SpillFile(tmp_path, "living", memoryview(bytearray(PAGE)))
+    dead, other = tmp_path / "dead.spill", tmp_path / "notes.txt"
+    dead.write_bytes(b"x")
+    other.write_bytes(b"x")
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([living.path, other])
+    with open(living.path, "rb") as seen, pytest.raises(BlockingIOError):
+        fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert os.path.samestat(living.path.stat(), os.fstat(living._fd))
+    living.close()

@@ -1,0 +1,130 @@
+"""Everything that can be seen of a store, by key, so that two stores can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dataplane.metadata.journal import apply
+from dataplane.metadata.store import Store
+from dataplane.wire.journal import Op, decode_ops, encode_ops
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.records import VALUE
+
+SIZES = ("metadata_bytes", "bytes_per_row")
+
+
+def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
+    """Apply operations as they arrive: as bytes. What is freed here is told elsewhere."""
+    for op in decode_ops(encode_ops(ops)):
+        apply(store, op, now)
+    store.freed()
+    store.unnamed()
+
+
+def observed(store: Store) -> dict[str, Any]:
+    """Rows, groups, stages, leases and the rest; equal for stores that behave alike."""
+    state = store.state
+    rows, groups = state.index.keys, state.groups.index.keys
+    stats = {name: value for name, value in store.stats().items() if name not in SIZES}
+    return {
+        "rows": _rows(store),
+        "groups": {
+            groups[g].tobytes(): (
+                state.groups.name(g),
+                *(int(c[g]) for c in (state.groups.expected, state.groups.seen)),
+                *(int(c[g]) for c in (state.groups.dropped, state.groups.phase)),
+                _keys(rows, state.groups.members.gather(np.array([g]))[1]),
+            )
+            for g in state.groups.live().tolist()
+        },
+        "stages": {name: _stage(store, name) for name in state.stages},
+        "leases": {lease.number: _lease(store, lease) for lease in state.leases},
+        "tombstones": [key.tobytes() for key in state.tombstones.keys()],  # noqa: SIM118
+        "fields": sorted(store.known(list(state.fields.names))),
+        "phase": (store.sealing, store.sealed),
+        "holdings": _holdings(store),
+        "stats": stats,
+    }
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What a store shows that has the rows of both; `one` was there first."""
+    assert one.keys() == other.keys()
+    both: dict[str, Any] = {}
+    for name, left in one.items():
+        right = other[name]
+        if name in ("phase", "sealing"):
+            assert left == right
+            both[name] = left
+        elif name == "fields":
+            both[name] = sorted({*left, *right})
+        elif isinstance(left, dict):
+            both[name] = left | right
+            both[name] |= {k: merged({k: left[k]}, {k: right[k]})[k] for k in left.keys() & right}
+        else:
+            both[name] = left + right
+    return both
+
+
+def _keys(keys: Any, ids: Any) -> list[bytes]:
+    return [keys[i].tobytes() for i in ids.tolist()]
+
+
+def _rows(store: Store) -> dict[bytes, Any]:
+    state = store.state
+    slots = state.live()
+    table = store.table(slots)
+    result: dict[bytes, Any] = {}
+    for slot in slots.tolist():
+        group = int(state.group[slot])
+        joined = None if group < 0 else state.groups.index.keys[group].tobytes()
+        result[state.index.keys[slot].tobytes()] = (state.name(slot), joined, {}, {})
+    keys = list(result)
+    for one in table.columns:
+        values, leaves = (np.frombuffer(c, VALUE).tolist() for c in (one.values, one.leaves))
+        counts = np.frombuffer(one.leaf_counts, "<u4").tolist() or [0] * len(values)
+        for key, value, count in zip(keys, values, counts, strict=True):
+            records = [value, *leaves[:count]]
+            leaves = leaves[count:]
+            if value[5] != ABSENT:
+                result[key][2][one.field] = [
+                    (*r[:3], table.specs[r[3]], r[4], table.owners[r[5]]) for r in records
+                ]
+    for name, present, held in state.tags.held(slots):
+        for at, value in zip(present.nonzero()[0].tolist(), held, strict=True):
+            result[keys[at]][3][name] = value
+    return result
+
+
+def _stage(store: Store, name: str) -> dict[str, Any]:
+    state, stage = store.state, store.state.stages[name]
+    rows, groups = state.index.keys, state.groups.index.keys
+    return {
+        "fields": list(stage.fields),
+        "rows": {rows[i].tobytes(): (int(stage.rows.state[i]),) for i in state.live().tolist()},
+        "groups": {
+            groups[i].tobytes(): (int(stage.groups.state[i]),) for i in state.groups.live().tolist()
+        },
+        "ready_rows": _keys(rows, stage.rows.ready_ids()),
+        "ready_groups": _keys(groups, stage.groups.ready_ids()),
+    }
+
+
+def _lease(store: Store, lease: Any) -> Any:
+    state = store.state
+    there = lease.left & (state.incarnation[lease.slots] == lease.incarnations)
+    positions: list[Any] = [
+        "finished" if not left else state.index.keys[slot].tobytes() if here else "gone"
+        for left, here, slot in zip(lease.left, there, lease.slots.tolist(), strict=True)
+    ]
+    span = None if lease.deadline is None else round(1e3 * (lease.deadline - lease.started))
+    return (lease.stage.name, lease.unit, positions, lease.holder, span)
+
+
+def _holdings(store: Store) -> dict[Any, Any]:
+    return {
+        owner: dict(zip(ranges.tolist(), zip(counts.tolist(), strict=True), strict=True))
+        for owner, ranges, counts in store.holdings()
+    }

@@ -1,0 +1,256 @@
+"""The authority: who takes over what when peers come, go, get in sync, or die."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dataplane.metadata.authority import Authority
+from dataplane.metadata.roster import NO_BACKUP, Roster
+from dataplane.wire.tables import Owner
+
+A, B, C, D, E = (f"tcp://10.0.0.{n}:7101" for n in range(1, 6))
+
+
+def authority(*seeds: str, seen: bool = True) -> Authority:
+    made = Authority(Roster.from_seeds(seeds), 77, keeper=A)
+    for number, seed in enumerate(seeds if seen else ()):
+        made.beat(Owner(seed, number + 1), made.roster.epoch)
+    return made
+
+
+def sync(made: Authority, *addresses: str) -> None:
+    for address in addresses:
+        owner = next(o for o in made.roster.owners if o.peer == address)
+        made.beat(owner, made.roster.epoch, synced=True)
+
+
+def shards(made: Authority, address: str) -> set[int]:
+    return set(made.roster.shards_of(address).tolist())
+
+
+def test_an_in_sync_backup_takes_over_all_shards_of_the_dead() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    before = {address: shards(made, address) for address in (B, C, D)}
+    heir, in_sync = made.roster.backup_of(B)
+    assert in_sync and heir is not None
+    made.lost(Owner(B, 2))
+    assert B not in made.roster.members
+    assert shards(made, heir) == before[heir] | before[B]
+    (other,) = {C, D} - {heir}
+    assert shards(made, other) == before[other]
+
+
+def test_a_backup_that_is_not_in_sync_is_not_promoted() -> None:
+    made = authority(A, B, C, D)
+    before = shards(made, B)
+    made.lost(Owner(B, 2))
+    assert before <= shards(made, C) | shards(made, D)
+    assert not made.roster.in_sync[sorted(before)].any()
+
+
+def test_shards_taken_over_are_learners_until_the_heirs_backup_has_them() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    mine = shards(made, B)
+    heir, _ = made.roster.backup_of(B)
+    own = shards(made, heir)
+    next_heir, _ = made.roster.backup_of(heir)
+    made.lost(Owner(B, 2))
+    if next_heir != B:
+        assert made.roster.in_sync[sorted(own)].all()
+    assert not made.roster.in_sync[sorted(mine)].any()
+    sync(made, heir)
+    assert made.roster.in_sync[sorted(mine | own)].all()
+
+
+def test_the_word_in_sync_of_an_older_roster_counts_for_nothing() -> None:
+    made = authority(A, B, C, D)
+    old = made.roster.epoch
+    made.lost(Owner(D, 4))
+    made.beat(Owner(B, 2), old, synced=True)
+    assert not made.roster.in_sync.any()
+
+
+def test_the_last_host_is_declared_solo() -> None:
+    made = authority(A, B)
+    sync(made, A, B)
+    made.lost(Owner(B, 2))
+    assert len(shards(made, A)) == made.roster.shards
+    assert (made.roster.backups == NO_BACKUP).all() and not made.roster.in_sync.any()
+
+
+def test_a_restarted_peer_returns_as_an_empty_member() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    had = shards(made, B)
+    rows_may_lie = np.flatnonzero(made.roster.minted)
+    holders = made.roster.primaries[rows_may_lie].copy()
+    names = [made.roster.members[h] for h in holders]
+    heir, _ = made.roster.backup_of(B)
+    made.beat(Owner(B, 22), (0, 1))
+    assert made.roster.has(Owner(B, 22)) and not made.roster.has(Owner(B, 2))
+    got = shards(made, B)
+    assert len(got) > 0 and len(made.roster.mint_shards(B)) == 16
+    assert not got & set(rows_may_lie.tolist())
+    after = [made.roster.members[h] for h in made.roster.primaries[rows_may_lie]]
+    assert after == [heir if name == B else name for name in names]
+    assert had - got <= shards(made, heir) | shards(made, C) | shards(made, D)
+
+
+def test_a_process_that_was_called_lost_is_not_let_in_again() -> None:
+    made = authority(A, B, C, D)
+    made.lost(Owner(B, 2))
+    for epoch in (made.roster.epoch, (0, 1)):
+        made.beat(Owner(B, 2), epoch)
+        assert B not in made.roster.members
+    made.beat(Owner(B, 3), (0, 1))
+    assert B in made.roster.members
+
+
+def test_a_new_peer_gets_shards_without_rows_and_nobody_elses_rows_move() -> None:
+    made = authority(A, B, C)
+    sync(made, B, C)
+    minted = np.flatnonzero(made.roster.minted)
+    before = [made.roster.members[h] for h in made.roster.primaries[minted]]
+    made.beat(Owner(E, 5), (0, 0))
+    assert E in made.roster.members and len(shards(made, E)) > 100
+    after = [made.roster.members[h] for h in made.roster.primaries[minted]]
+    assert before == after
+
+
+def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    made.beat(Owner(B, 2), made.roster.epoch, synced=True, leaving=True)
+    assert not shards(made, B) and B in made.roster.members
+    sync(made, C, D)
+    for number, address in ((1, A), (3, C)):
+        made.beat(Owner(address, number), made.roster.epoch, synced=address == C, clear=[B])
+    assert B in made.roster.members
+    made.beat(Owner(D, 4), made.roster.epoch, synced=True, clear=[B])
+    assert B not in made.roster.members
+
+
+def test_an_heir_whose_stream_begins_anew_is_a_learner_again_with_all_its_shards() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    made.lost(Owner(B, 2))
+    lives = {C: 3, D: 4}
+    flags = {m: made.roster.in_sync[sorted(shards(made, m))] for m in lives}
+    (heir,) = [m for m in lives if flags[m].any() and not flags[m].all()]
+    made.beat(Owner(heir, lives[heir]), made.roster.epoch, synced=False)
+    assert not made.roster.in_sync[sorted(shards(made, heir))].any()
+
+
+def test_a_backup_that_lost_the_thread_is_a_learner_again() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    made.beat(Owner(B, 2), made.roster.epoch, synced=False)
+    assert not made.roster.in_sync[sorted(shards(made, B))].any()
+    assert made.roster.in_sync[sorted(shards(made, C))].all()
+
+
+def test_a_new_authority_goes_on_from_the_newest_roster() -> None:
+    old = authority(A, B, C)
+    sync(old, B, C)
+    new = Authority(Roster.from_seeds([A, B, C]), 99)
+    new.outrank(old.roster)
+    assert new.roster.epoch[0] == 99 and new.roster.epoch[1] > old.roster.epoch[1]
+    assert (new.roster.primaries == old.roster.primaries).all() and new.roster.in_sync.any()
+
+
+def test_a_roster_comes_out_of_its_table_as_it_went_in() -> None:
+    made = authority(A, B, C)
+    sync(made, B, C)
+    again = Roster.from_table(made.roster.table)
+    assert again.members == made.roster.members and again.epoch == made.roster.epoch
+    for name in ("primaries", "backups", "in_sync", "minted"):
+        assert (getattr(again, name) == getattr(made.roster, name)).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_each_shard_has_one_living_primary_and_only_synced_copies_rise(
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    addresses = [A, B, C, D, E]
+    made = authority(*addresses[: chance.randint(1, 5)], seen=False)
+    lives = {address: 0 for address in addresses}
+    for _ in range(60):
+        before = made.roster
+        address = chance.choice(addresses)
+        match chance.choice(["start", "die", "sync", "sync", "leave"]):
+            case "start":
+                lives[address] += 10
+                made.beat(Owner(address, lives[address] + 1), (0, 1))
+            case "die":
+                made.lost(Owner(address, lives[address] + 1))
+            case "sync":
+                if made.roster.has(Owner(address, lives[address] + 1)):
+                    made.beat(Owner(address, lives[address] + 1), made.roster.epoch, synced=True)
+            case "leave":
+                if made.roster.has(Owner(address, lives[address] + 1)):
+                    made.beat(Owner(address, lives[address] + 1), made.roster.epoch, leaving=True)
+        after = made.roster
+        assert (after.primaries < len(after.members)).all()
+        backed = after.backups != NO_BACKUP
+        assert (after.backups[backed] != after.primaries[backed]).all()
+        assert not after.in_sync[~backed].any()
+        for member in after.members:
+            assert len(np.unique(after.backups[after.shards_of(member)])) <= 1
+        gone = set(before.members) - set(after.members)
+        for member in gone:
+            mine = before.shards_of(member)
+            synced = mine[before.in_sync[mine]]
+            heirs = {after.members[p] for p in after.primaries[synced]}
+            assert heirs <= {before.members[b] for b in before.backups[synced]}
+
+
+def test_what_was_clear_before_the_shards_moved_counts_for_nothing() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    before = made.roster.epoch
+    for number, address in ((1, A), (3, C), (4, D)):
+        made.beat(Owner(address, number), before, synced=address != A, clear=[B])
+    made.beat(Owner(B, 2), made.roster.epoch, synced=True, leaving=True)
+    for number, address in ((1, A), (3, C), (4, D)):
+        made.beat(Owner(address, number), before, clear=[B])
+    assert B in made.roster.members and made.roster.leaving == {B}
+
+
+def test_nothing_is_given_to_who_leaves() -> None:
+    made = authority(A, B, C, D)
+    made.beat(Owner(B, 2), made.roster.epoch, leaving=True)
+    assert B not in {made.roster.backup_of(address)[0] for address in (C, D)}
+    sync(made, C, D)
+    made.lost(Owner(C, 3))
+    assert made.roster.members.index(B) not in set(made.roster.primaries[made.roster.in_sync])
+    assert Roster.from_table(made.roster.table).leaving == {B}
+
+
+def test_a_keeper_that_was_not_told_of_the_newest_roster_notices_and_decides_nothing() -> None:
+    old = authority(A, B, C, D)
+    sync(old, B, C, D)
+    new = Authority(Roster.from_seeds([A, B, C, D]), 99, keeper=A)
+    new.beat(Owner(A, 11), new.roster.epoch)
+    before = new.roster
+    new.beat(Owner(B, 2), old.roster.epoch, synced=True)
+    assert new.is_behind and new.roster is before
+    again = Authority(Roster.from_seeds([A, B, C, D]), 99, keeper=A)
+    again.outrank(old.roster)
+    again.beat(Owner(B, 2), old.roster.epoch)
+    assert not again.is_behind
+
+
+def test_one_that_comes_from_a_forgotten_roster_is_outvoted_and_learns_of_it() -> None:
+    made = authority(A, B, C)
+    sync(made, B, C)
+    number = made.roster.epoch[1] + 500
+    made.beat(Owner(D, 4), (12345, number))
+    assert not made.is_behind
+    assert D not in made.roster.members
+    assert made.roster.epoch == (77, number + 1)

@@ -1,0 +1,324 @@
+"""What a store tells of its calls, and what a copy makes of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import DataplaneError, FieldExists, LimitExceeded, ProtocolError
+from dataplane.metadata.dump import MAX_OP_BYTES
+from dataplane.metadata.journal import JournaledStore, apply, dump
+from dataplane.metadata.store import Store
+from dataplane.wire.journal import (
+    Buried,
+    Held,
+    Leased,
+    Op,
+    Returned,
+    Sized,
+    Standing,
+    Summary,
+    Wrote,
+    decode_ops,
+    encode_ops,
+)
+from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
+from dataplane.wire.messages import Finish, Want
+from dataplane.wire.records import RANGE
+from dataplane.wire.tables import Definition, Owner
+from tests.metadata import stores
+from tests.metadata.observed import carried_over, observed
+from tests.metadata.stores import OWNERS, STAGES, finish, keys_of, named, put, take
+
+ROWS, GROUPS = Want("rows", 2, 1), Want("groups", 1, 1)
+
+
+def journaled(**definition: Any) -> tuple[JournaledStore, list[Op]]:
+    ops: list[Op] = []
+    given = Definition(**{"stages": STAGES, **definition})
+    return JournaledStore("step-1", given, 1, emit=ops.append), ops
+
+
+def copy_of(store: Store, many: int = 2, now: float = 0.0) -> Store:
+    made = Store("step-1", store.definition, 1)
+    carried_over(made, list(dump(store, many)), now)
+    return made
+
+
+def ranges(*numbers: int) -> Any:
+    return np.array([(number, 0) for number in numbers], RANGE)
+
+
+# what is told
+
+
+def test_a_call_that_raised_tells_nothing() -> None:
+    s, ops = journaled()
+    put(s, ["a"])
+    told = len(ops)
+    with pytest.raises(FieldExists):
+        put(s, ["a"])
+    with pytest.raises(DataplaneError):
+        s.finish(99, "ack", None, [], [], [], {}, 0.0)
+    assert len(ops) == told
+
+
+def test_a_claim_that_got_nothing_and_time_that_ended_nothing_are_not_told() -> None:
+    s, ops = journaled()
+    assert take(s, "reward", ROWS).lease is None
+    assert s.expire(100.0) == []
+    assert s.release_holder(1) == 0
+    assert ops == []
+
+
+def test_a_store_without_a_listener_tells_nobody() -> None:
+    s, ops = journaled()
+    s.emit = None
+    put(s, ["a", "b"])
+    finish(s, take(s, "reward", ROWS))
+    assert ops == []
+
+
+def test_leases_that_end_by_time_are_told_by_number() -> None:
+    s, ops = journaled()
+    put(s, ["a", "b"])
+    taken = take(s, "reward", ROWS, lease_ms=1_000)
+    s.expire(2.0)
+    assert ops[-1] == Returned([taken.lease])
+
+
+# what a copy makes of it
+
+
+def test_rows_that_come_back_keep_their_order_at_the_copy() -> None:
+    s, ops = journaled()
+    put(s, ["a", "b", "c", "d"])
+    take(s, "reward", ROWS)
+    take(s, "reward", ROWS)
+    s.release_holder(1)
+    other = Store("step-1", s.definition, 1)
+    carried_over(other, ops)
+    assert keys_of(other, take(other, "reward", Want("rows", 4, 4))) == ["a", "b", "c", "d"]
+
+
+def test_a_lease_is_finished_at_the_copy_though_its_time_is_long_over_there() -> None:
+    s, ops = journaled()
+    put(s, ["a", "b"])
+    finish(s, take(s, "reward", ROWS, lease_ms=10), now=0.005)
+    other = Store("step-1", s.definition, 1)
+    for op in ops:
+        apply(other, op, now=1e9 if isinstance(op, Finish) else 0.0)
+    assert observed(other) == observed(s)
+
+
+def test_leases_of_a_copy_begin_anew_with_all_their_time() -> None:
+    s, _ = journaled()
+    put(s, ["a", "b"])
+    take(s, "reward", ROWS, lease_ms=3_000)
+    other = copy_of(s, now=50.0)
+    assert other.next_deadline() == 53.0
+
+
+def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
+    s, _ = journaled()
+    put(s, ["a", "b", "c", "d"])
+    taken = take(s, "reward", Want("rows", 4, 4))
+    finish(s, taken, index=b"\0\0\0\0")
+    s.drop(rows=named(["c"]))
+    other = copy_of(s)
+    assert observed(other) == observed(s)
+    done = finish(other, taken, index=np.array([1, 2], "<u4").tobytes())
+    assert (done.rows, done.gone) == (1, 1)
+    assert keys_of(other, taken) == ["d"]
+
+
+def test_a_group_that_lost_a_row_while_it_was_open_closes_as_it_would_have() -> None:
+    s, _ = journaled(group_size=3)
+    put(s, ["a", "b"], ["g", "g"], fields=("tokens", "reward"))
+    s.drop(rows=named(["a"]))
+    other = copy_of(s)
+    for one in (s, other):
+        put(one, ["c"], ["g"], fields=("tokens", "reward"))
+    assert keys_of(other, take(other, "train", GROUPS)) == ["b", "c"]
+    take(s, "train", GROUPS)
+    assert observed(other) == observed(s)
+
+
+def test_a_copy_knows_tombstones_names_tags_that_are_none_and_fields_of_rows_that_are_gone() -> (
+    None
+):
+    s, _ = journaled()
+    put(s, ["a", 7, "b"], ["g", None, 5], fields=("tokens", "extra"))
+    s.tag(named([7]), {"status": [None]})
+    put(s, ["lost"], fields=("rare",))
+    s.drop(rows=named(["lost", "x", "y"]))
+    other = copy_of(s)
+    assert observed(other) == observed(s)
+    assert other.read(where=["exists", "status"])[0].size == 1
+    assert other.known(["rare"]) == ["rare"]
+    with pytest.raises(DataplaneError, match="dropped"):
+        put(other, ["x"])
+
+
+def test_rows_that_are_too_large_for_one_operation_are_told_in_several() -> None:
+    s, _ = journaled(free="drop")
+    put(s, list(range(5)), fields=("tokens", "reward"), note=["x" * (3 << 20)] * 5)
+    wrote = [op for op in dump(s, 5) if isinstance(op, Wrote)]
+    assert [len(op.rows.keys) // 16 for op in wrote] == [2, 1, 2]
+    assert all(len(encode_ops([op])) <= MAX_OP_BYTES for op in wrote)
+    other = copy_of(s, 5)
+    assert observed(other) == observed(s)
+
+
+def test_a_stage_that_a_claim_declared_is_there_at_a_copy() -> None:
+    s, _ = journaled(free="drop")
+    put(s, ["a"], fields=("tokens",))
+    s.declare_stage("late", ["tokens"])
+    other = copy_of(s)
+    assert keys_of(other, take(other, "late", ROWS)) == ["a"]
+
+
+def test_a_store_that_takes_rows_over_tells_its_own_backup() -> None:
+    dying, _ = journaled()
+    put(dying, ["a", "b"])
+    taken = take(dying, "reward", Want("rows", 1, 1))
+    heir, ops = journaled()
+    put(heir, ["z"])
+    for op in dump(dying):
+        apply(heir, op)
+    finish(heir, taken)
+    backup = Store("step-1", heir.definition, 1)
+    carried_over(backup, ops)
+    assert observed(backup) == observed(heir)
+    assert keys_of(heir, take(heir, "reward", ROWS)) == ["z", "b"]
+
+
+# what does not fit
+
+
+def broken() -> list[Op]:
+    unknown, a = named(["?"]).keys, named(["a"]).keys
+    return [
+        Wrote(named(["a"]), [], [], [], mode="add"),
+        Wrote(named(["new"], ["unknown group"]), [], [], [], mode="add"),
+        Leased("reward", "rows", 9, unknown, b"", 1, 0),
+        Leased("nowhere", "rows", 9, a, b"", 1, 0),
+        Leased("train", "rows", 9, a, b"", 1, 0),
+        Leased("reward", "rows", 9, a + a, b"", 1, 0),
+        Leased("reward", "groups", 9, a, named(["g"]).keys, 1, 0),
+        Leased("reward", "rows", 9, a[:-1], b"", 1, 0),
+        Returned([123]),
+        Finish(123, "ack"),
+        Sized(named(["g"]).keys, None, bytes(4), bytes(4), bytes(4), b"\0"),
+        Sized(named(["h"]).keys, [], bytes(4), bytes(4), bytes(4), b"\0"),
+        Sized(named(["h"]).keys, None, b"", bytes(4), bytes(4), b"\0"),
+        Sized(named(["h"]).keys, None, bytes(4), bytes(4), b"\1\0\0\0", b"\0"),
+        Standing("reward", "rows", "ready", a),
+        Standing("train", "rows", "leased", a),
+        Held("train", "rows", 9, b"\x01\x01", a, 1, 0),
+        Held("train", "rows", 9, b"", b"", 1, 0),
+        Held("train", "rows", 9, b"\x00", b"", 1, 0),
+        Held("train", "rows", 9, b"\x01\x03", a, 1, 0),
+        Buried(b"short"),
+        Summary(0, 0, [f"f{i}" for i in range(65)]),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(broken())))
+def test_an_operation_that_does_not_fit_the_copy_is_refused_and_changes_nothing(
+    number: int,
+) -> None:
+    s, ops = journaled()
+    put(s, ["a", "b"], ["g", "g"])
+    before, told = observed(s), len(ops)
+    with pytest.raises(ProtocolError, match="made anew"):
+        apply(s, broken()[number])
+    assert observed(s) == before
+    assert len(ops) == told
+
+
+def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
+    s, told = journaled(free="drop")
+    put(s, ["a", "b", 3], ["g", "g", None], fields=("tokens", "reward"), v=[1, 2.5, None])
+    s.close(named(["g"]).keys, 2, "g")
+    finish(s, take(s, "train", GROUPS), index=b"\1\0\0\0", tags={"v": [7]})
+    s.release_holder(1)
+    s.reset("train")
+    s.drop(where=["ge", "v", 7])
+    s.relocate(OWNERS[0], ranges(0, 2), Owner("b", 9), ranges(5, 6))
+    chance = random.Random(0)
+    for ops in (told, list(dump(s))):
+        for at, op in enumerate(ops):
+            for _ in range(40):
+                damaged = bytearray(encode_ops([op]))
+                for _ in range(chance.randint(1, 2)):
+                    damaged[chance.randrange(1, len(damaged))] = chance.randrange(256)
+                other = Store("step-1", s.definition, 1)
+                try:
+                    for one in [*ops[:at], *decode_ops(damaged), *ops[at + 1 :]]:
+                        apply(other, one)
+                except ProtocolError:
+                    continue
+
+
+def test_what_is_no_list_of_operations_is_refused() -> None:
+    good = encode_ops([Returned([1]), Buried(bytes(16))])
+    assert decode_ops(good) == [Returned([1]), Buried(bytes(16))]
+    for bad in (b"", good[:-1], b"\x91\x92\xcc\xff\x00", b"\xc0", good + b"\0"):
+        with pytest.raises(ProtocolError):
+            decode_ops(bad)
+
+
+def test_operations_are_bounded_in_number_and_bytes() -> None:
+    with pytest.raises(LimitExceeded):
+        encode_ops([Returned([])] * (MAX_OPS_PER_MESSAGE + 1))
+    with pytest.raises(LimitExceeded):
+        encode_ops([Buried(bytes(MAX_FRAME_BYTES))])
+    with pytest.raises(ProtocolError):
+        decode_ops(bytes(MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError):
+        decode_ops(b"\xdd\xff\xff\xff\xff")
+
+
+# values that move
+
+
+def test_values_that_move_are_found_at_their_new_place_and_let_go_at_the_old_one() -> None:
+    s, ops = journaled()
+    put(s, ["a", "b", "c"])
+    put(s, ["d"])  # its value lies in the range of a's
+    new = Owner("b", 9)
+    counts = s.relocate(OWNERS[0], ranges(2, 0, 77), new, ranges(5, 6, 7))
+    assert counts.tolist() == [1, 2, 0]
+    found = {owner: (r["range"].tolist(), c.tolist()) for owner, r, c in s.holdings()}
+    assert found == {OWNERS[0]: ([1], [1]), new: ([5, 6], [1, 2])}
+    freed = [(owner, r["range"].tolist(), c.tolist()) for owner, r, c in s.freed()]
+    assert freed == [(OWNERS[0], [0, 2], [2, 1])]
+    other = Store("step-1", s.definition, 1)
+    carried_over(other, ops)
+    assert observed(other) == observed(s)
+    assert len(s.lost(OWNERS[0]).rows.keys) == 16
+
+
+def test_arrays_inside_of_objects_move_too() -> None:
+    s, _ = journaled()
+    columns = [stores.Column("tokens", stores.values(3), np.array([2, 0, 1], "<u4").tobytes())]
+    columns[0].leaves = stores.values(3, first=1)
+    s.put(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {})
+    counts = s.relocate(OWNERS[0], ranges(0, 1, 2, 3), Owner("b", 9), ranges(10, 11, 12, 13))
+    assert counts.tolist() == [1, 2, 2, 1]
+    table = s.table(s.read()[0])
+    assert np.frombuffer(table.columns[0].leaves, stores.VALUE)["range"].tolist() == [11, 12, 13]
+    assert s.lost(OWNERS[0]).groups == 0 and len(s) == 3
+
+
+def test_a_move_names_each_range_once_and_as_many_new_ones() -> None:
+    s, _ = journaled()
+    put(s, ["a"])
+    for old, new in ((ranges(0, 0), ranges(1, 2)), (ranges(0), ranges(1, 2))):
+        with pytest.raises(ProtocolError):
+            s.relocate(OWNERS[0], old, Owner("b", 9), new)
+    assert s.relocate(Owner("nobody", 1), ranges(0), OWNERS[0], ranges(1)).tolist() == [0]

@@ -1,0 +1,186 @@
+"""Values that another peer was handed and did not answer for: found out, let go or left there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import DataplaneError, PartitionGone, Unavailable
+from dataplane.memory.admission import Admission
+from dataplane.memory.lent import Lent
+from dataplane.memory.space import Space
+from dataplane.metadata.operations import Operations
+from dataplane.metadata.roster import Roster
+from dataplane.peer.doubts import Doubts
+from dataplane.peer.host import Caller
+from dataplane.peer.mesh import caller_of
+from dataplane.peer.once import Once, part_of
+from dataplane.wire.messages import Body, Done, Finish, PutDone
+from dataplane.wire.records import EXTENT
+from dataplane.wire.rosters import Void
+from dataplane.wire.tables import Owner
+
+HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+SEEDS = Roster.from_seeds([HERE, THERE])
+TO = Owner(THERE, 0)
+CALLER = Caller(HERE, 1, 7, 3, 3)
+ACK = Finish(5, "ack")
+
+
+class Far:
+    """The other peer: what it carries out once, over a way that loses requests or answers."""
+
+    def __init__(self) -> None:
+        self.once = Once(Operations())
+        self.carried_out = 0
+        self.loses: set[str] = set()
+        self.refuses: DataplaneError | None = None
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def call(self, address: str, body: Body, *, caller: Caller, **_: Any) -> Body:
+        if "requests" in self.loses:
+            raise Unavailable("nothing comes through")
+        if self.refuses is not None and not isinstance(body, Void):
+            raise self.refuses
+        part = body.part if isinstance(body, Void) else part_of(body)
+        start = Done if isinstance(body, Void) else self._carry_out
+        outcome = self.once.run(caller.session, caller.op, caller.floor, start, part)
+        assert isinstance(outcome, Body)
+        if "answers" in self.loses:
+            raise Unavailable("nothing comes back")
+        return outcome
+
+    def _carry_out(self) -> Body:
+        self.carried_out += 1
+        return PutDone()
+
+    def spawn(self, work: Awaitable[Any]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+
+class Near:
+    """A host with one range that a client wrote, and that is being handed over."""
+
+    def __init__(self) -> None:
+        self.space = Space(1 << 20)
+        extents = self.space.grant(7, Admission.OPEN, 4096)
+        written = np.zeros(1, EXTENT)
+        written["offset"], written["length"] = extents["offset"][0], 4096
+        self.ranges = self.space.commit(7, written, np.ones(1, np.uint32), Admission.OPEN, 0)
+        self.host: Any = SimpleNamespace(
+            space=self.space,
+            roster=SEEDS,
+            unanswered={},
+            address=HERE,
+            incarnation=1,
+            now=lambda: 0.0,
+            another_roster=self._later,
+        )
+        self.far = Far()
+        self.lent = Lent()
+        self.doubts = Doubts(self.host, self.far, self.lent)  # type: ignore[arg-type]
+
+    async def _later(self, *_: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def hand_over(self) -> PutDone:
+        return await self.doubts.lend(TO, ACK, self.ranges, CALLER, SEEDS.epoch)
+
+    async def ended(self) -> None:
+        """The call is over: its own hold goes, and what is in doubt is found out."""
+        self.space.release(self.ranges)
+        self.doubts.settle(CALLER)
+        self.far.loses.clear()
+        await asyncio.gather(*self.far.tasks)
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self.space.stats()["used_bytes"])
+
+
+@pytest.mark.parametrize(("lost", "taken"), [("requests", False), ("answers", True)])
+def test_what_was_not_answered_is_found_out(lost: str, taken: bool) -> None:
+    async def scenario() -> None:
+        near = Near()
+        near.far.loses.add(lost)
+        with pytest.raises(Unavailable):
+            await near.hand_over()
+        assert len(near.lent) == len(near.doubts) == 1
+        session: Any = SimpleNamespace(id=7)
+        later: Any = SimpleNamespace(op=9, floor=9)
+        assert caller_of(near.host, later, session).floor == CALLER.op  # it must be remembered
+        await near.ended()
+        assert near.far.carried_out == len(near.lent) == taken
+        assert near.used_bytes == (4096 if taken else 0)
+        assert (len(near.doubts), near.host.unanswered) == (0, {})
+
+    asyncio.run(scenario())
+
+
+def test_what_was_given_up_is_not_carried_out_later() -> None:
+    async def scenario() -> None:
+        near = Near()
+        near.far.loses.add("requests")
+        with pytest.raises(Unavailable):
+            await near.hand_over()
+        near.space.hold(near.ranges)  # somebody else names them too
+        await near.ended()
+        with pytest.raises(Unavailable, match="given up"):
+            await near.hand_over()
+        assert near.far.carried_out == len(near.lent) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_second_attempt_takes_no_second_reference() -> None:
+    async def scenario() -> None:
+        near = Near()
+        near.far.loses.add("answers")
+        with pytest.raises(Unavailable):
+            await near.hand_over()
+        near.far.loses.clear()
+        await near.hand_over()
+        await near.ended()
+        assert near.far.carried_out == len(near.lent) == 1
+        assert near.lent.returned(TO, near.ranges, np.full(1, 9, np.uint32)).tolist() == [1]
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_lets_go_unless_an_earlier_attempt_is_in_doubt() -> None:
+    async def scenario() -> None:
+        near = Near()
+        near.far.refuses = PartitionGone("dropped")
+        with pytest.raises(PartitionGone):
+            await near.hand_over()
+        assert len(near.lent) == len(near.doubts) == 0
+        near.far.refuses, near.far.loses = None, {"answers"}
+        with pytest.raises(Unavailable):
+            await near.hand_over()
+        near.far.refuses, near.far.loses = PartitionGone("dropped"), set()
+        with pytest.raises(PartitionGone):
+            await near.hand_over()
+        assert len(near.doubts) == 1
+        await near.ended()
+        assert len(near.lent) == near.far.carried_out == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_is_lost_is_asked_no_more() -> None:
+    async def scenario() -> None:
+        near = Near()
+        near.far.loses.add("requests")
+        with pytest.raises(Unavailable):
+            await near.hand_over()
+        near.host.roster = Roster.from_seeds([HERE])
+        await near.ended()
+        assert len(near.doubts) == 0
+        assert len(near.lent) == 1  # until its heir says what it holds, or nobody is
+
+    asyncio.run(scenario())

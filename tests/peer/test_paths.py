@@ -1,0 +1,66 @@
+"""Which transport is chosen, and what is said of it; what a sample's bytes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import InvalidConfig, TransportMissing
+from dataplane.launch.transport import AUTO, parse_transport
+from dataplane.peer.paths import candidates, chosen
+from dataplane.peer.sampling import Trial, pattern
+
+FAST, SLOW = Trial(2.0, 80.0, True), Trial(0.5, 80.0, True)
+
+
+@pytest.mark.parametrize("text", ["auto", "off", "off:nixl,ucx", "required:nixl"])
+def test_a_choice_of_transport_is_shown_as_it_was_made(text: str) -> None:
+    assert str(parse_transport(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "nixl", "required:", "off:", "required:a,b", "auto:nixl"])
+def test_what_chooses_nothing_is_refused_with_the_forms_that_do(text: str) -> None:
+    with pytest.raises(InvalidConfig, match="write auto, required:nixl"):
+        parse_transport(text)
+
+
+def test_required_tcp_and_off_are_tcp_alone() -> None:
+    for text in ("off", "required:tcp"):
+        assert candidates(parse_transport(text)) == ["tcp"]
+
+
+def test_a_required_transport_that_is_not_there_says_what_is_missing_before_anything_starts() -> (
+    None
+):
+    with pytest.raises(TransportMissing, match="no installed package brings"):
+        candidates(parse_transport("required:carrier-pigeon"))
+    assert candidates(AUTO)[-1] == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "trials", "transport", "why"),
+    [
+        ("nixl", {"tcp": SLOW, "nixl": FAST}, "nixl", "nixl 2.00 GB/s, tcp 0.50 GB/s"),
+        ("nixl", {"tcp": FAST, "nixl": SLOW}, "tcp", "slower than tcp"),
+        ("nixl", {"tcp": SLOW, "nixl": Trial(error="no route")}, "tcp", "no route"),
+        ("ucx", {"tcp": FAST}, "tcp", "this peer runs nixl, the other one ucx"),
+        ("nixl", {}, "tcp", "no room"),
+    ],
+)
+def test_auto_takes_what_works_and_is_faster_and_says_why(
+    theirs: str, trials: dict[str, Trial], transport: str, why: str
+) -> None:
+    path = chosen("nixl", theirs, trials)
+    assert path.transport == transport and why in path.why
+
+
+def test_what_is_required_is_used_although_it_is_slower() -> None:
+    assert chosen("nixl", "nixl", {"tcp": FAST, "nixl": SLOW}, required=True).transport == "nixl"
+
+
+def test_a_sample_is_the_bytes_that_the_protocol_says_and_no_stretch_of_it_is_another() -> None:
+    sample = pattern(1234567, 1 << 20)
+    for i in (0, 1, 255, 256, 70_000, 1_000_000):
+        assert sample[i] == ((1234567 + 167 * i) ^ (i >> 8) ^ (i >> 16)) % 256
+    blocks = sample.reshape(-1, 4096)
+    assert len(np.unique(blocks, axis=0)) == len(blocks)

@@ -1,0 +1,137 @@
+"""Threads that move spilled bytes: nobody lets go of the memory under them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import RowsGone, TransferFailed
+from dataplane.memory.space import Space
+from dataplane.memory.spilled import Move
+from dataplane.peer.credit import Credit
+from dataplane.peer.room import Room
+from dataplane.peer.spilling import Spilling
+from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
+from dataplane.transport.link import Traffic, WorkerLink
+from dataplane.wire.records import RANGE, U8
+from tests.memory.test_spilled import PAGE, put
+
+
+class SlowFile:
+    """Reads when it is told to."""
+
+    path = Path("slow")
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.failure: OSError | None = None
+
+    def read(self, *args: Any) -> None:
+        self.begun.set()
+        assert self.go_on.wait(20)
+        if self.failure is not None:
+            raise self.failure
+
+    def empty(self) -> None:
+        """Nothing is ever written to it."""
+
+
+def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
+    """A peer's part that spills, and a range that is in the file."""
+    host: Any = SimpleNamespace(space=Space(64 * PAGE))
+    mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
+    part: Any = file
+    made = Spilling(host, mesh, Room(host), Credit(host), part, 64 * PAGE)
+    ranges = put(host.space, PAGE)
+    move = host.space.choose_spill(PAGE)
+    assert isinstance(move, Move) and host.space.settle_spill(move) == PAGE
+    return made, ranges
+
+
+async def test_a_cancelled_read_ends_with_its_thread_and_frees_what_died_meanwhile() -> None:
+    file = SlowFile()
+    spilling, ranges = spilled(file)
+    space = spilling.host.space
+    reading = asyncio.ensure_future(spilling.read(ranges, np.zeros(1, U8)))
+    await asyncio.to_thread(file.begun.wait, 20)
+    space.release(ranges)
+    reading.cancel()
+    await asyncio.wait([reading], timeout=0.05)
+    reading.cancel()
+    await asyncio.wait([reading], timeout=0.05)
+    assert not reading.done() and space.alive(ranges).all()
+    file.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not space.alive(ranges).any()
+    with pytest.raises(RowsGone):
+        await spilling.read(ranges, np.zeros(1, U8))
+
+
+async def test_a_disk_that_fails_is_told_and_nothing_is_lost() -> None:
+    file = SlowFile()
+    spilling, ranges = spilled(file)
+    file.failure = OSError(5, "Input/output error")
+    file.go_on.set()
+    with pytest.raises(TransferFailed, match="could not be read back from slow: .*Input/output"):
+        await spilling.read(ranges, np.zeros(1, U8))
+    file.failure = None
+    await spilling.read(ranges, np.zeros(1, U8))
+    assert spilling.host.space.ranges.refs(ranges).tolist() == [1]
+
+
+class Pins:
+    """What a worker asks to pin, answered when it is told to."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.held: set[int] = set()
+        self.sent: list[bytes] = []
+
+    def pin(self, ranges: np.ndarray) -> Awaitable[tuple[int, np.ndarray]]:
+        return self._pin(ranges)
+
+    async def _pin(self, ranges: np.ndarray) -> tuple[int, np.ndarray]:
+        await self.go_on.wait()
+        self.held.add(7)
+        return 7, np.zeros(len(ranges), [("offset", "<u8"), ("length", "<u8")])
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_bulk_worker_that_gives_up_while_values_are_read_back_holds_nothing(
+    gives_up: bool,
+) -> None:
+    pins: Any = Pins()
+    place: Any = None
+    link = WorkerLink(place, pins.pin, pins.held.discard, Traffic())
+    link.connection_made(pins)
+    link.data_received(bytes(encode(PinAsked(1, np.zeros(2, RANGE).tobytes()))))
+    await settled()
+    assert not pins.sent
+    if gives_up:
+        link.data_received(bytes(encode(Unpin(1, 0))))
+        await settled()
+    pins.go_on.set()
+    await settled()
+    assert len(pins.sent) == link.pins == len(pins.held) == (0 if gives_up else 1)
+    link.data_received(bytes(encode(Unpin(1, 0))))
+    assert not pins.held and link.pins == 0

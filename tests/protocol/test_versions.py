@@ -1,0 +1,235 @@
+"""Releases side by side: what others recorded is read, and handshakes settle on a common version.
+
+Raw frames by the independent encoder, against a real peer, a real bulk worker and a real client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from dataplane import VersionMismatch
+from dataplane.client import handshake
+from dataplane.testing import hosts
+from dataplane.transport import connections
+from dataplane.transport.connections import Connections
+from dataplane.transport.seam import Endpoint
+from dataplane.transport.stream import BulkStream
+from dataplane.transport.tickets import plane_key, proof
+from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.wire.messages import Hello
+from tests.client.conftest import peer
+from tests.client.scripted_peer import ScriptedPeer
+from tests.protocol.documents import VECTORS
+from tests.protocol.make_vectors import FRAMED
+from tests.protocol.wired import decoder_of, encode
+
+__all__ = ["peer"]
+
+N = PROTOCOL_VERSION
+KEY = plane_key("test", (1, 1))
+CHALLENGE = b"sixteen bytes..."
+CHANNELS = ("local", "peers", "journal", "bulk")
+"""Peers and their bulk workers are of one release: what they say to each other has one form."""
+FROZEN = {1: "1121fbd65b3a268261fabaf393dae0615a930b0b8d6cafb4f7d2d0cbb32af3fc"}
+"""SHA-256 over what each version recorded: nobody makes that anew."""
+SPOKEN = range(PROTOCOL_VERSION_MIN, N + 1)
+
+Recorded = tuple[int, str, dict[str, str]]
+
+
+def recorded(version: int) -> Iterator[Recorded]:
+    for channel in CHANNELS:
+        for one in json.loads((VECTORS / f"v{version}" / f"{channel}.json").read_text()):
+            yield version, channel, one
+
+
+EVERY = [one for version in SPOKEN for one in recorded(version)]
+
+
+def body_of(channel: str, data: bytes) -> bytes:
+    return data[4:] if channel in FRAMED else data
+
+
+def extends(new: Any, old: Any) -> bool:
+    """The same, but for fields that were appended to structures since."""
+    if isinstance(old, list):
+        return (
+            isinstance(new, list)
+            and len(new) >= len(old)
+            and all(extends(n, o) for n, o in zip(new, old, strict=False))
+        )
+    return repr(new) == repr(old)  # 1 is not 1.0 and not True
+
+
+@pytest.mark.parametrize(
+    ("version", "channel", "one"), EVERY, ids=[f"v{v} {c}: {o['name']}" for v, c, o in EVERY]
+)
+def test_what_a_version_recorded_is_read_and_nothing_of_it_is_lost(
+    version: int, channel: str, one: dict[str, str]
+) -> None:
+    body = body_of(channel, bytes.fromhex(one["hex"]))
+    message = decoder_of(channel, one["structure"])(body)
+    again = body_of(channel, encode(channel, message))
+    new, old = (msgpack.unpackb(b, strict_map_key=False) for b in (again, body))
+    assert extends(new, old), (new, old)
+
+
+@pytest.mark.parametrize("version", SPOKEN)
+def test_what_was_recorded_stays_as_it_was(version: int) -> None:
+    digest = hashlib.sha256()
+    for _, channel, one in recorded(version):
+        digest.update(f"{channel} {one['structure']} {one['hex']}\n".encode())
+    assert digest.hexdigest() == FROZEN[version]
+
+
+# what a client settles on with the peer of its host
+
+
+@pytest.mark.parametrize("versions", [(N - 1, N), (N, N), (N, N + 1), (N - 1, N + 1)])
+def test_a_client_and_a_peer_of_a_neighbouring_release_speak_the_version_of_both(
+    peer: ScriptedPeer, versions: tuple[int, int]
+) -> None:
+    peer.welcome.versions = versions
+    keeper = peer.keeper()
+    (hello,) = peer.bodies(Hello)
+    assert hello.version == N
+    keeper.close("the test is over")
+
+
+def test_a_client_that_speaks_two_versions_takes_the_older_one_of_an_older_peer(
+    peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", N + 1)
+    keeper = peer.keeper()
+    (hello,) = peer.bodies(Hello)
+    assert hello.version == N
+    keeper.close("the test is over")
+
+
+@pytest.mark.parametrize("versions", [(N + 1, N + 1), (N - 1, N - 1)])
+def test_a_client_and_a_peer_without_a_common_version_part(
+    peer: ScriptedPeer, versions: tuple[int, int]
+) -> None:
+    peer.welcome.versions = versions
+    with pytest.raises(VersionMismatch):
+        peer.keeper()
+    peer.await_closed()
+
+
+# what bulk workers settle on
+
+
+class Owner:
+    """An owner's port that greets with these versions, and tells what joins."""
+
+    def __init__(self, versions: tuple[int, int]) -> None:
+        self._versions = versions
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.joined: list[Any] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.join(20)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        with sock, contextlib.suppress(ConnectionError):  # readers leave without a word
+            greeting = [1, list(self._versions), CHALLENGE, 1 << 20, 16_384, 8 << 20]
+            sock.sendall(frame(greeting))
+            join = receive(sock)
+            if join is not None:
+                self.joined.append(join)
+                sock.sendall(frame([7, proof(KEY, "owner", CHALLENGE, join[2])]))
+                receive(sock)
+
+
+def frame(array: list[Any]) -> bytes:
+    body: bytes = msgpack.packb(array, use_bin_type=True)
+    return struct.pack("<I", len(body)) + body
+
+
+def receive(sock: socket.socket) -> Any:
+    """The next frame's array; None at the end."""
+    sock.settimeout(20)
+    header = sock.recv(4, socket.MSG_WAITALL)
+    if len(header) < 4:
+        return None
+    return msgpack.unpackb(sock.recv(struct.unpack("<I", header)[0], socket.MSG_WAITALL))
+
+
+class Transfer:
+    """Whoever borrows a connection, and is never told to stop."""
+
+    stopped = False
+
+    def watch(self, stream: BulkStream) -> None: ...
+
+    def unwatch(self, stream: BulkStream) -> bool:
+        return True
+
+
+def joins(versions: tuple[int, int]) -> tuple[int, list[Any]]:
+    """The version of a connection to such an owner, and the `Join` that it was sent."""
+    owner, pool = Owner(versions), Connections(KEY)
+    try:
+        connection = pool.borrow(
+            Endpoint(owner.address), "small", time.monotonic() + 20, Transfer()
+        )
+        pool.discard(connection)
+    finally:
+        owner.close()
+    return connection.version, owner.joined
+
+
+@pytest.mark.parametrize("versions", [(N - 1, N), (N, N), (N, N + 1)])
+def test_a_reader_and_an_owner_of_a_neighbouring_release_speak_the_version_of_both(
+    versions: tuple[int, int],
+) -> None:
+    version, (join,) = joins(versions)
+    assert version == N and join[:2] == [6, N]
+
+
+def test_a_reader_that_speaks_two_versions_takes_the_older_one_of_an_older_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "PROTOCOL_VERSION", N + 1)
+    version, (join,) = joins((N, N))
+    assert version == N and join[:2] == [6, N]
+
+
+@pytest.mark.parametrize("versions", [(N + 1, N + 1), (N - 1, N - 1)])
+def test_a_reader_and_an_owner_without_a_common_version_part(versions: tuple[int, int]) -> None:
+    with pytest.raises(VersionMismatch, match=f"{versions[0]} to {versions[1]}"):
+        joins(versions)
+
+
+@pytest.mark.parametrize("version", [N - 1, N, N + 1])
+async def test_an_owner_takes_readers_of_its_own_version_only(version: int) -> None:
+    async with hosts() as start:
+        address = (await start("a")).engine.address[0]
+        answer = await asyncio.to_thread(_join, address, version)
+    assert (answer[0] == 7) if version == N else (answer[1] == "VersionMismatch"), answer
+
+
+def _join(address: str, version: int) -> Any:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as sock:
+        tag, versions, challenge, *_ = receive(sock)
+        assert tag == 1 and versions == [PROTOCOL_VERSION_MIN, N]
+        sock.sendall(frame([6, version, CHALLENGE, proof(KEY, "reader", challenge, CHALLENGE)]))
+        return receive(sock)

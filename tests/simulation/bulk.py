@@ -1,0 +1,88 @@
+"""Bulk reads between simulated machines: what the bulk workers do, without processes.
+
+The owner pins, bytes go over while it holds them, and it lets go; a connection that breaks on the
+way is a failed transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import TransferFailed
+from dataplane.transport.bulk_frames import GONE
+from dataplane.transport.registry import TCP
+from dataplane.transport.seam import ReadOutcome, Records, Remote
+from dataplane.wire.records import RANGE
+from dataplane.wire.tables import Owner
+from tests.simulation.network import SILENT_S, Network
+
+
+class SimulatedEngine:
+    """Stands where `BulkEngine` does."""
+
+    transport = TCP
+    missing = ""
+    fingerprint = ""
+    """nothing is encrypted here"""
+
+    def __init__(self, network: Network, *_: Any, owner: Owner, **__: Any) -> None:
+        self.network = network
+        self.machine = network.loop.current
+        self.owner = owner
+        self.address = (f"{owner.peer}/bulk",)
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def read(
+        self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
+    ) -> ReadOutcome:
+        """TransferFailed where the owner cannot be reached, or not to the end."""
+        network, loop = self.network, self.network.loop
+        found = network.peers.get((remote.owner.peer, remote.owner.incarnation))
+        if found is None:
+            raise TransferFailed("nobody is there")
+        machine, owner = found
+        answer: asyncio.Future[ReadOutcome] = loop.create_future()
+
+        def serve() -> None:
+            named = np.zeros(len(copies), RANGE)
+            named["range"], named["generation"] = copies["range"], copies["generation"]
+            pin, places = owner.pulls.pin(named)
+            loop.call_on(machine, network.delay(), send, pin, places)
+
+        def send(pin: int, places: Records) -> None:
+            if not answer.done() and not network.is_cut(self.machine, machine):
+                gone = np.asarray(places["offset"] == GONE, np.bool_)
+                self._copy(owner, copies[~gone], places[~gone])
+                outcome = ReadOutcome(gone, int(copies["nbytes"].sum()), 0.0)
+                loop.call_on(self.machine, network.delay(), finish, outcome)
+            owner.pulls.unpin(pin)
+
+        def finish(outcome: ReadOutcome) -> None:
+            if not answer.done():
+                answer.set_result(outcome)
+
+        if not network.is_cut(self.machine, machine):
+            loop.call_on(machine, network.delay(), serve)
+        try:
+            async with asyncio.timeout(min(timeout_s, network.rng.uniform(*SILENT_S))):
+                return await answer
+        except TimeoutError:
+            raise TransferFailed("the owner does not answer") from None
+
+    def _copy(self, owner: Any, copies: Records, places: Records) -> None:
+        here = self.network.peers.get((self.owner.peer, self.owner.incarnation))
+        if here is None:
+            return  # the reader died meanwhile
+        mine = here[1]
+        for copy, place in zip(copies, places, strict=True):
+            nbytes, start, dest = int(copy["nbytes"]), int(place["offset"]), int(copy["dest"])
+            source = owner.host.arena.view[start : start + nbytes]
+            mine.host.arena.view[dest : dest + nbytes] = source

@@ -1,0 +1,238 @@
+"""A whole plane in one process: real peers on simulated machines, started, crashed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import zmq.asyncio
+
+from dataplane.launch.config import PeerConfig
+from dataplane.peer import office
+from dataplane.peer import peer as peer_module
+from dataplane.peer.door import Door
+from dataplane.peer.peer import Peer
+from dataplane.wire.tables import Owner
+from tests.simulation.bulk import SimulatedEngine
+from tests.simulation.loop import Machine, VirtualLoop
+from tests.simulation.network import Context, Network
+
+if TYPE_CHECKING:
+    from dataplane.wire.messages import Request
+    from tests.simulation.line import Client, Line
+
+ARENA_BYTES = 2 << 20
+
+
+@dataclass(eq=False)
+class Place:
+    """One host: its address, the machine that runs there now, and the peer on it."""
+
+    name: str
+    address: str
+    machine: Machine
+    peer: Peer | None = None
+    serves: bool = False
+    lives: int = 0
+    joins: bool = False
+    """it is no seed, and came later"""
+    leave: asyncio.Event | None = None
+    """set: the peer that runs here leaves the plane"""
+
+
+class Cluster:
+    """`peers` hosts, of which the first keeps the roster."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, peers: int) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.network = Network(loop, rng)
+        self.wall_ahead_ns = 0
+        seeds = tuple(f"tcp://127.0.0.1:{7001 + i}" for i in range(peers))
+        self.places = [
+            Place(name, seed, loop.machine(name))
+            for name, seed in zip("abcdefgh", seeds, strict=False)
+        ]
+        self.seeds = seeds
+        self.dead: list[Peer] = []
+        self.known: dict[Owner, Peer] = {}
+        """every peer that ever ran"""
+        self.lines: list[Line] = []
+        self.answer_loss = 0.0
+        """how likely it is that a local connection breaks instead of bringing an answer"""
+        self.on_extinct: list[Callable[[], None]] = []
+        """called when the last peer ended that was a member: what the plane had is gone"""
+        self.stalled: list[str] = []
+        """calls of clients that were not answered although their peer could"""
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Time, chance, zmq and the bulk workers are the simulation's meanwhile."""
+        network = self.network
+        with contextlib.ExitStack() as stack:
+            for target, name, stand_in in (
+                (time, "monotonic", self.loop.time),
+                (time, "time_ns", self._wall_ns),
+                (secrets, "randbits", self.rng.getrandbits),
+                (zmq.asyncio, "Context", partial(Context, network)),
+                (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
+                (office, "refuses", network.refuses),
+                (Door, "open", lambda door, path: None),
+            ):
+                stack.enter_context(mock.patch.object(target, name, stand_in))
+            asyncio._set_running_loop(self.loop)
+            stack.callback(asyncio._set_running_loop, None)
+            yield
+
+    def _wall_ns(self) -> int:
+        return 1_700_000_000_000_000_000 + int(self.loop.now * 1e9) + self.wall_ahead_ns
+
+    # life and death
+
+    def start(self, place: Place) -> None:
+        place.machine.crashed = False
+        place.lives += 1
+        self.loop.start_on(place.machine, self._serve(place))
+
+    async def _serve(self, place: Place) -> None:
+        """As `dataplane.peer.main` does."""
+        again = True
+        while again:
+            config = PeerConfig(
+                "plane",
+                place.name,
+                place.address,
+                self.seeds,
+                ARENA_BYTES,
+                self._nowhere(),
+                join=place.joins,
+            )
+            peer = Peer(config)
+            place.peer, place.leave = peer, asyncio.Event()
+            self.known[peer.host.owner] = peer
+            self.network.peers[peer.host.address, peer.host.incarnation] = place.machine, peer
+            try:
+                await peer.start("/nowhere")
+                place.serves = True
+                again = await peer.run(place.leave, asyncio.Event())
+            except Exception as exc:
+                self.loop.failures.append(f"{place.name} could not start: {exc!r}")
+                again = False
+            finally:
+                self._ended(place)
+                if place.peer is peer:
+                    await peer.close()
+                    self._retire(place, peer)
+                    place.peer = None
+
+    def _nowhere(self) -> Path:
+        """Another run directory for each life: the arena of one that crashed, which stays mapped
+        here, is nobody's leftover."""
+        return Path(f"/nowhere/{len(self.known)}")
+
+    def _retire(self, place: Place, peer: Peer) -> None:
+        self.network.peers.pop((peer.host.address, peer.host.incarnation), None)
+        self.dead.append(peer)
+
+    def join(self) -> Place:
+        """A host more, whose peer joins the plane."""
+        number = len(self.places)
+        name, address = "abcdefgh"[number], f"tcp://127.0.0.1:{7001 + number}"
+        place = Place(name, address, self.loop.machine(name), joins=True)
+        self.places.append(place)
+        self.start(place)
+        return place
+
+    def crash(self, place: Place, at_once: bool) -> None:
+        """The process is gone, with all that it had; a new one would run on a new machine."""
+        old = place.machine
+        if place.peer is not None:
+            self._retire(place, place.peer)
+        old.crashed = True
+        place.peer = None
+        self._ended(place)
+        self.network.crashed(old, at_once)
+        for line in self.lines:
+            if line.machine is old:
+                line.break_off()
+        self.lines = [line for line in self.lines if not line.lost]
+        place.machine = self.loop.machine(place.name)
+
+    def _ended(self, place: Place) -> None:
+        if place.serves:
+            place.serves = False
+            if not any(other.serves for other in self.places):
+                for tell in self.on_extinct:
+                    tell()
+
+    def freeze(self, place: Place) -> None:
+        place.machine.frozen = True
+        self.network.froze(place.machine)
+
+    def thaw(self, place: Place) -> None:
+        place.machine.frozen = False
+        place.machine.disturbed_at = self.loop.now
+
+    # clients
+
+    def is_leased(self, client: Client, lease: int) -> bool:
+        """Whether the stores that granted a client's lease, or took it over, still have all."""
+        assert client.peer is not None
+        handle = client.peer.leases._leases.get(lease)
+        numbers = [part.lease for part in handle.parts] if handle is not None else []
+        leased = [
+            entry.store.state.leases.get(number) is not None
+            for number in numbers
+            for peer in self.peers
+            for entry in peer.host.entries.values()
+        ]
+        return any(leased)
+
+    def loses_answer(self) -> bool:
+        return self.answer_loss > 0 and self.rng.random() < self.answer_loss
+
+    def late(self, client: Client, request: Request, machine: Machine, began: float) -> None:
+        """A client was told too late, or nothing: no fault of a peer that did not run meanwhile."""
+        if machine.runs and machine.disturbed_at < began:
+            took_s = self.loop.now - began
+            what = type(request.body).__name__
+            self.stalled.append(f"{client!r} waited {took_s:.1f} s for an answer to {what}")
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Those that are there and know it."""
+        return [p.peer for p in self.places if p.peer is not None and p.machine.runs]
+
+    def close(self) -> None:
+        """Give everything back, after the loop ended."""
+        for peer in {*self.dead, *(p.peer for p in self.places if p.peer is not None)}:
+            peer.host.arena.close()
+
+    def __repr__(self) -> str:
+        return ", ".join(repr(place.machine) for place in self.places)
+
+
+def described(peer: Peer) -> dict[str, Any]:
+    """What helps to see why a run failed."""
+    host = peer.host
+    return {
+        "peer": host.name,
+        "roster": (host.roster.epoch[1], [m[-4:] for m in host.roster.members]),
+        "backup": host.roster.backup_of(host.address)
+        if host.address in host.roster.members
+        else "",
+        "progress": repr(host.progress),
+        "untold": sorted(host.untold),
+        "waiting": peer.claims.waiting,
+        "stores": [repr(entry.store) for entry in host.entries.values()],
+        "space": repr(host.space),
+    }

@@ -1,0 +1,140 @@
+"""What goes wrong in a run, drawn from its seed: crashes, freezes, cuts, and clocks that jump."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from tests.simulation.cluster import Cluster, Place
+
+MAX_PLACES = 6
+QUIET_S = 8.0
+"""In gentle runs, from fault to fault: time to be noticed, and for copies to be made anew."""
+
+
+class Faults:
+    def __init__(self, cluster: Cluster, rng: random.Random, gentle: bool) -> None:
+        self.cluster = cluster
+        self.rng = rng
+        self.gentle = gentle
+        self.story: list[str] = []
+        kinds: list[Callable[[], Awaitable[None]]] = [
+            self._crash,
+            self._crash,
+            self._freeze,
+            self._cut,
+            self._snap,
+            self._slow,
+            self._jump,
+            self._answers,
+            self._leave,
+            self._join,
+        ]
+        self._kinds = rng.sample(kinds, rng.randint(1, 4))
+
+    def note(self, what: str) -> None:
+        self.story.append(f"{self.cluster.loop.now - 1000:.2f} {what}")
+
+    async def run(self, duration_s: float) -> None:
+        end = self.cluster.loop.now + duration_s
+        at_once: list[asyncio.Task[None]] = []
+        while self.cluster.loop.now < end:
+            await asyncio.sleep(self.rng.expovariate(0.4))
+            fault = self.rng.choice(self._kinds)()
+            if self.gentle:
+                await fault
+                await asyncio.sleep(QUIET_S)
+            else:
+                at_once.append(asyncio.ensure_future(fault))
+        await asyncio.gather(*at_once)
+        self.cluster.network.heal()
+        self.cluster.network.delay_s = 0.0005
+        self.cluster.answer_loss = 0.0
+        self.note("faults are over")
+
+    def _place(self) -> Place:
+        return self.rng.choice(self.cluster.places)
+
+    async def _crash(self) -> None:
+        place = self._place()
+        if place.peer is None or not place.machine.runs:
+            return
+        at_once = self.rng.random() < 0.7
+        self.note(f"{place.name} crashes{'' if at_once else ', with its host'}")
+        self.cluster.crash(place, at_once)
+        await asyncio.sleep(self.rng.choice((0.05, 0.5, 2.0, 5.0)) * self.rng.uniform(0.5, 1.5))
+        self.note(f"{place.name} starts again")
+        self.cluster.start(place)
+
+    async def _leave(self) -> None:
+        """As on SIGTERM: what it has moves out, and it ends; later it comes again, as a new one."""
+        place = self._place()
+        peer, machine = place.peer, place.machine
+        if peer is None or place.leave is None or not place.serves or not machine.runs:
+            return
+        self.note(f"{place.name} is told to leave")
+        place.leave.set()
+        while place.peer is peer:
+            await asyncio.sleep(0.2)
+        if place.machine is not machine:
+            return  # it crashed meanwhile, and is started by that fault
+        self.note(f"{place.name} has ended")
+        await asyncio.sleep(self.rng.uniform(0.1, 5.0))
+        if place.machine is machine and place.peer is None:
+            self.note(f"{place.name} starts again")
+            self.cluster.start(place)
+
+    async def _join(self) -> None:
+        if len(self.cluster.places) < MAX_PLACES:
+            self.note(f"{self.cluster.join().name} joins")
+
+    async def _freeze(self) -> None:
+        place = self._place()
+        if not place.machine.runs:
+            return
+        machine = place.machine
+        self.note(f"{place.name} is frozen")
+        self.cluster.freeze(place)
+        await asyncio.sleep(self.rng.choice((0.3, 1.5, 4.0, 13.0)) * self.rng.uniform(0.5, 1.5))
+        if place.machine is machine:
+            self.note(f"{place.name} goes on")
+            self.cluster.thaw(place)
+
+    async def _cut(self) -> None:
+        one, other = self.rng.sample(self.cluster.places, 2)
+        others = [other] if self.rng.random() < 0.5 else self.cluster.places
+        self.note(f"{one.name} is cut off from {', '.join(p.name for p in others if p is not one)}")
+        for there in others:
+            if there is not one:
+                self.cluster.network.cut(one.machine, there.machine)
+        await asyncio.sleep(self.rng.choice((0.3, 1.5, 4.0, 13.0)) * self.rng.uniform(0.5, 1.5))
+        self.note("cuts heal")
+        self.cluster.network.heal()
+
+    async def _snap(self) -> None:
+        wires = self.cluster.network.wires
+        self.note("connections break")
+        for wire in self.rng.sample(wires, min(len(wires), self.rng.randint(1, 4))):
+            self.cluster.network.snap(wire)
+
+    async def _slow(self) -> None:
+        self.note("the network is slow")
+        self.cluster.network.delay_s = self.rng.choice((0.005, 0.03, 0.1))
+        await asyncio.sleep(self.rng.uniform(0.5, 5.0))
+        self.cluster.network.delay_s = 0.0005
+
+    async def _jump(self) -> None:
+        """A machine that slept has a later monotonic clock; any wall clock may be set."""
+        place = self._place()
+        ahead_s = self.rng.choice((0.5, 3.0, 20.0, 4000.0))
+        self.note(f"the clock of {place.name} jumps {ahead_s} s")
+        place.machine.ahead_s += ahead_s
+        place.machine.disturbed_at = self.cluster.loop.now
+        self.cluster.wall_ahead_ns += int(self.rng.choice((-3600, -1, 1, 3600)) * 1e9)
+
+    async def _answers(self) -> None:
+        self.note("answers to clients get lost")
+        self.cluster.answer_loss = self.rng.choice((0.01, 0.05))
+        await asyncio.sleep(self.rng.uniform(1.0, 6.0))
+        self.cluster.answer_loss = 0.0

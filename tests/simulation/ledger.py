@@ -1,0 +1,210 @@
+"""What the clients of a run know, and what may therefore not happen.
+
+Every acknowledged row is, for each stage, delivered, still held, or reported lost. A row may go
+missing only with the peers that the authority called lost while they alone had it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dataplane.metadata.names import KEY_BYTES
+from dataplane.metadata.store import Store
+from dataplane.peer.peer import Peer
+from dataplane.wire.tables import Name, Owner
+
+if TYPE_CHECKING:
+    from tests.simulation.line import Client
+
+TOGETHER_S = 10.0
+"""Peers that are lost so soon one after the other count as lost together: what one had the other
+could not take over yet."""
+STAGES = {"reward": ["x"], "train": ["x", "reward"]}
+
+
+@dataclass(eq=False)
+class Row:
+    key: bytes
+    group: Group
+    acks: dict[str, int] = field(default_factory=dict)
+    """by stage, how often a client was told that its ack is in"""
+    doubtful: set[str] = field(default_factory=set)
+    """stages of which an ack may or may not have taken effect"""
+    turns: dict[str, tuple[str | None, bool]] = field(default_factory=dict)
+    """values that a tag was set to: over which one, and whether a client was told that it is in"""
+    dropping: bool = False
+    """somebody asked for its end"""
+    dropped_at: float | None = None
+    """when somebody was told that it is gone, which a drop had to know of"""
+
+
+@dataclass(eq=False)
+class Group:
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    names: list[Name] | None = None
+    """of the rows, where their keys were given"""
+    acked: bool = False
+    """the put was answered"""
+    repeated: bool = False
+    """put again because nobody said whether it was in: it may have come and gone before"""
+    owners: set[Owner] = field(default_factory=set)
+    """peers in whose arenas some of its values may lie alone"""
+    cancelled: bool = False
+    """its put was told that it had been dropped"""
+    excused: str = ""
+    """why it may be lost"""
+    reported: bool = False
+
+    @property
+    def dropping(self) -> bool:
+        return any(row.dropping for row in self.rows)
+
+
+class Ledger:
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.groups: list[Group] = []
+        self.rows: dict[bytes, Row] = {}
+        self.live: dict[tuple[str, bytes], tuple[Client, int]] = {}
+        """who holds a row for a stage, and under which lease, as far as that client knows"""
+        self.gone: dict[Owner, float] = {}
+        """when processes were called lost"""
+        self.violations: list[str] = []
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+
+    def opened(self, group: Group) -> None:
+        self.groups.append(group)
+        self.rows |= {row.key: row for row in group.rows}
+
+    # what clients see
+
+    def claimed(
+        self, client: Client, lease: int, stage: str, keys: list[bytes], whole: bool, began: float
+    ) -> None:
+        sizes: dict[Group, int] = {}
+        for key in keys:
+            row = self.rows.get(key)
+            if row is None:
+                self.wrong(f"{client!r} claimed a row {key.hex()} that nobody put")
+                continue
+            sizes[row.group] = sizes.get(row.group, 0) + 1
+            holder = self.live.get((stage, key))
+            if holder is not None and self._holds(*holder) and not row.group.excused:
+                self.wrong(f"{client!r} claimed {row.group.name} of {stage}, {holder[0]!r} has it")
+            if row.dropped_at is not None and row.dropped_at < began and not row.group.excused:
+                self.wrong(f"{client!r} claimed a row of {row.group.name}, which was dropped")
+            if row.acks.get(stage) and not row.group.excused and not row.group.repeated:
+                self.wrong(f"{client!r} claimed {row.group.name} of {stage}, which was acked")
+            self.live[stage, key] = client, lease
+        for group, size in sizes.items() if whole else ():
+            if not sum(not row.dropping for row in group.rows) <= size <= len(group.rows):
+                self.wrong(f"{client!r} got {size} of {len(group.rows)} rows of {group.name}")
+
+    def _holds(self, client: Client, lease: int) -> bool:
+        """Whether its ack would count: stores that serve still know the lease."""
+        if not client.alive or client.owner in self.gone:
+            return False
+        return client.cluster.is_leased(client, lease)
+
+    def let_go(self, client: Client, stage: str, keys: list[bytes]) -> None:
+        for key in keys:
+            if self.live.get((stage, key), (None,))[0] is client:
+                del self.live[stage, key]
+
+    def acked(self, stage: str, keys: list[bytes], certain: bool) -> None:
+        for key in keys:
+            row = self.rows[key]
+            if not certain:
+                row.doubtful.add(stage)
+                continue
+            row.acks[stage] = row.acks.get(stage, 0) + 1
+
+    def dropped(self, rows: list[Row], now: float) -> None:
+        """A client was told that they are gone."""
+        for row in rows:
+            if row.dropped_at is None:
+                row.dropped_at = now
+
+    # what the authority decides
+
+    def removed(self, known: Mapping[Owner, Peer], owner: Owner, in_sync: bool, now: float) -> None:
+        """A process is no member any more. known: all that ever ran, with what they had in memory
+        when they died."""
+        self.gone[owner] = now
+        if self.replicas == 1:
+            for group in self.groups:
+                if owner in group.owners and not group.excused:
+                    group.excused = f"its bytes were at {owner.peer}"
+        together = {
+            o: known[o] for o, at in self.gone.items() if now - at < TOGETHER_S and o in known
+        }
+        if not in_sync:
+            for peer in together.values():
+                self._excuse_shards(peer, f"the shards of {owner.peer} had no backup in sync")
+        if self.replicas == 2:
+            for peer in together.values():
+                self._excuse_copies(peer, together)
+
+    def moved(self, store: Store, old: Owner, new: Owner) -> None:
+        """Values of rows there move from one arena to another."""
+        live = store.state.live()
+        for key in store.state.index.keys[live[store.state.fields.at(old, live)]]:
+            row = self.rows.get(key.tobytes())
+            if row is not None:
+                row.group.owners.add(new)
+
+    def extinct(self) -> None:
+        """The last member ended: nothing outlives all peers, and nobody is left to say so."""
+        for group in self.groups:
+            group.excused = group.excused or "all members of the plane were dead at once"
+
+    def _excuse_shards(self, peer: Peer, why: str) -> None:
+        for entry in peer.host.entries.values():
+            state = entry.store.state
+            self._excuse(state.index.keys[state.live()].tobytes(), why)
+            self._excuse(state.tombstones.keys().tobytes(), why)
+
+    def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
+        """Rows whose values were at one peer and whose second copies at another, both dead."""
+        for entry in peer.host.entries.values():
+            state = entry.store.state
+            live = state.live()
+            for other in together:
+                if other != peer.host.owner and len(live):
+                    keys = state.index.keys[live[state.fields.at(other, live)]]
+                    self._excuse(
+                        keys.tobytes(), f"{other.peer} died together with {peer.host.name}"
+                    )
+
+    def _excuse(self, keys: bytes, why: str) -> None:
+        for at in range(0, len(keys), KEY_BYTES):
+            row = self.rows.get(keys[at : at + KEY_BYTES])
+            if row is not None and not row.group.excused:
+                row.group.excused = why
+
+    def reported(self, keys: bytes) -> None:
+        """A store says that these rows went with a peer."""
+        for at in range(0, len(keys), KEY_BYTES):
+            row = self.rows.get(keys[at : at + KEY_BYTES])
+            if row is not None:
+                row.group.reported = True
+                if row.group.acked and not row.group.excused:
+                    self.wrong(f"{row.group.name} was lost, and need not have been")
+
+    # the end
+
+    def check_delivered(self) -> None:
+        """After the streams ended: all that was acknowledged was delivered, or may be lost."""
+        for group in self.groups:
+            if not group.acked or group.excused:
+                continue
+            for stage in STAGES:
+                for row in group.rows:
+                    if not row.dropping and not row.acks.get(stage) and stage not in row.doubtful:
+                        self.wrong(f"a row of {group.name} never got through {stage}")
+                        break

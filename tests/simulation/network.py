@@ -1,0 +1,307 @@
+"""The network between simulated machines, where zmq's sockets and the bulk workers would be.
+
+It does what TCP lets happen: frames of one connection come late but in order, a cut that heals soon
+loses nothing, and one that lasts longer breaks the connection, with some prefix of what was on its
+way delivered. What was sent again on the next connection may then come twice, or before the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from tests.simulation.loop import Machine, VirtualLoop
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
+
+SILENT_S = (1.0, 1.4)
+"""How soon a connection breaks that nothing comes through: `links.SILENT_MS` after the next of
+zmq's heartbeats, and a bit."""
+RETRY_S = 0.05
+
+
+class Inbox:
+    """What arrived at a socket and was not read yet."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._items: deque[Any] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+
+    async def get(self) -> Any:
+        while not self._items:
+            waiting = self._loop.create_future()
+            self._waiting.append(waiting)
+            await waiting
+        return self._items.popleft()
+
+
+@dataclass(eq=False)
+class Wire:
+    """One established connection, from a dialler's machine to a listener's."""
+
+    dealer: Dealer
+    router: Router
+    identity: bytes
+    broken: bool = False
+    last: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "back": 0.0})
+    """when the last frame of each direction arrives: none overtakes another"""
+    held: list[tuple[str, Any]] = field(default_factory=list)
+    """frames that a cut holds up"""
+
+    def machines(self) -> tuple[Machine, Machine]:
+        return self.dealer.machine, self.router.machine
+
+
+class Network:
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.delay_s = 0.0005
+        self.cuts: set[frozenset[str]] = set()
+        self.listeners: dict[str, Router] = {}
+        self.peers: dict[tuple[str, int], tuple[Machine, Peer]] = {}
+        """by address and incarnation, for bulk reads"""
+        self.vacant: dict[str, str] = {}
+        """addresses at which a host is there and nobody listens, with the host's name"""
+        self.wires: list[Wire] = []
+        self._identities = itertools.count(1)
+
+    # state of the links
+
+    def delay(self) -> float:
+        """Mostly short, sometimes long."""
+        slow = 40.0 if self.rng.random() < 0.02 else 1.0
+        return self.rng.expovariate(1.0) * self.delay_s * slow + 20e-6
+
+    def is_cut(self, one: Machine, other: Machine) -> bool:
+        return frozenset((one.name, other.name)) in self.cuts
+
+    def cut(self, one: Machine, other: Machine) -> None:
+        self.cuts.add(frozenset((one.name, other.name)))
+        for wire in self.wires:
+            if {one, other} == set(wire.machines()):
+                self._watch(wire)
+
+    def heal(self) -> None:
+        self.cuts.clear()
+        for wire in list(self.wires):
+            held, wire.held = wire.held, []
+            for way, frame in held:
+                self.carry(wire, way, frame)
+
+    def froze(self, machine: Machine) -> None:
+        for wire in self.wires:
+            if machine in wire.machines():
+                self._watch(wire)
+
+    def _watch(self, wire: Wire) -> None:
+        """Break it unless it comes back to life in time."""
+
+        def look() -> None:
+            one, other = wire.machines()
+            if self.is_cut(one, other) or not one.runs or not other.runs:
+                self.snap(wire)
+
+        self.loop.call_on(self.loop.world, self.rng.uniform(*SILENT_S), look)
+
+    def crashed(self, machine: Machine, at_once: bool) -> None:
+        """A process that died resets its connections; a host that did is only silent."""
+        for address, router in list(self.listeners.items()):
+            if router.machine is machine:
+                del self.listeners[address]
+                if at_once:
+                    self.vacant[address] = machine.name
+        for wire in self.wires:
+            if machine in wire.machines():
+                if at_once:
+                    self.loop.call_on(self.loop.world, self.delay(), self.snap, wire)
+                else:
+                    self._watch(wire)
+
+    def snap(self, wire: Wire) -> None:
+        """The connection breaks; both sides learn of it when they run."""
+        if wire.broken:
+            return
+        wire.broken = True
+        wire.held.clear()
+        self.wires.remove(wire)
+        self.loop.call_on(wire.dealer.machine, self.delay(), wire.dealer.disconnected, wire)
+
+    async def refuses(self, address: str) -> bool:
+        """As `peer.links.refuses`. Only the machine of a host that died is not there at all."""
+        asks = self.loop.current
+        await asyncio.sleep(self.delay())
+        return (
+            address in self.vacant and frozenset((asks.name, self.vacant[address])) not in self.cuts
+        )
+
+    # frames
+
+    def carry(self, wire: Wire, way: str, frame: Any) -> None:
+        if wire.broken:
+            return
+        one, other = wire.machines()
+        if self.is_cut(one, other):
+            wire.held.append((way, frame))
+            return
+        arrival = max(self.loop.now + self.delay(), wire.last[way] + 1e-9)
+        wire.last[way] = arrival
+        self.loop.call_on(self.loop.world, arrival - self.loop.now, self._arrive, wire, way, frame)
+
+    def _arrive(self, wire: Wire, way: str, frame: Any) -> None:
+        one, other = wire.machines()
+        if wire.broken and (way == "back" or self.rng.random() < 0.5):
+            wire.last["lost"] = 1.0
+        if "lost" in wire.last:
+            return
+        if self.is_cut(one, other):
+            wire.held.append((way, frame))
+        elif way == "to":
+            self.loop.call_on(other, 0.0, wire.router.arrived, wire, frame)
+        else:
+            self.loop.call_on(one, 0.0, wire.dealer.arrived, wire, frame)
+
+    # connections
+
+    def dial(self, dealer: Dealer) -> None:
+        if dealer.closed:
+            return
+        router = self.listeners.get(dealer.address)
+        there = router is not None and router.machine.runs and dealer.machine.runs
+        if not there or self.is_cut(dealer.machine, router.machine):  # type: ignore[union-attr]
+            self.loop.call_on(self.loop.world, RETRY_S * self.rng.uniform(1, 3), self.dial, dealer)
+            return
+        assert router is not None
+        wire = Wire(dealer, router, b"%d" % next(self._identities))
+        self.wires.append(wire)
+        router.wires[wire.identity] = wire
+        dealer.wire = wire
+        queued, dealer.queued = dealer.queued, []
+        for frame in queued:
+            self.carry(wire, "to", frame)
+
+
+class Socket:
+    """What the peer does with a zmq socket that means nothing here."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.machine = network.loop.current
+        self.inbox = Inbox(network.loop)
+        self.closed = False
+
+    def setsockopt(self, option: int, value: Any) -> None:
+        pass
+
+    def disable_monitor(self) -> None:
+        pass
+
+    def bind(self, where: str) -> None:
+        pass
+
+    def close(self, linger: int = 0) -> None:
+        self.closed = True
+
+    async def recv_multipart(self) -> Any:
+        return await self.inbox.get()
+
+
+class Dealer(Socket):
+    address = ""
+    wire: Wire | None = None
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.queued: list[bytes] = []
+        self.monitor = Socket(network)
+
+    def get_monitor_socket(self, events: int) -> Socket:
+        return self.monitor
+
+    def connect(self, address: str) -> None:
+        self.address = address
+        network = self.network
+        network.loop.call_on(network.loop.world, network.delay(), network.dial, self)
+
+    async def send(self, frame: bytes) -> None:
+        if self.wire is None:
+            self.queued.append(bytes(frame))
+        else:
+            self.network.carry(self.wire, "to", bytes(frame))
+
+    async def recv(self) -> bytes:
+        frame: bytes = await self.inbox.get()
+        return frame
+
+    def arrived(self, wire: Wire, frame: bytes) -> None:
+        if not self.closed and wire is self.wire:
+            self.inbox.put(frame)
+
+    def disconnected(self, wire: Wire) -> None:
+        if not self.closed and wire is self.wire:
+            self.monitor.inbox.put([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
+
+    def close(self, linger: int = 0) -> None:
+        self.closed = True
+        if self.wire is not None and not self.wire.broken:
+            self.network.snap(self.wire)
+
+
+class Router(Socket):
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.wires: dict[bytes, Wire] = {}
+
+    def bind(self, where: str) -> None:
+        self.where = where
+        self.network.listeners[where] = self
+        self.network.vacant.pop(where, None)
+
+    def arrived(self, wire: Wire, frame: bytes) -> None:
+        if not self.closed:
+            self.inbox.put([wire.identity, frame])
+
+    async def send_multipart(self, parts: list[bytes]) -> None:
+        wire = self.wires.get(parts[0])
+        if wire is not None:
+            self.network.carry(wire, "back", bytes(parts[1]))
+
+    def close(self, linger: int = 0) -> None:
+        self.closed = True
+        if self.network.listeners.get(self.where) is self:
+            del self.network.listeners[self.where]
+            self.network.vacant[self.where] = self.machine.name
+        for wire in list(self.network.wires):
+            if wire.router is self:
+                self.network.snap(wire)
+
+
+class Context:
+    """Stands where `zmq.asyncio.Context` does."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def socket(self, kind: int) -> Socket:
+        kinds: dict[int, type[Socket]] = {int(zmq.DEALER): Dealer, int(zmq.ROUTER): Router}
+        return kinds.get(int(kind), Socket)(self._network)
+
+    def destroy(self, linger: int = 0) -> None:
+        pass

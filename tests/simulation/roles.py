@@ -1,0 +1,373 @@
+"""What the clients of a run do: put groups, claim them for a stage, add and ack; over and over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+
+from dataplane.errors import (
+    BackPressure,
+    ClaimTimeout,
+    DataplaneError,
+    DeadlineExceeded,
+    FieldExists,
+    GroupClosed,
+    LeaseExpired,
+    PartitionUndefined,
+    PeerLost,
+    PutIncomplete,
+    RowsDropped,
+    RowsGone,
+    RowsLost,
+    StaleEpoch,
+    StreamEnd,
+    TransferFailed,
+    Unavailable,
+)
+from dataplane.memory.extents import padded
+from dataplane.memory.placement import place
+from dataplane.metadata.names import KEY_BYTES, hash_name, mint
+from dataplane.wire import messages as m
+from dataplane.wire.records import EXTENT, PLACE, U4, U8, VALUE, column
+from dataplane.wire.tables import Column, Definition, Name, Rows, Spec
+from tests.simulation.ledger import Group, Ledger, Row
+from tests.simulation.line import Client
+
+PARTITION = "step-1"
+GROUP_ROWS = 4
+MAX_LENGTH = 97
+AGAIN = (
+    Unavailable,
+    PeerLost,
+    DeadlineExceeded,
+    BackPressure,
+    RowsGone,
+    TransferFailed,
+    PutIncomplete,
+    PartitionUndefined,
+    StaleEpoch,
+)
+"""After these a call is made anew: they say that it may be."""
+_BYTES = Spec("array", "uint8", (-1,))
+
+
+def content(key: bytes, field: str, nbytes: int) -> bytes:
+    """What a field of a row holds."""
+    return (key + field.encode()) * (nbytes // (KEY_BYTES + len(field)) + 1)
+
+
+class Role:
+    def __init__(
+        self, client: Client, ledger: Ledger, rng: random.Random, definition: Definition
+    ) -> None:
+        self.client = client
+        self.ledger = ledger
+        self.rng = rng
+        self.definition = definition
+        self.generation = 0
+        self.doing = "nothing yet"
+        self.told = ""
+        """what a peer said to it last"""
+        self.done = False
+
+    def __repr__(self) -> str:
+        return f"{self.client!r}: {self.doing}{self.told and f', was told {self.told}'}"
+
+    async def _patiently(self, work: Any) -> Any:
+        """Until it is done, with a new session where the one before ended."""
+        while True:
+            try:
+                if not self.client.alive:
+                    self.doing = "connects"
+                    await self.client.connect()
+                    self.doing = "attaches"
+                    body = m.Define(PARTITION, self.definition)
+                    self.generation = (await self.client.call(body, m.Defined)).generation
+                return await work()
+            except AGAIN as exc:
+                self.told = f"{type(exc).__name__}: {exc}"
+                await asyncio.sleep(self.rng.uniform(0.02, 0.5))
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except DataplaneError as exc:
+            self.ledger.wrong(f"{self!r} failed: {exc!r}")
+        self.done = True
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    async def write(
+        self, field: str, keys: list[bytes], nbytes: int, known: bool
+    ) -> tuple[Column, bytes]:
+        """Values in the arena, one range each or in one pack: the column and the EXTENTs."""
+        alone = nbytes >= 4096
+        sizes = np.full(len(keys), nbytes, U8) if alone else np.array([nbytes * len(keys)], U8)
+        body = m.Reserve(PARTITION, self.generation, [sizes.tobytes()], known)
+        reserved = await self.client.call(body, m.Reserved, 5.0)
+        granted = column(reserved.extents, EXTENT)
+        starts = place(padded(sizes), granted)
+        self._give_back_rest(starts + padded(sizes), granted)
+        written = np.zeros(len(sizes), EXTENT)
+        written["offset"], written["length"] = starts, sizes
+        values = np.zeros(len(keys), VALUE)
+        values["nbytes"] = nbytes
+        values["range"] = np.arange(len(keys)) if alone else 0
+        values["delta"] = 0 if alone else np.arange(len(keys)) * nbytes
+        assert self.client.peer is not None
+        view = self.client.peer.host.arena.view
+        for key, value in zip(keys, values, strict=True):
+            at = int(starts[int(value["range"])]) + int(value["delta"])
+            view[at : at + nbytes] = content(key, field, nbytes)[:nbytes]
+        return Column(field, values.tobytes()), written.tobytes()
+
+    async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
+        """Rows with their tags and the first field."""
+        nbytes = self.rng.choice((40, 300, 5000))
+        column_, written = await self.write("x", keys, nbytes, False)
+        tags: dict[str, Any] = {
+            "group": [self.ledger.rows[key].group.name for key in keys],
+            "band": [band_of(self.ledger.rows[key].group) for key in keys],
+            "length": [length_of(key) for key in keys],
+        }
+        body = m.Put(PARTITION, self.generation, rows, [column_], [_BYTES], tags, ranges=written)
+        for group in groups:
+            group.owners.add(self.client.owner)
+        await self.client.call(body, m.PutDone, 10.0)
+
+    def _give_back_rest(self, ends: Any, granted: Any) -> None:
+        """Grants are of whole pages."""
+        for extent in granted:
+            start, end = int(extent["offset"]), int(extent["offset"] + extent["length"])
+            used = max([start, *(int(e) for e in ends if start < e <= end)])
+            if used < end:
+                rest = np.array([(used, end - used)], EXTENT)
+                self.client.tell(m.GiveBack(rest.tobytes()))
+
+
+def rows_of(groups: list[Group], only: list[Row] | None = None) -> Rows:
+    """Rows of groups, all of them or some of one, as a put names them."""
+    names: list[Name] | None = None
+    if only is None and all(group.names is not None for group in groups):
+        names = [name for group in groups for name in group.names or ()]
+    keys = b"".join(row.key for group in groups for row in only or group.rows)
+    if only is not None and groups[0].names is not None:
+        names = [groups[0].names[groups[0].rows.index(row)] for row in only]
+    index = np.repeat(np.arange(len(groups), dtype=U4), len(only or groups[0].rows))
+    group_keys = b"".join(hash_name(group.name) for group in groups)
+    return Rows(keys, names, index.tobytes(), group_keys, [group.name for group in groups])
+
+
+def band_of(group: Group) -> int:
+    """A tag that all rows of a group have."""
+    return zlib.crc32(group.name.encode()) % 2
+
+
+def length_of(key: bytes) -> int:
+    """Another, of each row its own."""
+    return zlib.crc32(key) % MAX_LENGTH + 1
+
+
+class Producer(Role):
+    """Puts groups, one or a few at a time, each until it is in."""
+
+    groups = 8
+    pause_s = 0.5
+
+    async def _run(self) -> None:
+        number = 0
+        while number < self.groups:
+            await self._patiently(self._attached)
+            count = min(self.rng.choice((1, 1, 2, 3)), self.groups - number)
+            given = self.rng.random() < 0.5
+            groups = [self._group(number + i, given) for i in range(count)]
+            number += count
+            for group in groups:
+                self.ledger.opened(group)
+            await self._patiently(lambda some=groups: self._put_all(some))
+            await asyncio.sleep(self.rng.expovariate(1 / self.pause_s))
+        self.doing = "has put everything"
+
+    async def _attached(self) -> None:
+        pass
+
+    def _group(self, number: int, given: bool) -> Group:
+        name = f"{self.client.name}-{number}"
+        group = Group(name)
+        if given:
+            group.names = [f"{name}-{i}" for i in range(GROUP_ROWS)]
+            keys = [hash_name(row) for row in group.names]
+        else:
+            shard, session = self.rng.choice(self.client.mint), zlib.crc32(name.encode())
+            keys = [mint(shard, session, number * GROUP_ROWS + i) for i in range(GROUP_ROWS)]
+        group.rows = [Row(key, group) for key in keys]
+        return group
+
+    async def _put_all(self, groups: list[Group]) -> None:
+        """All at once at first; one by one when nobody said what became of them."""
+        if not any(group.repeated for group in groups):
+            await self._put(groups)
+            return
+        for group in groups:
+            if not group.acked and not group.cancelled:
+                await self._put([group])
+
+    async def _put(self, groups: list[Group]) -> None:
+        self.doing = f"puts {', '.join(group.name for group in groups)}"
+        try:
+            await self.call_put(rows_of(groups), [r.key for g in groups for r in g.rows], groups)
+        except (FieldExists, GroupClosed) as exc:
+            if not all(group.repeated for group in groups):
+                self.ledger.wrong(f"{self!r} was told {exc!r}, and had put it but once")
+        except RowsDropped as exc:
+            if not any(group.dropping for group in groups):
+                self.ledger.wrong(f"{self!r} was told {exc!r}, and nobody had dropped any")
+            if len(groups) > 1:
+                self._again(groups)
+                raise Unavailable("one of several groups is cancelled: put the others") from exc
+            groups[0].cancelled = True
+            return
+        except AGAIN:
+            self._again(groups)
+            raise
+        for group in groups:
+            if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
+                group.excused = "its peer was lost already"
+            group.acked = True
+
+    def _again(self, groups: list[Group]) -> None:
+        for group in groups:
+            group.repeated = True
+
+
+class Consumer(Role):
+    """Claims for one stage until it has had everything."""
+
+    stage = "train"
+    hold_s = 0.3
+
+    async def _run(self) -> None:
+        while await self._patiently(self._once):
+            pass
+
+    async def _once(self) -> bool:
+        want = self._want()
+        self.doing = f"claims {want} of {self.stage}"
+        limit_ms = self.rng.choice((0, 0, 0, 200, 2000))
+        body = m.Claim(
+            PARTITION, self.generation, self.stage, want, timeout_ms=5000, lease_ms=limit_ms
+        )
+        began = self.client.cluster.loop.now
+        try:
+            claimed = await self.client.call(body, m.Claimed, 5.0)
+        except ClaimTimeout as exc:
+            self.told = str(exc)
+            return True
+        except (StreamEnd, RowsLost):
+            self.doing = f"has had all of {self.stage}"
+            return False
+        raw = claimed.table.rows.keys
+        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        whole = want.unit == "groups"
+        self.ledger.claimed(self.client, claimed.lease, self.stage, keys, whole, began)
+        self._fits(want, keys)
+        try:
+            self._look(claimed, keys)
+            await asyncio.sleep(self.rng.expovariate(1 / self.hold_s))
+            await self._finish(claimed, keys)
+        except AGAIN:
+            self.client.tell(m.Finish(claimed.lease, "release"))
+            raise
+        finally:
+            self.ledger.let_go(self.client, self.stage, keys)
+            self.client.tell(m.Unpin([claimed.pin]))
+        return True
+
+    def _want(self) -> m.Want:
+        """Groups or rows, any or of one band, so many or what fits a budget."""
+        unit: Any = self.rng.choice(("groups", "groups", "rows"))
+        where = ["eq", "band", self.rng.randrange(2)] if self.rng.random() < 0.25 else None
+        if self.rng.random() < 0.25:
+            least = MAX_LENGTH * (GROUP_ROWS if unit == "groups" else 1)
+            return m.Want(unit, 0, 0, where, "length", float(least * self.rng.choice((1, 2))))
+        return m.Want(unit, self.rng.choice((1, 2, 3)), 1, where)
+
+    def _fits(self, want: m.Want, keys: list[bytes]) -> None:
+        rows = [self.ledger.rows[key] for key in keys if key in self.ledger.rows]
+        if want.where is not None and any(band_of(row.group) != want.where[2] for row in rows):
+            self.ledger.wrong(f"{self!r} got rows of another band")
+        if want.budget_tag and sum(length_of(row.key) for row in rows) > want.budget:
+            self.ledger.wrong(f"{self!r} got more than its budget of {want.budget}")
+        units = len({row.group.name for row in rows}) if want.unit == "groups" else len(rows)
+        if want.count and units > want.count:
+            self.ledger.wrong(f"{self!r} got {units} {want.unit} instead of {want.count}")
+
+    def _look(self, claimed: m.Claimed, keys: list[bytes]) -> None:
+        assert self.client.peer is not None
+        view = self.client.peer.host.arena.view
+        for one in claimed.table.columns:
+            for key, value in zip(keys, column(one.values, PLACE), strict=True):
+                at, nbytes = int(value["offset"]), int(value["nbytes"])
+                if view[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
+                    self.ledger.wrong(f"{self!r} read other bytes than were put as {one.field}")
+
+    async def _finish(self, claimed: m.Claimed, keys: list[bytes]) -> None:
+        if self.rng.random() < 0.1:
+            self.doing = f"releases rows of {self.stage}"
+            with_lease = m.Finish(claimed.lease, "release")
+            self.ledger.let_go(self.client, self.stage, keys)  # part by part, from now on
+            await self._ended(with_lease, [])
+            return
+        if self.rng.random() < 0.05:
+            await self._drop(claimed, keys)
+            return
+        self.doing = f"acks rows of {self.stage}"
+        body = m.Finish(claimed.lease, "ack")
+        if self.stage == "reward":
+            added, written = await self.write("reward", keys, 24, True)
+            body.columns, body.specs, body.ranges = [added], [_BYTES], written
+            for key in keys:
+                self.ledger.rows[key].group.owners.add(self.client.owner)
+        await self._ended(body, keys)
+
+    async def _drop(self, claimed: m.Claimed, keys: list[bytes]) -> None:
+        self.doing = f"drops rows of {self.stage}"
+        rows = [self.ledger.rows[key] for key in keys]
+        for row in rows:
+            row.dropping = True
+        try:
+            await self.client.call(m.Finish(claimed.lease, "drop"), m.PutDone, 10.0)
+        except LeaseExpired:
+            return
+        self.ledger.dropped(rows, self.client.cluster.loop.now)
+
+    async def _ended(self, body: m.Finish, keys: list[bytes]) -> None:
+        try:
+            await self.client.call(body, m.PutDone, 10.0)
+        except LeaseExpired:
+            self.ledger.acked(self.stage, keys, False)  # a part of it may have ended in time
+            return
+        except AGAIN:
+            self.ledger.acked(self.stage, keys, False)
+            raise
+        self.ledger.acked(self.stage, keys, True)
+
+
+class Sealer(Role):
+    """Seals once every producer is done."""
+
+    producers: list[Producer]
+
+    async def _run(self) -> None:
+        while not all(one.done for one in self.producers):
+            await asyncio.sleep(0.2)
+        self.doing = "seals"
+        await self._patiently(self._seal)
+
+    async def _seal(self) -> None:
+        await self.client.call(m.Seal(PARTITION, self.generation), m.Done, 30.0)

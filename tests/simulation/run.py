@@ -1,0 +1,224 @@
+"""One run: a plane, its clients and its faults, all drawn from one seed, and what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from dataplane.errors import DataplaneError
+from dataplane.metadata.authority import Authority
+from dataplane.metadata.drops import Lost
+from dataplane.metadata.journal import JournaledStore
+from dataplane.wire import messages as m
+from dataplane.wire.tables import Definition, Owner
+from tests.simulation.cluster import Cluster, described
+from tests.simulation.faults import Faults
+from tests.simulation.invariants import Watch, left_behind
+from tests.simulation.ledger import STAGES, Ledger
+from tests.simulation.line import Client
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.roles import PARTITION, Consumer, Producer, Role, Sealer
+from tests.simulation.taggers import Tagger
+
+LOOK_EVERY = 250
+"""Steps from one look at all invariants to the next."""
+ENDS_S = 240.0
+"""How long after the last fault everything must have come to its end."""
+TIDY_S = 30.0
+MAX_STEPS = 3_000_000
+
+
+class _Bugs(logging.Handler):
+    """Whatever a peer calls a bug of its own."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self.found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    seed: int
+    violations: list[str]
+    story: list[str]
+    steps: int
+    virtual_s: float
+    trace: int
+    """equal runs have equal ones"""
+
+
+class Run:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.loop = VirtualLoop()
+        rng = self.rng
+        self.cluster = Cluster(self.loop, random.Random(rng.random()), rng.choice((3, 3, 4, 4, 5)))
+        replicas = rng.choice((1, 2))
+        self.definition = Definition(
+            STAGES,
+            4,
+            None,
+            rng.choice(("acked", "drop")),
+            "local",
+            replicas,  # type: ignore[arg-type]
+        )
+        self.ledger = Ledger(replicas)
+        self.cluster.on_extinct.append(self.ledger.extinct)
+        self.watch = Watch(self.cluster)
+        self.faults = Faults(self.cluster, random.Random(rng.random()), rng.random() < 0.5)
+        self.roles: list[Role] = []
+        self.taggers: list[Tagger] = []
+
+    def play(self) -> Outcome:
+        bugs = _Bugs(self.ledger.violations)
+        logging.getLogger("dataplane").addHandler(bugs)
+        gc.disable()
+        try:
+            with self.cluster.installed(), self._observed():
+                script = self.loop.start_on(self.loop.world, self._script())
+                self._until(script)
+                if not script.done():
+                    self._say_who_waits()
+                elif script.exception() is not None:
+                    self.ledger.wrong(f"the script failed: {script.exception()!r}")
+                trace = self.rng.getrandbits(16) ^ self.cluster.rng.getrandbits(48)
+                virtual_s = self.loop.now - 1000
+                found = [*dict.fromkeys([*self.ledger.violations, *self.loop.failures])]
+                self.loop.end(50_000)
+        finally:
+            logging.getLogger("dataplane").removeHandler(bugs)
+            gc.enable()
+            self.cluster.close()
+        return Outcome(self.seed, found, self.faults.story, self.loop.steps, virtual_s, trace)
+
+    def _until(self, script: asyncio.Task[None]) -> None:
+        while not script.done() and self.loop.steps < MAX_STEPS and not self.ledger.violations:
+            for _ in range(LOOK_EVERY):
+                if not self.loop.step():
+                    return
+            for wrong in self.watch.look():
+                self.ledger.wrong(wrong)
+
+    def _say_who_waits(self) -> None:
+        if not self.ledger.violations:
+            self.ledger.wrong(f"nothing goes on at {self.loop.now - 1000:.1f} s")
+        self.faults.story += [repr(role) for role in self.roles if not role.done]
+        self.faults.story += [repr(described(peer)) for peer in self.cluster.peers]
+
+    # what is looked at on the way
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        """The authority's decisions, and what stores report as lost."""
+        remove, lost, relocate = Authority._remove, JournaledStore.lost, JournaledStore.relocate
+        run = self
+
+        def removing(authority: Authority, address: str) -> None:
+            roster = authority.roster
+            left = address in roster.leaving and not len(roster.shards_of(address))
+            left = left and authority._is_clear(address)
+            owner = next((o for o in roster.owners if o.peer == address), Owner(address, 0))
+            mine = roster.shards_of(address)
+            in_sync = bool(roster.in_sync[mine].all())
+            run.faults.note(
+                f"{address[-4:]} has left"
+                if left
+                else f"{address[-4:]} is removed, {'' if in_sync else 'not '}in sync"
+            )
+            if not left:  # who leaves in order takes nothing along
+                run.ledger.removed(run.cluster.known, owner, in_sync, run.loop.now)
+            remove(authority, address)
+
+        def losing(store: JournaledStore, owner: Owner) -> Lost:
+            gone = lost(store, owner)
+            run.ledger.reported(gone.rows.keys)
+            return gone
+
+        def relocating(
+            store: JournaledStore, old: Owner, ranges: Any, new: Owner, new_ranges: Any
+        ) -> Any:
+            run.ledger.moved(store, old, new)
+            return relocate(store, old, ranges, new, new_ranges)
+
+        with (
+            mock.patch.object(Authority, "_remove", removing),
+            mock.patch.object(JournaledStore, "lost", losing),
+            mock.patch.object(JournaledStore, "relocate", relocating),
+        ):
+            yield
+
+    # what happens
+
+    async def _script(self) -> None:
+        for place in self.cluster.places:
+            self.cluster.start(place)
+        await asyncio.sleep(3.0)
+        self._people()
+        if self.rng.random() < 0.9:
+            await self.faults.run(self.rng.uniform(5.0, 25.0))
+        end = self.loop.now + ENDS_S
+        while not all(role.done for role in self.roles):
+            if self.loop.now > end:
+                self.ledger.wrong(f"not at its end {ENDS_S:g} s after the last fault")
+                self._say_who_waits()
+                return
+            await asyncio.sleep(0.5)
+        self.ledger.check_delivered()
+        for tagger in self.taggers[:1]:
+            await tagger.look()
+        for stalled in self.cluster.stalled:
+            self.ledger.wrong(stalled)
+        await self._tidy()
+
+    def _people(self) -> None:
+        producers = [self._role(Producer, f"p{i}") for i in range(self.rng.choice((2, 3)))]
+        for stage in STAGES:
+            for i in range(self.rng.choice((1, 2, 3))):
+                consumer = self._role(Consumer, f"{stage}{i}")
+                consumer.stage = stage
+        for i in range(self.rng.choice((0, 1, 2))):
+            self.taggers.append(self._role(Tagger, f"tagger{i}"))
+        sealer = self._role(Sealer, "sealer")
+        sealer.producers = producers
+
+    def _role(self, kind: type[Any], name: str) -> Any:
+        client = Client(self.cluster, self.rng.choice(self.cluster.places), name)
+        role = kind(client, self.ledger, random.Random(self.rng.random()), self.definition)
+        self.roles.append(role)
+        self.loop.start_on(client.machine, role.run())
+        return role
+
+    async def _tidy(self) -> None:
+        """Everybody leaves and the partition is dropped: nothing may be left of it anywhere."""
+        for role in self.roles:
+            role.client.close()
+        client = Client(self.cluster, self.cluster.places[0], "tidy")
+        await client.connect()
+        defined = await client.call(m.Define(PARTITION, None), m.Defined)
+        await client.call(m.Drop(PARTITION, defined.generation), m.Dropped)
+        client.close()
+        end = self.loop.now + TIDY_S
+        while wrong := [w for peer in self.cluster.peers for w in left_behind(peer)]:
+            if self.loop.now > end:
+                self.ledger.violations += wrong
+                return
+            await asyncio.sleep(0.5)
+
+
+def play(seed: int) -> Outcome:
+    try:
+        return Run(seed).play()
+    except DataplaneError as exc:
+        return Outcome(seed, [f"the run itself failed: {exc!r}"], [], 0, 0.0, 0)

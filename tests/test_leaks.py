@@ -1,0 +1,97 @@
+"""The look at what tests leave behind finds what is left on purpose, of every kind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEAKS = """
+    import os, socket, subprocess, sys, threading
+    import pytest
+    from tests import leaks
+    from tests.conftest import no_launcher, nothing_is_left, run_dir
+
+    leaks.PATIENCE_S = 0.2
+    kept = []
+
+    def test_socket():
+        kept.append(socket.socket())
+
+    def test_memfd():
+        os.memfd_create("dataplane-x")
+
+    def test_pipe():
+        os.pipe()
+
+    def test_file(tmp_path):
+        kept.append(open(tmp_path / "x", "w"))
+
+    def test_thread():
+        threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+
+    def test_child():
+        kept.append(subprocess.Popen(["sleep", "60"]))
+
+    def test_zombie():
+        os.posix_spawn("/bin/true", ["true"], {})
+
+    def test_shared_memory():
+        path = f"/dev/shm/dataplane-{os.getpid()}"
+        kept.append(path)
+        with open(path, "w"):
+            pass
+
+    def test_detached_process(run_dir):
+        code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
+        kept.append(int(subprocess.check_output([sys.executable, "-c", code])))
+
+    def test_nothing(run_dir):
+        with socket.socket():
+            subprocess.run(["true"], check=True)
+
+    def test_end():
+        for one in kept:
+            if isinstance(one, subprocess.Popen):
+                one.kill()
+                one.wait()
+            elif isinstance(one, str):
+                os.unlink(one)
+            elif isinstance(one, int):
+                os.kill(one, 9)
+"""
+EXPECTED = {
+    "test_socket": "socket:",
+    "test_memfd": "memfd:dataplane-x",
+    "test_pipe": "pipe:",
+    "test_file": "/x",
+    "test_thread": "thread forgotten",
+    "test_child": "(sleep 60)",
+    "test_zombie": "nobody waited for it",
+    "test_shared_memory": "/dev/shm/dataplane-",
+    "test_detached_process": "left running: process",
+}
+
+
+def test_every_kind_of_leak_is_told_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "test_leaking.py").write_text(textwrap.dedent(LEAKS))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    told = {
+        line.split("::")[1].split()[0]: line
+        for line in done.stdout.splitlines()
+        if line.startswith("ERROR ")
+    }
+    assert told.keys() == EXPECTED.keys(), done.stdout
+    for test, what in EXPECTED.items():
+        assert what in done.stdout, f"{test}: {done.stdout}"

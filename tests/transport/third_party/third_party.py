@@ -1,0 +1,168 @@
+"""Two transports as another package would bring them; tests put this folder on PYTHONPATH.
+
+`shelf` is one-sided: a reader maps the memfd of an owner on the same host. `post` is two-sided: the
+owner sends over a unix socket on which the reader listens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.errors import TransferFailed
+from dataplane.transport import (
+    Capabilities,
+    ReadRequest,
+    Region,
+    RegionKey,
+    Remote,
+    SendRequest,
+    Transport,
+)
+from dataplane.transport.stream import iovecs
+from dataplane.wire.tables import Owner
+
+HOST = frozenset({"host"})
+Bytes = np.ndarray
+
+
+def mapped(region: Region) -> Bytes:
+    return np.frombuffer(mmap.mmap(region.fd, region.nbytes), np.uint8)
+
+
+class UnixStream:
+    """A unix socket that waits in short pieces, so that a check is never far."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(0.05)
+
+    def exactly(self, nbytes: int) -> bytes:
+        self.sock.settimeout(5)
+        data = self.sock.recv(nbytes, socket.MSG_WAITALL)
+        self.sock.settimeout(0.05)
+        return data
+
+    def all_of(
+        self, move: Callable[[memoryview], int], vectors: np.ndarray, check: Callable[[], None]
+    ) -> None:
+        for base, length in vectors.tolist():
+            left = memoryview((ctypes.c_char * length).from_address(base)).cast("B")
+            while len(left):
+                try:
+                    moved = move(left)
+                except TimeoutError:
+                    check()
+                    continue
+                except OSError as exc:
+                    raise TransferFailed(f"broke off: {exc}; it may be retried") from exc
+                if not moved:
+                    raise TransferFailed("the other side is gone; it may be retried")
+                left = left[moved:]
+
+    def receive_some(self, left: memoryview) -> int:
+        return self.sock.recv_into(left)
+
+    def send_some(self, left: memoryview) -> int:
+        return self.sock.send(left)
+
+
+class Shelf(Transport):
+    capabilities = Capabilities("shelf", HOST, one_sided=True, needs_target_progress=False)
+
+    def register(self, region: Region) -> RegionKey:
+        self._mine = mapped(region)
+        self._theirs: dict[int, Bytes] = {}
+        card = json.dumps([os.getpid(), region.fd, region.nbytes]).encode()
+        return RegionKey(secrets.randbits(48), card)
+
+    def read(self, request: ReadRequest) -> None:
+        held = request.held
+        assert held is not None
+        theirs = self._opened(held.key)
+        dests, sizes = request.copies["dest"].tolist(), request.copies["nbytes"].tolist()
+        for source, dest, nbytes in zip(held.sources.tolist(), dests, sizes, strict=True):
+            held.check()
+            self._mine[dest : dest + nbytes] = theirs[source : source + nbytes]
+
+    def _opened(self, key: RegionKey) -> Bytes:
+        if key.generation not in self._theirs:
+            pid, fd, nbytes = json.loads(key.card)
+            try:
+                opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+            except OSError as exc:
+                raise TransferFailed(f"the owner is gone: {exc}; it may be retried") from exc
+            view = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
+            self._theirs[key.generation] = np.frombuffer(view, np.uint8)
+            os.close(opened)
+        return self._theirs[key.generation]
+
+    def forget(self, remote: Remote) -> None:
+        self._theirs.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class Post(Transport):
+    capabilities = Capabilities("post", HOST, one_sided=False, needs_target_progress=True)
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner)
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind("\0post-" + secrets.token_hex(8))
+        self._door.listen(64)
+        self._came = threading.Condition()
+        self._calls: dict[int, UnixStream] = {}
+
+    def register(self, region: Region) -> RegionKey:
+        self._base = np.uint64(region.address)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return RegionKey(secrets.randbits(48), bytes(self._door.getsockname()))
+
+    def _accept(self) -> None:
+        while True:
+            call = UnixStream(self._door.accept()[0])
+            tag = int.from_bytes(call.exactly(8), "little")
+            with self._came:
+                self._calls[tag] = call
+                self._came.notify_all()
+
+    def read(self, request: ReadRequest) -> None:
+        held = request.held
+        assert held is not None
+        with self._came:
+            while held.tag not in self._calls:
+                held.check()
+                self._came.wait(0.05)
+            call = self._calls.pop(held.tag)
+        vectors = iovecs(self._base + request.copies["dest"], request.copies["nbytes"])
+        with call.sock:
+            call.all_of(call.receive_some, vectors, held.check)
+
+    def send(self, request: SendRequest) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(request.key.card)
+        call = UnixStream(sock)
+        with sock:
+            sock.sendall(request.tag.to_bytes(8, "little"))
+            vectors = iovecs(self._base + request.sources, request.nbytes)
+            call.all_of(call.send_some, vectors, request.check)
+
+    def forget(self, remote: Remote) -> None:
+        pass
+
+    def close(self) -> None:
+        self._door.close()
+
+
+class Stranger:
+    """No transport at all."""

@@ -1,4 +1,7 @@
-"""The command: every scenario, or those that are named, and what became of each."""
+"""The command: every scenario, or those that are named, and what became of each.
+
+One that this machine cannot play is no outcome: it stands in `not_run`, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from bench.options import count, names
 SCENARIOS = (
     "killed_two_replicas",
     "killed_one_replica",
+    "killed_authority",
     "frozen",
     "failing_calls",
     "slow_consumer",
@@ -35,20 +39,38 @@ def register(commands: Any) -> None:
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
-    """0 when every promise was kept."""
+    """0 when every promise was kept that could be tried."""
     console = Console()
     outcomes: dict[str, Any] = {}
-    told = {"outcomes": outcomes, "machine": machine.describe(), "command": command}
+    not_run = {name: why for name, why in _missing().items() if name in options.only}
+    told = {"outcomes": outcomes, "not_run": not_run}
+    told |= {"machine": machine.describe(), "command": command}
+    _write(options.json, told)
     for name in options.only:
+        if name in not_run:
+            console.print(f"{name}: not run, {not_run[name]}", markup=False, soft_wrap=True)
+            continue
         with console.status(name):
             outcomes[name] = _outcome(_scenarios(options)[name])
         kept = "kept" if outcomes[name]["ok"] else "BROKEN"
         figures = {k: v for k, v in outcomes[name].items() if k != "ok"}
         console.print(f"{name}: {kept} {json.dumps(figures)}", markup=False, soft_wrap=True)
-        if options.json:  # after each: what is known survives a later failure
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(told, indent=2) + "\n")
+        _write(options.json, told)  # after each: what is known survives a later failure
     return 0 if all(outcome["ok"] for outcome in outcomes.values()) else 1
+
+
+def _write(path: Path | None, told: dict[str, Any]) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _missing() -> dict[str, str]:
+    """The scenarios that this machine cannot play, and why."""
+    from bench.faults import etcd
+
+    why = etcd.missing()
+    return {"killed_authority": why} if why else {}
 
 
 def _outcome(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -64,6 +86,7 @@ def _scenarios(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, 
     return {
         "killed_two_replicas": functools.partial(dying.killed, 2),
         "killed_one_replica": functools.partial(dying.killed, 1),
+        "killed_authority": dying.killed_authority,
         "frozen": dying.frozen,
         "failing_calls": dying.failing_calls,
         "slow_consumer": functools.partial(pressure.slow_consumer, options.seconds),

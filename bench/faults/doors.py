@@ -9,7 +9,8 @@ from typing import Any
 
 import zmq
 
-from bench.faults.peers import OTHER, PLANE, Peers, three_peers
+from bench.faults.load import CALL_S, Consumer, Producer, join, start
+from bench.faults.peers import OTHER, PLANE, VICTIM, Peers, three_peers
 from bench.strangers import Target, attack, next_frame
 from dataplane.launch import rundir
 from dataplane.transport.bulk_frames import (
@@ -21,12 +22,33 @@ from dataplane.transport.bulk_frames import (
 )
 
 ANSWER_S = 2.0
+HONEST_S = 0.05
+"""Between two rows of honest clients: the doors are what is tried."""
 
 
 def corrupt_frames(count: int) -> dict[str, Any]:
-    """`count` at every door, from members and strangers: nothing ends, nothing grows."""
-    with three_peers():
-        return attack(Target.find(OTHER, PLANE), count, seed=0)
+    """`count` at every door, from members and strangers: nothing ends, nothing grows, and rows go
+    from a client of another host to one of the attacked peer meanwhile, as if nothing happened."""
+    with three_peers() as peers, peers.connect(VICTIM) as far, peers.connect(OTHER) as near:
+        part = far.partition("honest", {"s": ["x"]}, free="acked")
+        producer, consumer = Producer(part, "far", HONEST_S), Consumer(near.partition("honest"))
+        threads = start(producer, consumer)
+        outcome = attack(Target.find(OTHER, PLANE), count, seed=0)
+        producer.stopped.set()
+        ended = join(threads[:1], CALL_S)
+        part.seal()
+        ended &= join(threads[1:], CALL_S)
+    errors = {**producer.errors, **consumer.errors}
+    arrived = producer.acknowledged == consumer.seen.keys() and bool(consumer.seen)
+    undisturbed = ended and arrived and not consumer.wrong and not errors
+    return {
+        **outcome,
+        "ok": outcome["ok"] and undisturbed,
+        "honest_rows": len(consumer.seen),
+        "honest_errors": errors,
+        "honest_undisturbed": undisturbed,
+        "slowest_honest_call_s": round(consumer.slowest_s, 2),
+    }
 
 
 def stranger() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One of three peers is killed or frozen under load."""
+"""One of three peers is killed or frozen under load; where etcd keeps the roster, its authority."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from bench.faults.etcd import etcd
 from bench.faults.load import Consumer, Producer, join, start
-from bench.faults.peers import KEEPER, NAMES, OTHER, VICTIM, members, three_peers, until
+from bench.faults.peers import KEEPER, NAMES, OTHER, VICTIM, Peers, members, three_peers, until
 from dataplane import ConnectError, DataplaneError, DeadlineExceeded, Partition
 
 NOTICED_S = 3.0
@@ -26,12 +27,24 @@ def killed(replicas: int) -> Outcome:
 
     No claim waits longer than 3 s; of what was acknowledged, no row is lost with two replicas, and
     with one the lost rows are named."""
-    with three_peers() as peers, ExitStack() as stack:
+    with three_peers() as peers:
+        return _killed(peers, VICTIM, replicas)
+
+
+def killed_authority() -> Outcome:
+    """The same with two replicas, of the host whose peer makes the rosters, which etcd keeps."""
+    with etcd() as server, three_peers(server) as peers:
+        return _killed(peers, peers.authority(), replicas=2)
+
+
+def _killed(peers: Peers, victim: str, replicas: int) -> Outcome:
+    one, other = sorted({*NAMES} - {victim})
+    with ExitStack() as stack:
         planes = {name: peers.connect(name) for name in NAMES}
         for plane in planes.values():
             stack.callback(_leave, plane)
-        part = planes[KEEPER].partition("p", {"s": ["x"]}, replicas=replicas)
-        near, far = planes[OTHER].partition("p"), planes[VICTIM].partition("p")
+        part = planes[one].partition("p", {"s": ["x"]}, replicas=replicas)
+        near, far = planes[other].partition("p"), planes[victim].partition("p")
         producers = Producer(near, "near"), Producer(far, "far")
         consumers = Consumer(part), Consumer(near)
         reported: list[set[Any]] = []
@@ -40,8 +53,8 @@ def killed(replicas: int) -> Outcome:
         putting, claiming = start(*producers), start(*consumers)
         time.sleep(LOAD_S)
         gone_at = time.monotonic()
-        peers.kill(VICTIM)
-        until(lambda: members(planes[OTHER]) == 2, "the peer is no member any more", PATIENCE_S)
+        peers.kill(victim)
+        until(lambda: members(planes[other]) == 2, "the peer is no member any more", PATIENCE_S)
         noticed_s = time.monotonic() - gone_at
         time.sleep(LOAD_S)
         for producer in producers:

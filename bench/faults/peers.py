@@ -1,8 +1,12 @@
-"""Three peers of one plane on this machine, with a cluster token, for as long as a body runs."""
+"""Three peers of one plane on this machine, with a cluster token, for as long as a body runs.
+
+The first of them keeps the roster, or etcd does, and then any of them may be its authority.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,16 +45,18 @@ def until(true: Callable[[], bool], what: str, seconds: float) -> float:
 
 @dataclass(slots=True)
 class Peers:
-    """The first keeps the roster. Each is a host of its own, with its own arena."""
+    """Each is a host of its own, with its own arena. roster: as `--roster` takes it, or ""."""
 
     folder: Path
     addresses: dict[str, str]
+    roster: str = ""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
         command += ["--arena", ARENA, "--listen", self.addresses[name]]
         command += ["--seeds", ",".join(self.addresses.values())]
+        command += ["--roster", self.roster] if self.roster else []
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(leashed(command), stdout=log, stderr=log)
 
@@ -69,13 +75,25 @@ class Peers:
 
     def is_up(self, name: str) -> bool:
         if self.processes[name].poll() is not None:
-            raise NeverCame(f"peer {name} ended:\n{(self.folder / f'{name}.log').read_text()}")
+            raise NeverCame(f"peer {name} ended:\n{self._log(name)}")
         try:
             with socket.socket(socket.AF_UNIX) as door:
                 door.connect(str(self.folder / "run" / PLANE / f"{name}.sock"))
         except OSError:
             return False
         return True
+
+    def authority(self) -> str:
+        """Which of them makes the rosters now: who said so last."""
+        said = {
+            match[1]: name
+            for name in self.processes
+            for match in re.finditer(r"^(\S+ \S+) .*keeps the roster", self._log(name), re.M)
+        }
+        return said[max(said)]
+
+    def _log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
 
     def end(self) -> None:
         for process in self.processes.values():
@@ -86,14 +104,15 @@ class Peers:
 
 
 @contextmanager
-def three_peers() -> Iterator[Peers]:
+def three_peers(roster: str = "") -> Iterator[Peers]:
     """With every backup in sync."""
     with tempfile.TemporaryDirectory(prefix="dp-") as name:
         folder = Path(name)
         token = folder / "token"
         token.touch(0o600)
         token.write_text(new_token())
-        peers = Peers(folder, dict(zip(NAMES, _free_addresses(len(NAMES)), strict=True)))
+        addresses = free_addresses(len(NAMES))
+        peers = Peers(folder, dict(zip(NAMES, addresses, strict=True)), roster)
         with _environment(DATAPLANE_RUN_DIR=str(folder / "run"), DATAPLANE_TOKEN_FILE=str(token)):
             (folder / "run").mkdir(0o700)
             try:
@@ -102,6 +121,7 @@ def three_peers() -> Iterator[Peers]:
                 for peer in NAMES:
                     until(lambda peer=peer: peers.is_up(peer), f"peer {peer} is up", START_S)
                 with peers.connect(KEEPER) as plane:
+                    until(lambda: members(plane) == len(NAMES), "all are members", START_S)
                     until(lambda: is_protected(plane), "every backup is in sync", START_S)
                 yield peers
             finally:
@@ -129,7 +149,7 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = before[name]
 
 
-def _free_addresses(count: int) -> list[str]:
+def free_addresses(count: int) -> list[str]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     for one in sockets:

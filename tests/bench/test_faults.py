@@ -17,6 +17,7 @@ SHORT = ["--seconds", "3", "--frames", "100"]
     [
         "killed_two_replicas",
         "killed_one_replica",
+        "killed_authority",
         "frozen",
         "failing_calls",
         "slow_consumer",
@@ -39,8 +40,9 @@ def test_a_promise_is_kept_under_damage(scenario: str, tmp_path: Path) -> None:
     ):
         if kept in outcome:
             assert outcome[kept] == 0, outcome
-    if scenario == "killed_two_replicas":
+    if scenario in ("killed_two_replicas", "killed_authority"):
         assert outcome["lost_rows"] == 0, outcome
+    assert outcome.get("honest_undisturbed", True), outcome
     assert "error" not in outcome, outcome
 
 
@@ -55,3 +57,13 @@ def test_a_scenario_that_breaks_off_is_a_broken_promise(
     assert main(["faults", "--only", "frozen", "--json", str(report)]) == 1
     outcome = json.loads(report.read_text())["outcomes"]["frozen"]
     assert outcome == {"ok": False, "error": "OSError: no room"}
+
+
+def test_what_a_machine_cannot_play_is_not_run_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = tmp_path / "report.json"
+    assert main(["faults", "--only", "killed_authority", "--json", str(report)]) == 0
+    told = json.loads(report.read_text())
+    assert told["outcomes"] == {} and "no etcd" in told["not_run"]["killed_authority"]

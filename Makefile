@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-failed test-gpu test-ray test-ucx testbed check clean
 
 bench: $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video,math --planes dataplane,controller --hosts 2 --prompts 8 --seed 0 --json bench/out/report.json
@@ -17,7 +17,7 @@ bench-memory: $(VENV)/.bench-installed
 # Of Debian: a browser, in which a test opens the bench's report; etcd, which keeps rosters; `ip` of
 # iproute2, which makes the test bed's network.
 system-packages:
-	$(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends chromium etcd-server iproute2
+	$(SUDO) apt-get -o Acquire::Retries=3 update --quiet && $(SUDO) apt-get -o Acquire::Retries=3 install --quiet --yes --no-install-recommends chromium etcd-server iproute2
 
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
@@ -30,6 +30,10 @@ bench-compare: $(VENV)/.compare-installed
 TEST_WORKERS ?= 2
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --reruns 1
+
+# What failed in the last run, one after the other, with nothing beside it: green only if all of it is.
+test-failed: $(VENV)/.test-installed
+	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none
 
 coverage: $(VENV)/.test-installed
 	$(BIN)/coverage run -m pytest --reruns 1

@@ -62,9 +62,11 @@ class Converting(Selection):
         view: bool = False,
         device: str = "cpu",
     ) -> Any:
-        """As `dataplane.Batch.torch`."""
+        """As `dataplane.Batch.torch`; on a GPU the copy is done when this returns."""
+        direct = self._handle.session.direct
         return await self._converted(
-            [field], lambda: convert.to_torch(self[field], layout, padding, view, device)
+            [field],
+            lambda: convert.to_torch_there(self[field], layout, padding, view, device, direct),
         )
 
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:

@@ -52,8 +52,10 @@ class Converting(Selection):
     ) -> Any:
         """A private, writable, packed copy as torch tensor: dense, padded with `padding`, jagged
         (a nested tensor) or a list. `view=True`: tensors over the shared read-only memory; writing
-        into them crashes the process."""
-        return convert.to_torch(self[field], layout, padding, view, device)
+        into them crashes the process. On a GPU the copy may still be under way when this returns:
+        it is asked of torch's current stream."""
+        direct = self._handle.session.direct
+        return convert.to_torch(self[field], layout, padding, view, device, direct)
 
     def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """The fields (default: those fetched) with keys and tags as a pyarrow table."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dataplane.client.device_tensors import tensors_of
+from dataplane.client.device_tensors import copied, tensors_of
 from dataplane.client.device_views import DeviceColumn
+from dataplane.client.direct import DirectCopies
 from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import Array, dtype_name
@@ -52,6 +53,7 @@ def to_torch(
     padding: float = 0,
     view: bool = False,
     device: str = "cpu",
+    direct: DirectCopies | None = None,
 ) -> Any:
     """The column as private, writable torch tensors, packed in one piece of memory.
 
@@ -59,7 +61,9 @@ def to_torch(
     padded: one tensor, rows filled up behind with `padding`. jagged: a nested tensor (rows differ
     in their first length only). list: a tensor a row; objects keep their form, with tensors as
     leaves. view=True: tensors over the arena itself; torch does not know read-only memory, so
-    writing to them ends the process. InvalidValue where torch has no such dtype or layout.
+    writing to them ends the process. direct: the way to a GPU, see there; what is asked of it is
+    asked of torch's current stream of this thread. InvalidValue where torch has no such dtype or
+    layout.
     """
     import torch
 
@@ -68,11 +72,15 @@ def to_torch(
     if isinstance(column, DeviceColumn):
         if column.device_kind == "cuda" and str(device).startswith("cuda"):
             return tensors_of(column, layout, padding, view, device)
-        column = column.on_host()
+        column, direct = column.on_host(), None
     if not column.holds_arrays:
         return _object_tensors(column, layout, view, device)
     if view:
         return _views(column, layout, device)
+    if direct is not None:
+        tensors = copied(column, layout, padding, device, direct)
+        if tensors is not None:
+            return tensors
     if column.uniform is not None and layout in ("auto", "padded"):
         return _tensor(_packed(column)).to(device)
     if layout == "padded":
@@ -82,6 +90,22 @@ def to_torch(
     rows, ends = _joined(column)
     offsets = torch.from_numpy(ends).to(device)
     return torch.nested.nested_tensor_from_jagged(_tensor(rows).to(device), offsets)
+
+
+def to_torch_there(
+    column: ColumnView,
+    layout: Layout,
+    padding: float,
+    view: bool,
+    device: str,
+    direct: DirectCopies,
+) -> Any:
+    """As `to_torch`, for whoever goes on in another thread, where torch's streams are others: the
+    tensors are there when it returns."""
+    tensors = to_torch(column, layout, padding, view, device, direct)
+    if str(device).startswith("cuda"):
+        sys.modules["torch"].cuda.current_stream(device).synchronize()
+    return tensors
 
 
 def to_arrow(

@@ -1,6 +1,7 @@
-"""torch tensors of a column that lies on a GPU, made there: nothing goes by way of the host.
+"""torch tensors on a GPU: of a column that lies there, or straight from the arena.
 
-Runs in the client, in whose process torch has been imported.
+Runs in the client, in whose process torch has been imported. What is asked of the GPU is asked of
+torch's current stream of this thread; nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -8,14 +9,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
 from dataplane.client.device_views import DeviceColumn
+from dataplane.client.direct import DirectCopies, Runs
+from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import dtype_name
 
+_APART = np.uint64(16)
+"""Where rows begin in one piece of memory: at a multiple of the largest item."""
+
 
 def tensors_of(column: DeviceColumn, layout: str, padding: float, view: bool, device: str) -> Any:
-    """As `convert.to_torch`, of entries that all are on one GPU. The copies are asked of torch's
-    current stream. InvalidValue where torch has no such dtype or layout."""
+    """As `convert.to_torch`, of entries that all are on one GPU. InvalidValue where torch has no
+    such dtype or layout."""
     torch = sys.modules["torch"]
     rows = [_tensor(torch, column, row) for row in range(len(column))]
     if view:
@@ -24,17 +32,68 @@ def tensors_of(column: DeviceColumn, layout: str, padding: float, view: bool, de
                 f"{column.field}: a {layout} tensor of these rows is a copy, no view"
             )
         return [row.to(device) for row in rows]
+    joined = _joined(torch, column.field, rows, layout, padding, device)
+    return [row.clone().to(device) for row in rows] if joined is None else joined
+
+
+def copied(
+    column: ColumnView, layout: str, padding: float, device: str, direct: DirectCopies
+) -> Any | None:
+    """As `convert.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.
+
+    None where that is no way, or not the faster one: no GPU, memory that cannot be pinned, rows
+    that are short and lie apart. InvalidValue where torch has no such dtype or layout.
+    """
+    landing = direct.landing(device)
+    if landing is None:
+        return None
+    torch = sys.modules["torch"]
+    sizes = column.places["nbytes"].astype(np.uint64)
+    uniform = column.uniform is not None
+    rooms = sizes if uniform else (sizes + _APART - np.uint64(1)) // _APART * _APART
+    ends = np.cumsum(rooms)
+    starts = ends - rooms
+    runs = Runs(column.places["offset"].astype(np.uint64), starts, sizes)
+    if not runs.long:
+        return None
+    forms = [_torch_form(torch, column, row) for row in range(1 if uniform else len(column))]
+    memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=landing.place)
+    if not direct.copy(runs, memory.data_ptr(), landing, column.base):
+        return None
+    if uniform and layout in ("auto", "padded"):
+        dtype, shape = forms[0]
+        return memory.view(dtype).reshape(len(column), *shape)
+    rows = []
+    for row, (start, nbytes) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        dtype, shape = forms[0 if uniform else row]
+        rows.append(memory[start : start + nbytes].view(dtype).reshape(shape))
+    joined = _joined(torch, column.field, rows, layout, padding, landing.place)
+    return rows if joined is None else joined
+
+
+def _torch_form(torch: Any, column: ColumnView, row: int) -> tuple[Any, tuple[int, ...]]:
+    array = column[row]
+    try:
+        return getattr(torch, dtype_name(array.dtype) or ""), array.shape
+    except AttributeError as exc:
+        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
+
+
+def _joined(
+    torch: Any, field: str, rows: list[Any], layout: str, padding: float, device: str
+) -> Any | None:
+    """Rows on a GPU as one tensor there; None where they stay a list."""
     alike = len({(row.dtype, row.shape) for row in rows}) == 1
     if alike and layout in ("auto", "padded"):
         return torch.stack(rows).to(device)
     if layout == "padded":
-        return _padded(torch, column.field, rows, padding).to(device)
+        return _padded(torch, field, rows, padding).to(device)
     if layout == "jagged":
         if len({(row.dtype, row.shape[1:]) for row in rows}) > 1 or not rows[0].ndim:
-            raise InvalidValue(f"{column.field}: jagged rows differ in their first length only")
+            raise InvalidValue(f"{field}: jagged rows differ in their first length only")
         ends = torch.tensor([0, *map(len, rows)], device=rows[0].device).cumsum(0)
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows).to(device), ends.to(device))
-    return [row.clone().to(device) for row in rows]
+    return None
 
 
 def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:

@@ -77,7 +77,8 @@ class Housekeeper:
     def _run(self) -> None:
         session = self.session
         while self._anchor is not None and not self._over():
-            woken = session.await_release(IDLE_S)
+            # The driver tells nobody when a copy from the arena is done: it is asked.
+            woken = session.await_release(GATHER_S if session.direct.pending else IDLE_S)
             if self._deserted and session.closed is None:
                 self.close("nothing refers to this client any more")
             elif woken:
@@ -206,6 +207,7 @@ class Housekeeper:
             anchor, self._anchor = self._anchor, None
         if anchor is not None:
             anchor.close()
+        self.session.direct.close()
         if self.session.devices is not None:
             self.session.devices.close()
 

@@ -180,7 +180,8 @@ class Group:
         device: str = "cpu",
     ) -> Any:
         """As `Selection.torch`, of this group."""
-        return convert.to_torch(self[field], layout, padding, view, device)
+        direct = self._of._handle.session.direct
+        return convert.to_torch(self[field], layout, padding, view, device, direct)
 
     @property
     def keys(self) -> list[Name]:

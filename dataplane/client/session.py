@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from dataplane.client.connection import Connection, Connections
 from dataplane.client.devices import Devices
+from dataplane.client.direct import DirectCopies
 from dataplane.client.extents import Leftovers
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
@@ -65,6 +66,8 @@ class Session:
         """starts the housekeeper; called where there is something to keep house for"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
+        self.direct = DirectCopies(reads, self._look_after_copies)
+        """what copies from the arena to GPUs without any other memory in between"""
         self._mint = done.mint or [0]
         self._lock = threading.Lock()
         self._next_op = 1
@@ -149,8 +152,13 @@ class Session:
         self.tend()
         self.wake()
 
+    def _look_after_copies(self) -> None:
+        self.tend()
+        self.wake()
+
     def settle_devices(self, timeout_s: float | None = None) -> None:
         """What waited for the devices to be done is due, if they are. For the housekeeper."""
+        self.direct.settle()
         if self.devices is None or not self.devices.ending:
             return
         for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
@@ -230,6 +238,7 @@ class Session:
         """The peer died, and its arena is nobody's: of that only what is under live views stays
         mapped, so that its memory can go to the next peer."""
         self.leftovers.take_idle(0)
+        self.direct.close()
         self.writes.close()
         self.reads.close()
         self.close_arena()
@@ -240,6 +249,7 @@ class Session:
         self._lock = threading.Lock()
         self.leftovers, self.familiar = Leftovers(), Familiar()
         self.devices = None
+        self.direct.poison()
         self.closed = (
             "this client belongs to the parent of this forked process; "
             "call dataplane.connect() in the child"

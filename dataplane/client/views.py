@@ -146,6 +146,11 @@ class ColumnView(Sequence[Any]):
         return self._places
 
     @property
+    def base(self) -> Array:
+        """The arena, for as long as anybody holds this: what keeps the bytes of all rows."""
+        return self._base
+
+    @property
     def holds_arrays(self) -> bool:
         """Whether every row is an array (not an object, not absent)."""
         if len(self) == 0 or self._places["flags"].any():

@@ -117,8 +117,12 @@ class Device(ABC):
         driver that can wait no other way waits for longer."""
 
     @abstractmethod
-    def pin_host(self, address: int, nbytes: int) -> None:
-        """Copies from and to this host memory are direct and asynchronous, until `unpin_host`."""
+    def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        """Copies from and to this host memory are direct and asynchronous, until `unpin_host`.
+
+        read_only: it is mapped so, and only copied from. Registrations are of this process, and
+        must end before the mapping does. DeviceMissing where it cannot be.
+        """
 
     @abstractmethod
     def unpin_host(self, address: int) -> None: ...

@@ -23,6 +23,7 @@ from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 _DLPACK_CUDA = 2
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
 _SUCCESS, _NOT_READY = 0, 600
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: without it read-only mappings are refused
 _EVENT_FLAGS = 2 | 4  # cudaEventDisableTiming, which cudaEventInterprocess asks for
 
 
@@ -144,9 +145,9 @@ class CudaDevice(Device):
             self._runtime.deviceSynchronize()
         return True
 
-    def pin_host(self, address: int, nbytes: int) -> None:
+    def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
         with self._current():
-            self._runtime.hostRegister(address, nbytes, 0)
+            self._runtime.hostRegister(address, nbytes, _READ_ONLY if read_only else 0)
 
     def unpin_host(self, address: int) -> None:
         with self._current():

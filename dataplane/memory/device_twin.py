@@ -191,9 +191,11 @@ class TwinDevice(Device):
                 return False
         return True
 
-    def pin_host(self, address: int, nbytes: int) -> None:
+    def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
         if address in self.pinned:
             raise DeviceMissing(f"host memory at {address:#x} is pinned already")
+        if not read_only and not _writable(address):
+            raise DeviceMissing(f"host memory at {address:#x} is mapped read-only, as CUDA minds")
         self.pinned[address] = nbytes
 
     def unpin_host(self, address: int) -> None:
@@ -287,6 +289,16 @@ class _TwinEvent(Event):
 
     def close(self) -> None:
         self._end()
+
+
+def _writable(address: int) -> bool:
+    """Whether this process has it mapped so."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access = line.split(None, 2)[:2]
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            return "w" in access
+    return False
 
 
 def _raw(fd: int) -> bytes:

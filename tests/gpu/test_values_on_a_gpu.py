@@ -73,6 +73,29 @@ def test_cupy_arrays_stay_on_the_gpu_too(plane: dataplane.Plane) -> None:
     assert np.array_equal(rows.numpy("x"), array.get())
 
 
+def test_values_of_the_host_go_to_the_gpu_straight_from_the_pinned_arena(
+    plane: dataplane.Plane,
+) -> None:
+    torch = pytest.importorskip("torch")
+    part = plane.partition("p", stages={"s": ["dense", "ragged"]})
+    rng = np.random.default_rng(0)
+    dense = rng.integers(0, 255, (8, MIB), np.uint8)
+    ragged = [rng.random((100_000 + row, 2), np.float32) for row in range(8)]
+    part.put({"dense": dense, "ragged": ragged})
+    batch = part.claim("s", rows=8, timeout=20)
+    there = {name: batch.torch(name, device="cuda") for name in ("dense", "ragged")}
+    jagged = batch.torch("ragged", layout="jagged", device="cuda")
+    here = {name: batch.torch(name) for name in ("dense", "ragged")}
+    direct = plane._session.direct
+    assert not direct.refused and "0 pieces" not in repr(direct), repr(direct)
+    assert torch.equal(there["dense"].cpu(), here["dense"])
+    for one, two, three in zip(there["ragged"], here["ragged"], jagged.unbind(), strict=True):
+        assert torch.equal(one.cpu(), two) and torch.equal(three.cpu(), two)
+    batch.ack()
+    del batch
+    until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "the copies hold nothing any more")
+
+
 @pytest.mark.parametrize("what", ["views", "copies"])
 def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
     plane: dataplane.Plane, cluster: Cluster, what: str

@@ -1,0 +1,246 @@
+"""Batches on a GPU straight from the arena: pieces of it are page-locked for the driver when they
+are first copied from, and the GPU's own engine copies while Python goes on.
+
+Runs in the client: such a registration is a matter of each process. What is copied from is held at
+the peer until the copy is done, whatever became of the batch. Where memory cannot be page-locked
+batches go by way of ordinary memory, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DeviceMissing
+from dataplane.memory.device import Device, Event
+from dataplane.memory.mapping import ReadMap
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 20
+"""What is pinned at once: all of an arena would take as long as its pages take to be made."""
+DIRECT_BYTES = 32 << 10
+"""A stretch costs a call of the driver: where they are shorter than this on average the rows are
+packed in host memory first. Not measured."""
+FINISH_S = 1.0
+"""How long the end of a session waits for copies."""
+POLL_S = 0.0005
+
+Offsets = npt.NDArray[np.uint64]
+
+
+class Landing(NamedTuple):
+    """Where a tensor is made. stream: copies go behind what it was asked for. place: the device as
+    torch names it."""
+
+    device: Device
+    stream: int
+    place: str
+
+
+class Landings(Protocol):
+    """Which torch devices can be copied to from pinned memory."""
+
+    def of(self, where: object) -> Landing | None:
+        """None: not one of those. DeviceMissing where it is, and does not work."""
+        ...
+
+
+class CudaLandings:
+    """The GPUs that torch sees; for a thread that has imported it."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, Device] = {}
+
+    def of(self, where: object) -> Landing | None:
+        torch: Any = sys.modules["torch"]
+        asked = torch.device(where)
+        if asked.type != "cuda":
+            return None
+        number = torch.cuda.current_device() if asked.index is None else asked.index
+        stream = torch.cuda.current_stream(number).cuda_stream
+        if number not in self._devices:
+            from dataplane.memory.device_cuda import CudaDevice
+
+            self._devices[number] = CudaDevice(number)
+        return Landing(self._devices[number], stream, f"cuda:{number}")
+
+
+class _Copy(NamedTuple):
+    """Asked of a stream. event: None where the driver failed, so that nobody knows of its end."""
+
+    event: Event | None
+    keep: object
+
+
+class DirectCopies:
+    """Of one session, for its threads."""
+
+    def __init__(self, reads: ReadMap, tell: Callable[[], None] = lambda: None) -> None:
+        """tell: called when there is something to settle."""
+        self.landings: Landings = CudaLandings()
+        self._tell = tell
+        self.refused = ""
+        """why nothing is copied directly any more"""
+        self._reads = reads
+        self._mapped: npt.NDArray[np.uint8] | None = None
+        self._pieces: dict[int, Device] = {}
+        self._copies: list[_Copy] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = self.refused or f"{len(self._copies)} under way"
+        return f"<DirectCopies {len(self._pieces)} pieces pinned, {state}>"
+
+    @property
+    def pending(self) -> bool:
+        """Whether `settle` is to be called again."""
+        return bool(self._copies)
+
+    def landing(self, where: object) -> Landing | None:
+        """Where tensors of this torch device are made, if that can be copied to from here."""
+        if self.refused:
+            return None
+        try:
+            return self.landings.of(where)
+        except DeviceMissing as exc:
+            self._refuse(exc.message)
+            return None
+
+    def copy(self, runs: Runs, target: int, landing: Landing, keep: object) -> bool:
+        """Asks for the copies. keep: what holds the bytes in the arena. False, and nothing was
+        asked for, where the arena cannot be pinned. DeviceMissing where the driver fails."""
+        with self._lock:
+            if self.refused or not self._pin(runs, landing.device):
+                return False
+            assert self._mapped is not None
+            first = int(self._mapped.__array_interface__["data"][0])
+            event: Event | None = None
+            try:
+                event = landing.device.event()
+                for offset, start, nbytes in runs.cut(PIECE_BYTES):
+                    landing.device.copy(target + start, first + offset, nbytes, landing.stream)
+                event.record(landing.stream)
+            except DeviceMissing as exc:
+                event = None
+                self._refuse(exc.message)
+                raise
+            finally:
+                self._copies.append(_Copy(event, keep))
+        self._tell()
+        return True
+
+    def _pin(self, runs: Runs, device: Device) -> bool:
+        """The pieces that these bytes lie in. Called with the lock."""
+        if self._mapped is None:
+            self._mapped = self._reads.base_array(self._reads.pin(0))
+        first = int(self._mapped.__array_interface__["data"][0])
+        try:
+            for piece in runs.pieces(PIECE_BYTES):
+                if piece not in self._pieces:
+                    start = piece * PIECE_BYTES
+                    nbytes = min(PIECE_BYTES, self._mapped.nbytes - start)
+                    device.pin_host(first + start, nbytes, read_only=True)
+                    self._pieces[piece] = device
+        except DeviceMissing as exc:
+            self._refuse(exc.message)
+            return False
+        return True
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        log.warning("batches go to the GPU by way of ordinary memory, not pinned: %s", why)
+
+    def settle(self) -> None:
+        """Lets go of what no GPU copies from any more. Never waits for one."""
+        with self._lock:
+            copies, self._copies = self._copies, []
+            done: list[_Copy] = []
+            for one in copies:
+                (done if self._is_done(one) else self._copies).append(one)
+        for one in done:
+            if one.event is not None:
+                one.event.close()
+
+    def _is_done(self, copy: _Copy) -> bool:
+        try:
+            return copy.event is not None and copy.event.done()
+        except DeviceMissing as exc:
+            # The driver says nothing any more of what it does: all is kept until this process ends.
+            if not self.refused:
+                self._refuse(exc.message)
+            return False
+
+    def close(self, timeout_s: float = FINISH_S) -> None:
+        """Nothing is copied from here any more, and the arena is not pinned. What a GPU still
+        copies from after this time stays as it is until the process ends."""
+        self.refused = self.refused or "this client was closed"
+        until = time.monotonic() + timeout_s
+        self.settle()
+        while self._copies and time.monotonic() < until:
+            time.sleep(POLL_S)
+            self.settle()
+        with self._lock:
+            if self._copies:
+                log.warning("a GPU still copies from the arena: it stays pinned by this process")
+                return
+            pieces, self._pieces = self._pieces, {}
+            mapped, self._mapped = self._mapped, None
+        for piece, device in pieces.items():
+            assert mapped is not None
+            try:
+                device.unpin_host(int(mapped.__array_interface__["data"][0]) + piece * PIECE_BYTES)
+            except DeviceMissing as exc:
+                log.warning("a piece of the arena could not be unpinned: %s", exc)
+
+    def poison(self) -> None:
+        """In a forked child, to which neither the driver nor its registrations belong."""
+        self.refused = "this client belongs to the parent of this forked process"
+        self._lock = threading.Lock()
+        self._copies, self._pieces, self._mapped = [], {}, None
+
+
+class Runs:
+    """Stretches of the arena that go to stretches of a target; neighbours in both are one."""
+
+    def __init__(self, offsets: Offsets, starts: Offsets, nbytes: Offsets) -> None:
+        some = nbytes > 0
+        offsets, starts, nbytes = offsets[some], starts[some], nbytes[some]
+        ends, target_ends = offsets + nbytes, starts + nbytes
+        first = np.ones(len(offsets), np.bool_)
+        first[1:] = (offsets[1:] != ends[:-1]) | (starts[1:] != target_ends[:-1])
+        at = np.flatnonzero(first)
+        self.offsets, self.starts = offsets[at], starts[at]
+        self.nbytes = np.add.reduceat(nbytes, at) if len(at) else nbytes
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def long(self) -> bool:
+        """Whether a call for each is well spent."""
+        return len(self) > 0 and int(self.nbytes.sum()) >= DIRECT_BYTES * len(self)
+
+    def pieces(self, size: int) -> list[int]:
+        """The pieces of so many bytes that these lie in."""
+        firsts = (self.offsets // np.uint64(size)).tolist()
+        lasts = ((self.offsets + self.nbytes - np.uint64(1)) // np.uint64(size)).tolist()
+        both = zip(firsts, lasts, strict=True)
+        return sorted({piece for first, last in both for piece in range(first, last + 1)})
+
+    def cut(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Offset, start and length of each, none over the end of a piece: a copy from two
+        registrations at once is an error of CUDA."""
+        columns = (self.offsets.tolist(), self.starts.tolist(), self.nbytes.tolist())
+        for offset, start, left in zip(*columns, strict=True):
+            while left:
+                nbytes = min(left, size - offset % size)
+                yield offset, start, nbytes
+                offset, start, left = offset + nbytes, start + nbytes, left - nbytes

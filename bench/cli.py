@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, page, report, smallest, soak, transports
+from bench import gpu, machine, page, report, smallest, soak, transports
 from bench.compare import command as compare
 from bench.faults import command as faults
 from bench.options import count, names, share, size, speed, whole
@@ -94,21 +94,23 @@ def _run(options: argparse.Namespace, command: str) -> int:
 
 
 def _perf(options: argparse.Namespace, command: str) -> int:
-    """0 also where a transport was not run: the report says why."""
+    """0 also where a transport or a GPU was not run: the report says why."""
     from bench import perf  # imports the library: the other commands run without it
 
     console = Console()
     told: dict[str, Any] = {}
-    if options.only != "transports":
+    if options.only in (None, "hot-path"):
         with report.progress(console, "hot path") as bar:
             told |= perf.measure(options.rounds, bar)
-    if options.only != "hot-path":
+    if options.only in (None, "transports"):
         with report.progress(console, "transports") as bar:
             lanes, taken = transports.measure(
                 options.transports, options.device, options.rounds, bar
             )
         told["transports"] = lanes
         told["spread"] = told.get("spread", {}) | perf.spread_of(taken)
+    if options.only == "gpu" or (options.only is None and options.device == "cuda"):
+        told["gpu"] = _gpu(options.rounds, console)
     told |= {"rounds": options.rounds, "machine": machine.describe(), "command": command}
     text = json.dumps(told, indent=2)
     if options.json:
@@ -119,7 +121,21 @@ def _perf(options: argparse.Namespace, command: str) -> int:
         console.print(transports.table(lanes_told))
         for reason in transports.reasons(lanes_told):
             console.print(reason, markup=False)
+    if gpu_told := told.get("gpu"):
+        if gpu_told.get("status") == "not run":
+            console.print(f"the GPU was not run: {gpu_told['error']}", markup=False)
+        else:
+            console.print(gpu.table(gpu_told))
     return 0
+
+
+def _gpu(rounds: int, console: Console) -> dict[str, Any]:
+    if why := gpu.missing():
+        return {"status": "not run", "error": why}
+    from bench.gpu.device import Cuda
+
+    with report.progress(console, "GPU") as bar:
+        return gpu.measure(Cuda(), rounds, bar)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,7 +209,11 @@ def _parser() -> argparse.ArgumentParser:
         default="cpu",
         help="where the pulled values are; default: cpu",
     )
-    perf.add_argument("--only", choices=("hot-path", "transports"), help="default: both")
+    perf.add_argument(
+        "--only",
+        choices=("hot-path", "transports", "gpu"),
+        help="default: the first two, and with --device cuda the GPU",
+    )
     perf.set_defaults(perform=_perf)
     smallest.register(commands)
     trace_commands.register(commands)

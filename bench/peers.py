@@ -18,11 +18,13 @@ START_S = 30.0
 
 
 @contextmanager
-def two_peers(arena: str, transport: str) -> Iterator[tuple[Any, Any]]:
+def two_peers(
+    arena: str, transport: str, device_arena: str = "", devices: str | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Clients of peers `a` and `b`, which end with the body.
 
-    arena, transport: as `dataplane peer` takes them. ProcessDied, with the end of its log, where a
-    peer does not start.
+    arena, transport, device_arena: as `dataplane peer` takes them. devices: as `connect` does.
+    ProcessDied, with the end of its log, where a peer does not start.
     """
     import dataplane
     from dataplane.errors import ConnectError
@@ -36,6 +38,7 @@ def two_peers(arena: str, transport: str) -> Iterator[tuple[Any, Any]]:
         for name, address in zip("ab", addresses, strict=True):
             options = ["--plane", plane, "--name", name, "--listen", address]
             options += ["--seeds", ",".join(addresses), "--arena", arena, "--transport", transport]
+            options += ["--device-arena", device_arena] if device_arena else []
             argv = [sys.executable, "-m", "dataplane", "peer", *options]
             crew.start(f"peer-{name}", leashed(argv), speaks=False)
         clients: list[Any] = []
@@ -43,7 +46,7 @@ def two_peers(arena: str, transport: str) -> Iterator[tuple[Any, Any]]:
         while len(clients) < 2:
             crew.events()  # raises where a peer ended
             try:
-                client = dataplane.connect("ab"[len(clients)], plane=plane)
+                client = dataplane.connect("ab"[len(clients)], plane=plane, devices=devices)
             except ConnectError:
                 if time.monotonic() > deadline:
                     raise

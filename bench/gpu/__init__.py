@@ -1,0 +1,15 @@
+"""Values on a GPU, and on their way to one, beside what the GPU does without this library:
+`python -m bench perf --device cuda`.
+
+| idea | file |
+|---|---|
+| what is measured, and against what | figures |
+| the GPU: its arrays and its bare copies | device |
+"""
+
+from __future__ import annotations
+
+from bench.gpu.device import missing
+from bench.gpu.figures import measure, report_of, table
+
+__all__ = ["measure", "missing", "report_of", "table"]

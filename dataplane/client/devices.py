@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "required", "off"]
 _DLPACK_CUDA = 2
+MAX_TOLD = 64
+"""Fields that the log is told of."""
 FINISH_S = 1.0
 """How long the housekeeper waits for a device before it looks again."""
 
@@ -92,6 +94,7 @@ class Devices:
         """devices that were looked at, which takes nothing of them"""
         self._opened: dict[int, Opened] = {}
         self._refused: set[int] = set()
+        self._told: set[str] = set()
         self._lock = threading.Lock()
         self._ended: SimpleQueue[tuple[list[int], npt.NDArray[Any] | None, object]] = SimpleQueue()
 
@@ -185,6 +188,21 @@ class Devices:
                 opened = self._open(number)
                 return None if opened is None else (opened, located)
         return None
+
+    def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
+        """Says in the log, once a field, that values on a device are copied to the host arena.
+        Looks at the first and the last value of each."""
+        for name, values in columns.items():
+            if name in self._told or len(self._told) == MAX_TOLD:
+                continue
+            ends = (
+                [values[0], values[-1]]
+                if isinstance(values, (list, tuple)) and values
+                else [values]
+            )
+            if any(_may_be_on(pool.kind, value) for pool in self._handles for value in ends):
+                self._told.add(name)
+                log.warning("%r: values on a device are copied to the host arena: %s", name, why)
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""

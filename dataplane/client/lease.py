@@ -174,6 +174,8 @@ class Lease:
                 "write-once",
                 fields=sorted(twice),
             )
+        if (devices := self.handle.session.devices) is not None:
+            devices.tell_of_host_copies(columns, "what is added to a batch always is")
         written = yield from write_columns(self.handle, columns, self.n, Deadline(timeout))
         size = sum(part_bytes(part) for part in [*self._added, written])
         if size > MAX_FRAME_BYTES // 2:

@@ -82,9 +82,11 @@ def _prepare(
     if session.devices is None:
         return prepare(columns, n, dedup), []
     on_devices = take_located(session.devices, columns, n, dedup)
+    taken = {column.field for one in on_devices for column in one.prepared.columns}
+    if isinstance(columns, Mapping):
+        rest = {name: column for name, column in columns.items() if name not in taken}
+        session.devices.tell_of_host_copies(rest, "not all of this field are arrays on one device")
     if not on_devices:
         return prepare(columns, n, dedup), []
-    taken = {column.field for one in on_devices for column in one.prepared.columns}
-    rest = {name: column for name, column in columns.items() if name not in taken}
     n = on_devices[0].prepared.n
     return prepare(rest, n, dedup) if rest else Prepared(n, [], []), on_devices

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from dataplane.memory.admission import Admission
+from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host
 from dataplane.peer.meters import OTHER, ByLabel, Histogram, Meters
 from dataplane.peer.peer import Peer
@@ -42,7 +43,7 @@ class Family:
 
 def families_of(peer: Peer, meters: Meters) -> list[Family]:
     """On the peer's loop."""
-    parts = (_identity, _arena, _clients, _rows, _roster, _waits, _moved, _refused)
+    parts = (_identity, _arena, _devices, _clients, _rows, _roster, _waits, _moved, _refused)
     return [*_calls(meters), *(family for part in parts for family in part(peer))]
 
 
@@ -136,6 +137,24 @@ def _arena(peer: Peer) -> Iterator[Family]:
     written, read = (spilling.written_bytes, spilling.read_bytes) if spilling else (0, 0)
     yield counter("dataplane_spill_written_bytes", "Bytes written to the spill file.", written)
     yield counter("dataplane_spill_read_bytes", "Bytes read back from the spill file.", read)
+
+
+def _devices(peer: Peer) -> Iterator[Family]:
+    space = peer.host.space
+    devices = space.device_figures() if isinstance(space, HostMemory) else []
+    told = {
+        "size": "Memory of a device for rows: used, granted and free together.",
+        "used": "Bytes of rows on a device.",
+        "granted": "Bytes of a device that clients may write into, not yet part of a row.",
+        "free": "Bytes of a device that nobody has.",
+        "pinned": "Bytes of a device in view of clients.",
+    }
+    for name, help in told.items():
+        values = {(device["device"],): device[f"{name}_bytes"] for device in devices}
+        yield gauge(f"dataplane_device_{name}_bytes", help, values, "device")
+    staged = {(device["device"],): device["staged_bytes"] for device in devices}
+    help = "Bytes of a device that were copied to the host arena for whoever does not read it."
+    yield counter("dataplane_device_staged_bytes", help, staged, "device")
 
 
 def _clients(peer: Peer) -> Iterator[Family]:

@@ -12,6 +12,7 @@ from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.budgets import Budgets
 from dataplane.peer.claims import Claims
+from dataplane.peer.devices import NO_DEVICE_PATH
 from dataplane.peer.door import Door
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
@@ -82,7 +83,7 @@ class Reporting:
             "address": host.address,
             "incarnation": host.incarnation,
             "arena": space,
-            "devices": host.space.device_figures() if isinstance(host.space, HostMemory) else [],
+            "devices": self._devices(),
             "shards": len(host.roster.shards_of(host.address)),
             "roster": _roster(host),
             "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
@@ -106,6 +107,16 @@ class Reporting:
             "spill_read_bytes": self.spilling.read_bytes if self.spilling else 0,
             "bulk": self._bulk(),
         }
+
+    def _devices(self) -> list[dict[str, Any]]:
+        """What each device holds, and how its values get to other hosts: what was asked for, and
+        what is used."""
+        space, paths = self.host.space, self.pulls.paths
+        if not isinstance(space, HostMemory):
+            return []
+        effective = "host arena" if paths.engine is None else f"host arena, then {paths.own}"
+        path = {"requested": str(paths.choice), "effective": effective, "why": NO_DEVICE_PATH}
+        return [{**figures, "to_others": path} for figures in space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
         if self.pulls.engine is None:

@@ -20,6 +20,7 @@ import dataplane
 from dataplane import aio
 from dataplane.memory.device_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.scrape import free_address, scrape
 from tests.end_to_end.test_attacks_peers import in_sync
 
 MIB = 1 << 20
@@ -130,7 +131,9 @@ def test_a_client_without_the_device_gets_the_same_bytes_by_way_of_the_host(
 def test_values_on_a_device_of_another_host_are_pulled(
     cluster: Cluster, device: TwinDevice
 ) -> None:
-    cluster.start("a", "b", arena="64MiB", devices={"a": "twin:32MiB", "b": "twin:32MiB"})
+    address = free_address()
+    both = {"a": "twin:32MiB", "b": "twin:32MiB"}
+    cluster.start("a", "b", arena="64MiB", devices=both, metrics={"a": address})
     arrays = values(12, 200_000)
     with cluster.connect("a") as a, cluster.connect("b") as b:
         part = a.partition("p", stages={"s": ["hidden", "text"]})
@@ -147,6 +150,13 @@ def test_values_on_a_device_of_another_host_are_pulled(
         few.ack()
         del batch, few
         all_free(a)
+        staged = on_device(a)["staged_bytes"]
+        assert staged >= sum(array.nbytes for array in arrays)
+        path = on_device(a)["to_others"]
+        assert (path["requested"], path["effective"]) == ("auto", "host arena, then tcp")
+        shown = scrape(address)
+        assert shown.value("dataplane_device_staged_bytes_total", device="twin:0") == staged
+        assert shown.value("dataplane_device_free_bytes", device="twin:0") == 32 * MIB
 
 
 def test_a_second_copy_of_a_value_on_a_device_survives_its_peer(
@@ -345,6 +355,19 @@ def test_fields_in_both_memories_go_in_one_put_with_groups_and_dedup(
         part.put({"x": given(device, arrays)}, dedup=["x"])
     with pytest.raises(dataplane.InvalidRows):
         part.put({"x": given(device, arrays), "image": [image]})
+
+
+def test_values_on_a_device_that_are_copied_to_the_host_are_named_in_the_log(
+    plane: dataplane.Plane, device: TwinDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = plane.partition("p", stages={"s": ["x", "mixed", "plain"]})
+    mixed = [*values(1), *given(device, values(1))]
+    for _ in range(2):
+        part.put({"x": given(device, values(2)), "mixed": mixed, "plain": values(2)})
+        with part.claim("s", rows=2, timeout=10) as batch:
+            batch.add(score=given(device, values(2)))
+    told = [record.getMessage() for record in caplog.records if "host arena" in record.getMessage()]
+    assert [message.split(":")[0] for message in told] == ["'mixed'", "'score'"]
 
 
 def test_a_checkpoint_and_a_spill_file_do_not_mind_values_on_a_device(

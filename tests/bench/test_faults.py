@@ -35,6 +35,7 @@ def test_a_promise_is_kept_under_damage(scenario: str, tmp_path: Path) -> None:
         "lost_rows_not_named",
         "wrong_rows",
         "rows_left",
+        "rows_delivered_twice",
         "accepted_at_peer_ports",
         "accepted_at_bulk_ports",
     ):

@@ -167,6 +167,16 @@ class TransportConformance:
         await until(lambda: not a.held)
         assert b.engine.stats()["bytes_under_way"] == 0
 
+    async def test_a_first_read_that_is_cancelled_costs_no_worker(self, start: StartHost) -> None:
+        a, b = await start("a", 16 * MIB), await start("b", 16 * MIB)
+        before = a.engine.pids, b.engine.pids
+        read = asyncio.create_task(b.read(a, mebibytes(a, 16)))
+        await until(lambda: bool(a.held) or read.done())
+        read.cancel()
+        await asyncio.gather(read, return_exceptions=True)
+        assert (await b.read_in_the_end(a, mebibytes(a, 1))).nbytes == MIB
+        assert (a.engine.pids, b.engine.pids) == before
+
     @pytest.mark.parametrize("victim", ["reader", "owner"])
     async def test_a_worker_killed_in_mid_transfer_is_replaced_and_the_read_may_be_repeated(
         self, start: StartHost, victim: str

@@ -49,6 +49,11 @@ SPINS = 200
 BUSY_S = 0.000_05
 HELD_S = 0.000_5
 """Between polls while readers hold ranges here: their wire-up needs an answer."""
+AFTERWARDS_S = 0.01
+"""Between polls for `LINGER_S` after that: a reader that was cancelled has left its connection, and
+its piece, which cannot be called back, may still wait for that answer."""
+LINGER_S = 3.0
+"""Longer than a cancelled read may take, see `engine.GRACE_S`."""
 IDLE_S = 0.5
 CHECK_S = 0.05
 SPARE_LIVES = 4
@@ -110,6 +115,7 @@ class NixlTransport(Transport):
         self._reads: list[_Read] = []
         self._known: dict[Owner, OrderedDict[int, tuple[str, Card]]] = {}
         self._holds = 0
+        self._answers_until = 0.0
         self._closed = False
 
     def register(self, region: Region) -> RegionKey:
@@ -135,6 +141,7 @@ class NixlTransport(Transport):
 
     def holding(self, count: int) -> None:
         self._holds = count
+        self._answers_until = time.monotonic() + LINGER_S
         self._arrivals.put(None)
 
     def forget(self, remote: Remote) -> None:
@@ -161,7 +168,7 @@ class NixlTransport(Transport):
             for read in list(self._reads):
                 moved |= self._advance(read)
             spins = 0 if moved else spins + 1
-            if self._holds or (self._reads and not moved):
+            if self._is_answering() or (self._reads and not moved):
                 self._agent.get_new_notifs()  # nobody sends any; this makes UCX go on
         for read in self._reads:
             read.error = TransferFailed("the bulk worker stops")
@@ -170,7 +177,13 @@ class NixlTransport(Transport):
     def _patience(self, spins: int) -> float:
         if self._reads:
             return 0 if spins < SPINS else BUSY_S
-        return HELD_S if self._holds else IDLE_S
+        if self._holds:
+            return HELD_S
+        return AFTERWARDS_S if self._is_answering() else IDLE_S
+
+    def _is_answering(self) -> bool:
+        """Whether readers may need this side to go on."""
+        return bool(self._holds) or time.monotonic() < self._answers_until
 
     def _take(self, patience_s: float) -> bool:
         try:

@@ -1,0 +1,120 @@
+"""`bench run`: its options, and a run for each trace, plane and way asked for."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import machine, page, report
+from bench.options import count, names, share, size, speed, whole
+from bench.planes import PLANES
+from bench.run import Settings, execute, variants
+from bench.traces import TASKS
+
+_DEDUP: dict[str | None, tuple[bool | None, ...]] = {
+    None: (None,),  # as each plane says
+    "on": (True,),
+    "off": (False,),
+    "both": (False, True),
+}
+
+
+def register(commands: Any) -> None:
+    run = commands.add_parser("run", help="drive planes with a trace, and compare them")
+    run.add_argument("--trace", type=names(TASKS), required=True, help=" or ".join(TASKS))
+    run.add_argument(
+        "--trace-file",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="Parquet of `trace`, or PolyTrace's own: the lengths and times of this task",
+    )
+    run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
+    run.add_argument("--hosts", type=count, default=2, help="hosts that share no memory")
+    run.add_argument("--prompts", type=count, default=16, help="groups in a step")
+    run.add_argument("--steps", type=count, default=1)
+    run.add_argument(
+        "--staleness",
+        type=whole,
+        default=0,
+        help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
+    )
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--trainers", type=count, default=2, help="trainer ranks")
+    run.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of each trainer")
+    run.add_argument(
+        "--pace",
+        type=speed,
+        default=0.0,
+        help="replay recorded times this many times as fast; default: wait for none of them",
+    )
+    run.add_argument(
+        "--abort", type=share, default=0.0, help="share of the groups cancelled on their way"
+    )
+    run.add_argument(
+        "--dedup",
+        choices=("on", "off", "both"),
+        nargs="?",
+        const="on",
+        help="media of a group travel once; default: dataplane on, controller both ways",
+    )
+    run.add_argument("--no-dedup", dest="dedup", action="store_const", const="off")
+    run.add_argument(
+        "--columns",
+        type=names(("needed", "all")),
+        default=("needed",),
+        help="sent to a stage: needed, all, or both ways: all,needed",
+    )
+    run.add_argument("--arena", type=size, default=None, help="of each dataplane peer: 1GiB")
+    run.add_argument(
+        "--memory-limit", type=size, default=None, help="of each host, by a cgroup: 3GiB"
+    )
+    run.add_argument("--timeout", type=float, default=240.0, help="seconds that a run may take")
+    run.add_argument("--json", type=Path, default=None, help="write the report here")
+    run.set_defaults(perform=_run)
+
+
+def _run(options: argparse.Namespace, command: str) -> int:
+    """0 when all runs are ok (or oom, under a limit that was asked for), 1 when one is not.
+
+    A plane that is not installed is in the report, and no failure.
+    """
+    console = Console()
+    runs: list[dict[str, Any]] = []
+    described = machine.describe()
+    several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
+    for trace, columns, dedup in several:
+        settings = Settings(
+            trace=trace,
+            planes=options.planes,
+            hosts=options.hosts,
+            prompts=options.prompts,
+            seed=options.seed,
+            trainers=options.trainers,
+            dedup=dedup,
+            columns=columns,
+            arena_bytes=options.arena,
+            memory_limit_bytes=options.memory_limit,
+            timeout_s=options.timeout,
+            steps=options.steps,
+            staleness=options.staleness,
+            abort=options.abort,
+            pace=options.pace,
+            tp=options.tp,
+            trace_files=tuple(options.trace_file),
+        )
+        for plane, on in variants(settings):
+            label = f"{trace} / {plane}, dedup {'on' if on else 'off'}, {columns} columns"
+            with report.progress(console, label) as bar:
+                runs.append(execute(settings, plane, on, bar))
+            if options.json:  # after each run: what is known survives a later failure
+                report.write(options.json, runs, described, command)
+    report.show(console, runs, described)
+    if options.json:
+        page.write(options.json.with_suffix(".html"), [page.load(options.json)])
+    expected = {"ok", "not installed"} | ({"oom"} if options.memory_limit else set())
+    return 0 if all(run["status"] in expected for run in runs) else 1

@@ -42,7 +42,8 @@ def view_of(
 class DeviceColumn(ColumnView):
     """As `ColumnView`; entries that lie on a device are arrays of it: of cupy's and torch's kind
     (`__cuda_array_interface__`), bfloat16 and fp8 as unsigned integers of their width. CUDA has no
-    read-only memory between processes: do not write to them."""
+    read-only memory between processes: do not write to them. Of another device than the client's
+    each is a private copy on the client's, made when it is asked for."""
 
     __slots__ = ("_devices", "_on_device", "_there")
 
@@ -142,5 +143,7 @@ class DeviceColumn(ColumnView):
             raise ProtocolError(f"{self.field}: an object on a device")
         opened = self._devices.at(offset)
         shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
+        if opened.reached:
+            return opened.device.bring(opened.place(offset), form.dtype, shape)
         keep = self._base.base  # the pin
         return opened.pool.array(offset - opened.base, form.dtype, shape, keep)

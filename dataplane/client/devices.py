@@ -1,8 +1,10 @@
 """The device arenas of this client's peer, as far as it has opened them.
 
 A pool is opened once, when the client connects and reads in place, or when it first puts a value
-that lies on that device. Whoever reads a device in place may still be reading, on streams of its
-own, when the last view of a value is gone: so what ends there is told behind `finish`.
+that lies on that device. Pools of the host's other GPUs are opened for copies by the one that this
+client works on, where that reaches them. Whoever reads a device in place may still be reading, on
+streams of its own, when the last view of a value is gone: so what ends there is told behind
+`finish`.
 """
 
 from __future__ import annotations
@@ -68,12 +70,14 @@ def _current_gpu() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A pool that is mapped here: addresses from `base` are its bytes. number: 1 is the first."""
+    """A pool that is mapped here: addresses from `base` are its bytes. number: 1 is the first.
+    device: the pool's own, or where `reached` another one, which only copies from it."""
 
     number: int
     base: int
     device: Device
     pool: Pool
+    reached: bool = False
 
     def place(self, address: int) -> int:
         """Where on the device an address of the peer's memory is."""
@@ -93,6 +97,7 @@ class Devices:
         self._devices: dict[int, Device] = {}
         """devices that were looked at, which takes nothing of them"""
         self._opened: dict[int, Opened] = {}
+        self._reached: list[Opened] = []
         self._refused: set[int] = set()
         self._told: set[str] = set()
         self._lock = threading.Lock()
@@ -118,16 +123,34 @@ class Devices:
         for number, handle in enumerate(self._handles, 1):
             if self._is_wanted(handle) and self._open(number) is not None:
                 self.in_place.append(number)
+        own = [self._opened[number] for number in self.in_place]
         if self.mode == "required" and not self.in_place:
             raise DeviceMissing(
                 f"devices='required', and peer {welcome.peer!r} has no device arena on a GPU that "
                 f"is current here (it has {[pool.device for pool in self._handles] or 'none'}): "
                 "start it with --device-arena, or connect with devices='auto'"
             )
+        for number in range(1, len(self._handles) + 1):
+            if own and number not in self.in_place and self._reach(number, own[0].device):
+                self.in_place.append(number)
         return self.in_place
+
+    def _reach(self, number: int, reader: Device) -> bool:
+        """Opens the pool for copies by this device; what cannot be goes by way of the host."""
+        handle = self._handles[number - 1]
+        try:
+            pool = reader.reach(handle)
+        except DeviceMissing as exc:
+            log.info("values on %s go by way of the host: %s", handle.device, exc)
+            return False
+        base = self._bases[number - 1]
+        self._reached.append(Opened(number, base, reader, pool, reached=True))
+        return True
 
     def _is_wanted(self, handle: PoolHandle) -> bool:
         """Whether this process works on that device already; to open one takes GPU memory."""
+        if handle.kind == "twin":
+            return self._gpu is None or handle.device == f"twin:{self._gpu}"
         if handle.kind != "cuda":
             return True
         if self.mode == "auto" and self._gpu is None:
@@ -206,7 +229,7 @@ class Devices:
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""
-        for opened in self._opened.values():
+        for opened in (*self._opened.values(), *self._reached):
             if opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
         raise ProtocolError(f"the peer named address {address}, which is in no memory opened here")
@@ -250,7 +273,8 @@ class Devices:
     def close(self) -> None:
         """No value on a device is looked at from here any more."""
         with self._lock:
-            opened, self._opened = list(self._opened.values()), {}
+            opened, self._opened = [*self._opened.values(), *self._reached], {}
+            self._reached = []
             devices, self._devices = list(self._devices.values()), {}
             self._handles = []
         for one in opened:

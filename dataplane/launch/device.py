@@ -1,12 +1,13 @@
 """Device memory of a peer: `--device-arena`, and the devices that it names.
 
 `2GiB`: so much of each GPU that the peer sees. `twin:64MiB`: of the twin in host memory, for tests
-and trials on machines without a GPU; nothing else ever chooses it.
+and trials on machines without a GPU, `twin:2x64MiB` of two of them; nothing else ever chooses it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,25 +21,30 @@ if TYPE_CHECKING:
 MIN_BYTES = 1 << 20
 MAX_DEVICES = 16
 TWIN = "twin"
+_SEVERAL = re.compile(r"([1-9])x(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """nbytes: of each device. twin: of the one in host memory, instead of the GPUs."""
+    """nbytes: of each device. twins: how many in host memory, instead of the GPUs."""
 
     nbytes: int
-    twin: bool = False
+    twins: int = 0
 
 
 def parse_device_arena(text: str) -> DeviceMemory:
-    """`2GiB`, `twin:64MiB`. InvalidConfig for anything else."""
+    """`2GiB`, `twin:64MiB`, `twin:2x64MiB`. InvalidConfig for anything else."""
     head, colon, tail = text.partition(":")
     if colon and head != TWIN:
         raise InvalidConfig(
             f"{text!r} is no device arena: write a size such as 2GiB, which each GPU gives, or "
             "twin:64MiB for a stand-in in host memory (--device-arena or DATAPLANE_DEVICE_ARENA)"
         )
-    memory = DeviceMemory(parse_size(tail if colon else text), bool(colon))
+    twins = 0
+    if colon:
+        several = _SEVERAL.fullmatch(tail)
+        twins, tail = (int(several[1]), several[2]) if several else (1, tail)
+    memory = DeviceMemory(parse_size(tail if colon else text), twins)
     if memory.nbytes < MIN_BYTES:
         raise InvalidConfig(
             f"a device arena of {memory.nbytes} bytes is too small: give at least "
@@ -59,10 +65,10 @@ def find_device_arena(
 
 def devices_of(memory: DeviceMemory) -> list[Device]:
     """The devices that give the memory. DeviceMissing where there is none, or no library for it."""
-    if memory.twin:
+    if memory.twins:
         from dataplane.memory.device_twin import TwinDevice
 
-        return [TwinDevice()]
+        return [TwinDevice(f"twin:{number}") for number in range(memory.twins)]
     from dataplane.memory.device_cuda import CudaDevice
 
     count = CudaDevice.count()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.wire.tables import PoolHandle as PoolHandle
 
 
@@ -95,6 +95,16 @@ class Device(ABC):
     @abstractmethod
     def open(self, handle: PoolHandle) -> Pool:
         """A pool of another process of this host. DeviceMissing says why it cannot be opened."""
+
+    def reach(self, handle: PoolHandle) -> Pool:
+        """A pool of another device of this host, mapped for this one's copies alone. DeviceMissing
+        where this one reaches it only by way of the host."""
+        raise DeviceMissing(f"{self.identity} reaches no memory of {handle.device}")
+
+    def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """A private array of this device with a copy of what is at an address of a pool that it
+        reaches, there when this returns. Dtypes as those of `Pool.array`."""
+        raise DeviceMissing(f"{self.identity} reaches no other memory")
 
     @abstractmethod
     def event(self) -> Event: ...

@@ -78,9 +78,38 @@ class CudaDevice(Device):
     def open(self, handle: PoolHandle) -> Pool:
         if handle.kind != self.kind or handle.device != self.identity:
             raise DeviceMissing(f"{handle.device} is not this GPU, {self.identity}")
+        return self._opened(handle)
+
+    def reach(self, handle: PoolHandle) -> Pool:
+        """Over NVLink or PCIe, also of a GPU that CUDA_VISIBLE_DEVICES hides from this process."""
+        if handle.kind != self.kind or handle.device == self.identity:
+            raise DeviceMissing(f"{handle.device} is no other GPU than this, {self.identity}")
+        try:
+            other: int | None = CudaDevice.of(handle.device)._number
+        except DeviceMissing:
+            other = None  # only opening its memory tells
+        if other is not None:
+            with self._said():
+                if not self._runtime.deviceCanAccessPeer(self._number, other):
+                    raise DeviceMissing(f"GPU {self.identity} has no access to {handle.device}")
+        return self._opened(handle)
+
+    def _opened(self, handle: PoolHandle) -> Pool:
         with self._current():
             base = self._runtime.ipcOpenMemHandle(handle.raw)
         return _CudaPool(self, base + handle.offset, handle, own=False)
+
+    def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        import cupy
+
+        with self._current():
+            made = cupy.empty(shape, np.dtype(_typestr(dtype)))
+            stream = cupy.cuda.get_current_stream()
+            self._runtime.memcpyAsync(
+                made.data.ptr, address, made.nbytes, _COPY_BY_ADDRESS, stream.ptr
+            )
+            stream.synchronize()
+        return made
 
     def event(self) -> Event:
         with self._current():
@@ -213,9 +242,7 @@ class _CudaPool(Pool):
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
         check_inside(self, offset, dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-        plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
-        typestr = dtype.str if plain else f"<u{dtype.itemsize}"
-        return CudaView(self, self.address + offset, typestr, shape, keep)
+        return CudaView(self, self.address + offset, _typestr(dtype), shape, keep)
 
     def close(self) -> None:
         address, self.address = self.address, 0
@@ -255,6 +282,12 @@ class _CudaEvent(Event):
         if number:
             with self._device._current():
                 self._device._runtime.eventDestroy(number)
+
+
+def _typestr(dtype: np.dtype[Any]) -> str:
+    """As the array interface names it: integers of the same width for what it does not know."""
+    plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
+    return dtype.str if plain else f"<u{dtype.itemsize}"
 
 
 def _runtime() -> Any:

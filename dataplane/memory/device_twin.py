@@ -149,6 +149,17 @@ class TwinDevice(Device):
             raise DeviceMissing(f"{handle.device} is not this device, {self.identity}")
         return self._kept(_TwinPool(self, _opened(handle.raw), handle))
 
+    def reach(self, handle: PoolHandle) -> Pool:
+        if handle.kind != self.kind or handle.device == self.identity:
+            raise DeviceMissing(f"{handle.device} is no other device than this, {self.identity}")
+        return self._kept(_TwinPool(self, _opened(handle.raw), handle))
+
+    def bring(self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        memory = np.empty(shape, dtype)
+        self.copy(memory.__array_interface__["data"][0], address, memory.nbytes)
+        self.synchronize()
+        return TwinArray(self, memory)
+
     def event(self) -> Event:
         fd = os.memfd_create("dataplane-twin-event", os.MFD_CLOEXEC)
         os.ftruncate(fd, _EVENT_BYTES)

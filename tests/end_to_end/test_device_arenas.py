@@ -159,6 +159,42 @@ def test_values_on_a_device_of_another_host_are_pulled(
         assert shown.value("dataplane_device_free_bytes", device="twin:0") == 32 * MIB
 
 
+def test_a_client_on_another_device_of_the_host_gets_copies_made_by_that_device(
+    cluster: Cluster, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start("a", arena="64MiB", devices={"a": "twin:2x16MiB"})
+    arrays = values(4, 200_000)
+    with cluster.connect("a") as first:
+        part = first.partition("p", stages={"s": ["x"], "t": ["y"]})
+        part.put({"x": given(device, arrays)}, key=list(range(4)))
+        monkeypatch.setattr("dataplane.client.devices._current_gpu", lambda: 1)
+        with dataplane.connect("a", plane=PLANE, devices="required") as second:
+            batch = second.partition("p").claim("s", rows=4, timeout=10)
+            entry = batch["x"][0]
+            assert isinstance(entry, TwinArray) and entry.device.identity == "twin:1"
+            assert same(batch["x"], arrays) and same(batch.numpy("x"), arrays)
+            assert same(batch["x"][1:3], arrays[1:3])
+            there = TwinDevice("twin:1")
+            second.partition("p").put({"y": given(there, arrays)}, key=list(range(4)))
+            own = second.partition("p").claim("t", rows=4, timeout=10)
+            assert same(own["y"], arrays)
+            figures = second.stats()["devices"]
+            assert [one["staged_bytes"] for one in figures] == [0, 0]
+            assert all(one["pinned_bytes"] >= 4 * 200_000 for one in figures)
+            batch.ack()
+            own.ack()
+            del batch, own
+            for number in (0, 1):
+                until(
+                    lambda number=number: (  # type: ignore[misc]
+                        second.stats()["devices"][number]["free_bytes"] == 16 * MIB
+                    ),
+                    "all is free",
+                )
+            assert same([entry], arrays[:1]), "a copy changed with what it was made of"
+            there.close()
+
+
 def test_a_second_copy_of_a_value_on_a_device_survives_its_peer(
     cluster: Cluster, device: TwinDevice
 ) -> None:

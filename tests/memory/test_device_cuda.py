@@ -1,0 +1,133 @@
+"""What `CudaDevice` asks of the driver, over one that only takes notes: no GPU takes part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.memory import device_cuda
+from dataplane.memory.device_cuda import CudaDevice
+
+
+class Runtime:
+    """Stands for `cupy.cuda.runtime` with two GPUs; notes (current GPU, call, arguments)."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self) -> None:
+        self.current, self.asked = 0, list[tuple[Any, ...]]()
+        self.access, self.status = True, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.asked.append((self.current, name, *arguments))
+            return 4096 * len(self.asked)
+
+        return call
+
+    def getDeviceCount(self) -> int:
+        return 2
+
+    def getDevice(self) -> int:
+        return self.current
+
+    def setDevice(self, number: int) -> None:
+        self.current = number
+
+    def deviceGetPCIBusId(self, number: int) -> str:
+        return f"0000:{number:02d}:00.0"
+
+    def deviceCanAccessPeer(self, number: int, other: int) -> bool:
+        return self.access and number != other
+
+    def ipcGetMemHandle(self, address: int) -> bytes:
+        return b"memory"
+
+    def ipcGetEventHandle(self, number: int) -> bytes:
+        return b"event"
+
+    def eventQuery(self, number: int) -> int:
+        return self.status
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(device_cuda, "_runtime", lambda: runtime)
+    return runtime
+
+
+def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
+    runtime: Runtime,
+) -> None:
+    device = CudaDevice(1)
+    pool = device.allocate(8192)
+    device.copy(pool.address, 64, 128, stream=7)
+    device.copy(pool.address, 64, 0)
+    device.pin_host(1 << 20, 4096, read_only=True)
+    device.unpin_host(1 << 20)
+    pool.close()
+    address = 4096
+    assert runtime.asked == [
+        (1, "malloc", 8192),
+        (1, "memcpyAsync", address, 64, 128, 4, 7),
+        (1, "hostRegister", 1 << 20, 4096, 8),
+        (1, "hostUnregister", 1 << 20),
+        (1, "free", address),
+    ]
+    assert runtime.current == 0
+
+
+def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
+    runtime: Runtime,
+) -> None:
+    handle = CudaDevice(0).allocate(8192).handle
+    reader = CudaDevice(1)
+    reached = reader.reach(handle)
+    opened = runtime.asked[-1]
+    assert opened == (1, "ipcOpenMemHandle", b"memory")
+    reader.close()
+    assert runtime.asked[-1] == (1, "ipcCloseMemHandle", 4096 * 2) and not reached.address
+    runtime.access = False
+    with pytest.raises(DeviceMissing, match="no access"):
+        reader.reach(handle)
+    with pytest.raises(DeviceMissing, match="not this GPU"):
+        reader.open(handle)
+    with pytest.raises(DeviceMissing, match="no other GPU"):
+        CudaDevice(0).reach(handle)
+
+
+def test_an_event_says_whether_it_is_done_and_what_else_is_wrong(runtime: Runtime) -> None:
+    event = CudaDevice(0).event()
+    event.record(3)
+    assert runtime.asked[-1][1:] == ("eventRecord", 4096, 3) and event.done()
+    runtime.status = 600
+    assert not event.done()
+    runtime.status = 700
+    with pytest.raises(DeviceMissing, match="700"):
+        event.done()
+
+
+def test_views_are_as_the_array_interface_of_cuda_describes_them(runtime: Runtime) -> None:
+    pool = CudaDevice(0).allocate(8192)
+    view = pool.array(64, np.dtype(np.float32), (4, 4)).__cuda_array_interface__
+    assert (view["typestr"], view["shape"], view["data"]) == (
+        "<f4",
+        (4, 4),
+        (pool.address + 64, False),
+    )
+    with pytest.raises(ProtocolError):
+        pool.view(8000, 500)
+
+
+def test_what_the_driver_refuses_is_said_as_missing(runtime: Runtime) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise Runtime.CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+
+    runtime.hostRegister = refuse
+    with pytest.raises(DeviceMissing, match="GPU 0: cudaErrorNotSupported"):
+        CudaDevice(0).pin_host(0, 4096, read_only=True)

@@ -69,6 +69,7 @@ class Role:
         self.rng = rng
         self.definition = definition
         self.generation = 0
+        """of the partition that it is attached to in this session, if any"""
         self.doing = "nothing yet"
         self.told = ""
         """what a peer said to it last"""
@@ -82,8 +83,9 @@ class Role:
         while True:
             try:
                 if not self.client.alive:
-                    self.doing = "connects"
+                    self.doing, self.generation = "connects", 0
                     await self.client.connect()
+                if not self.generation:
                     self.doing = "attaches"
                     body = m.Define(PARTITION, self.definition)
                     self.generation = (await self.client.call(body, m.Defined)).generation

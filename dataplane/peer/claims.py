@@ -40,6 +40,7 @@ from dataplane.peer.supplying import Supplying
 from dataplane.peer.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Done, Request
 from dataplane.wire.peering import Demand, Grant, Granted, Settled, Withdraw
+from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +119,7 @@ class Claims:
             credit = None
             if not self.host.solo:
                 credit = PullCredit(self.host.address, self.credit.room, fields)
-            granted = self.supplying.take(
-                entry, body.stage, body.want, session.id, body.lease_ms, fields, credit
-            )
+            granted = self.supplying.take(entry, body.stage, body.want, session.id, fields, credit)
             if granted is not None:
                 number = next(self._numbers)
                 self.credit.promise(number, self.credit.of(granted.table))
@@ -223,8 +222,7 @@ class Claims:
             self._queued[key] -= 1
             if not self._queued[key]:
                 del self._queued[key]
-        deadline = self.host.now() + body.lease_ms / 1000 if body.lease_ms else None
-        handed = self._hand_out(number, session, entry, body, waiting.parts, deadline)
+        handed = self._hand_out(number, session, entry, body, waiting.parts)
         return handed if isinstance(handed, Body) else await handed
 
     async def _demand(self, number: int, session: Session, waiting: Waiting, body: Claim) -> None:
@@ -301,17 +299,11 @@ class Claims:
                 waiting.settled.set_result(outcomes.MOVED)
 
     def _hand_out(
-        self,
-        number: int,
-        session: Session,
-        entry: Entry,
-        body: Claim,
-        parts: list[Handed],
-        deadline: float | None = None,
+        self, number: int, session: Session, entry: Entry, body: Claim, parts: list[Handed]
     ) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         lease = self.leases.open(
-            session, entry.name, entry.generation, body.stage, [h.part for h in parts], deadline
+            session, entry.name, entry.generation, body.stage, [h.part for h in parts]
         )
         try:
             outcomes.check_fields([handed.table for handed in parts], body.fields)
@@ -321,10 +313,9 @@ class Claims:
             self._take_back(session, lease.id, entry)
             raise
         if isinstance(resolved, tuple):
-            table, pin = resolved
-            return Claimed(lease.id, pin, table)
+            return self._claimed(lease.id, body, *resolved)
         self.far_bytes.add(body.stage, self.credit.promised(number))
-        return self._pulled(number, session, lease.id, entry, resolved)
+        return self._pulled(number, session, lease.id, entry, body, resolved)
 
     async def _pulled(
         self,
@@ -332,6 +323,7 @@ class Claims:
         session: Session,
         lease_id: int,
         entry: Entry,
+        body: Claim,
         pulled: Awaitable[Resolved],
     ) -> Body:
         try:
@@ -345,6 +337,12 @@ class Claims:
             raise
         finally:
             self.credit.back(number)
+        return self._claimed(lease_id, body, table, pin)
+
+    def _claimed(self, lease_id: int, body: Claim, table: Table, pin: int) -> Claimed:
+        """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
+        if body.lease_ms:
+            self.leases.limit(lease_id, self.host.now() + body.lease_ms / 1000)
         return Claimed(lease_id, pin, table)
 
     def _take_back(self, session: Session, lease_id: int, entry: Entry) -> None:

@@ -50,7 +50,7 @@ class Finishing:
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
         with self.grants.unless_refused(session, body.ranges):
-            lease = self.leases.of(session, body.lease)
+            lease = self.leases.of(session, body.lease, self.host.now())
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()

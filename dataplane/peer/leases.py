@@ -45,6 +45,7 @@ class Lease:
     stage: str
     parts: list[Part]
     holders: set[Session]
+    deadline: float | None = None
     finished: set[int] = field(default_factory=set)
     """rows that left, by their place in the claim"""
     ended: set[int] = field(default_factory=set)
@@ -76,15 +77,18 @@ class Leases:
         generation: int,
         stage: str,
         parts: list[Part],
-        deadline: float | None = None,
     ) -> Lease:
-        """deadline: its hard limit, where the stores do not know of it."""
         lease = Lease(next(self._ids), partition, generation, stage, parts, {session})
         self._leases[lease.id] = lease
         session.leases.add(lease.id)
-        if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, lease.id))
         return lease
+
+    def limit(self, lease_id: int, deadline: float) -> None:
+        """Its hard limit, which begins when its holder has the rows; one that ended has none."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.deadline = deadline
+            heapq.heappush(self._deadlines, (deadline, lease_id))
 
     def overdue(self, now: float) -> list[Lease]:
         """Those whose hard limit has passed, each once."""
@@ -105,15 +109,16 @@ class Leases:
     def is_refused(self, number: int) -> bool:
         return number in self._refused
 
-    def of(self, session: Session, lease_id: int) -> Lease:
-        """LeaseExpired unless this session holds it."""
-        if lease_id not in session.leases:
+    def of(self, session: Session, lease_id: int, now: float) -> Lease:
+        """LeaseExpired unless this session holds it, and its time is not up."""
+        lease = self._leases.get(lease_id) if lease_id in session.leases else None
+        if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
                 "this lease has ended: it was acked or released, or its time was up and its rows "
                 "went back to the stage. Nothing of this call was stored; claim again",
                 lease=lease_id,
             )
-        return self._leases[lease_id]
+        return lease
 
     def close(self, lease: Lease) -> None:
         """The lease is over, for all that hold it."""

@@ -255,7 +255,7 @@ class Reading:
     # more fields of leased rows
 
     async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
-        lease = self.leases.of(session, body.lease)
+        lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
         tables = []
         for part in lease.parts:

@@ -50,14 +50,14 @@ class Supplying:
         stage: str,
         want: Want,
         holder: int,
-        lease_ms: int,
         fields: list[str],
         credit: PullCredit | None,
     ) -> Handed | None:
-        """Rows for a client of this host, all that it wants or none."""
+        """Rows for a client of this host, all that it wants or none. A hard limit is its peer's to
+        keep: it begins when the values are here."""
         now = self.host.now()
         self.shipping.lease_to(holder, self.host.address)
-        taken = entry.store.take(stage, want, holder, now, lease_ms, credit=credit)
+        taken = entry.store.take(stage, want, holder, now, credit=credit)
         return None if taken.lease is None else self._granted(entry, taken.lease, fields)
 
     def _granted(self, entry: Entry, lease: int, fields: list[str] | None) -> Handed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.errors import LeaseExpired
 from dataplane.peer import leases as leases_module
 from dataplane.peer.leases import Leases, Part
 from dataplane.wire.tables import Owner
@@ -27,13 +28,25 @@ def client() -> Any:
 def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
     leases = Leases()
     one, other = client(), client()
-    first = leases.open(one, "p", 1, "s", PARTS, 5.0)
+    first = leases.open(one, "p", 1, "s", PARTS)
+    leases.limit(first.id, 5.0)
     leases.open(other, "p", 1, "s", PARTS)
-    acked = leases.open(one, "p", 1, "s", PARTS, 4.0)
+    acked = leases.open(one, "p", 1, "s", PARTS)
+    leases.limit(acked.id, 4.0)
     leases.close(acked)
     assert leases.overdue(4.9) == []
     assert leases.overdue(5.0) == [first]
     assert leases.overdue(9.0) == []
+
+
+def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
+    leases = Leases()
+    holder = client()
+    lease = leases.open(holder, "p", 1, "s", PARTS)
+    leases.limit(lease.id, 5.0)
+    assert leases.of(holder, lease.id, 4.9) is lease
+    with pytest.raises(LeaseExpired, match="claim again"):
+        leases.of(holder, lease.id, 5.0)
 
 
 def test_what_was_refused_stays_so_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:

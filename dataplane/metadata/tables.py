@@ -59,10 +59,12 @@ def find_rows(state: State, rows: Rows) -> Array:
     gone = (slots < 0).nonzero()[0]
     if len(gone):
         names = shown(rows.names, keys, gone)
+        dropped = gone[state.tombstones.among(keys[gone])]
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
             f"{state.partition!r}: {names}; freed, dropped, or never put",
             keys=names,
+            dropped=shown(rows.names, keys, dropped),
             rows=len(gone),
         )
     return slots

@@ -83,7 +83,8 @@ class Changes:
             await ask(address, Drop(body.partition, body.generation, rows), epoch)
 
         if body.rows is not None:
-            await self.routing.visit(body.rows, functools.partial(self.routing.find, entry), act)
+            find = functools.partial(self.routing.find, entry, shard=self.routing.shard())
+            await self.routing.visit(body.rows, find, act)
             return total
         while True:
             roster = self.host.roster
@@ -99,7 +100,7 @@ class Changes:
         """Which peer drops what. What is dropped already does no harm to drop again."""
         if body.groups is None:
             return [(member, body) for member in self.host.roster.members]
-        found = await self.routing.find_groups(entry, body.groups)
+        found = await self.routing.find_groups(entry, body.groups, self.routing.shard())
         return [
             (address, Drop(body.partition, body.generation, groups=groups))
             for address, groups in found.items()

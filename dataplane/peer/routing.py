@@ -14,13 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidRows, PartitionConflict, StaleEpoch, Unavailable
+from dataplane.errors import (
+    InvalidRows,
+    PartitionConflict,
+    RowsDropped,
+    RowsGone,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.metadata.names import hash_name, is_minted, key_shard
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.wire.limits import NO_GROUP, SHARDS
-from dataplane.wire.messages import Body, Done
+from dataplane.wire.messages import Body, Done, Read
 from dataplane.wire.peering import Enter, Entered, Leave
 from dataplane.wire.records import KEY, U2, U4, column
 from dataplane.wire.tables import Name, Rows
@@ -43,9 +50,14 @@ class Routing:
         return Done()
 
     async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
-        """Rows or groups with these names are gone: the names leave the directory."""
+        """Rows or groups with these given names are gone: the names leave the directory."""
         keys = column(raw, KEY)
-        shards = self.host.roster.directory_shards(entry.name, keys)
+        await self._forget(entry, keys, np.zeros(len(keys), bool), groups)
+
+    async def _forget(
+        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool
+    ) -> None:
+        shards = self._kept_at(entry, keys, minted)
         primary = self.host.roster.primary(shards)
         for peer in np.unique(primary):
             mine = primary == peer
@@ -133,7 +145,9 @@ class Routing:
             names_minted = _minted(rows.group_names, len(group_keys))
             of_group = await self._open(entry, shard, group_keys, names_minted, groups=True)
             shards[grouped] = of_group[group_index[grouped]]
-            await self._tell_rows(entry, keys[grouped], minted[grouped], shards[grouped])
+            await self._tell_rows(
+                entry, rowset.take_rows(rows, np.flatnonzero(grouped)), shards[grouped]
+            )
         alone = ~grouped
         if alone.any():
             shards[alone] = await self._open(entry, shard, keys[alone], minted[alone])
@@ -169,21 +183,29 @@ class Routing:
                 partition=entry.name,
             )
 
-    async def find(self, entry: Entry, rows: Rows) -> Routed:
-        """Where rows are, by key alone; an unknown name is looked for here."""
+    async def find(self, entry: Entry, rows: Rows, shard: int | None = None) -> Routed:
+        """Where rows are, by key alone; an unknown name is looked for here. shard: where unknown
+        given names are entered, for a drop, so that a late put is led to its tombstone."""
         n = rowset.count(rows)
         if self.host.solo:
             return [(self.host.address, np.arange(n))]
-        keys = column(rows.keys, KEY)
-        shards = await self._look(entry, keys, _minted(rows.names, n))
-        return self._by_peer(shards)
+        keys, minted = column(rows.keys, KEY), _minted(rows.names, n)
+        if shard is None:
+            return self._by_peer(await self._look(entry, keys, minted))
+        return self._by_peer(await self._open(entry, shard, keys, minted))
 
-    async def find_groups(self, entry: Entry, groups: list[Name]) -> dict[str, list[Name]]:
-        """Peer address → those of the groups that are there."""
+    async def find_groups(
+        self, entry: Entry, groups: list[Name], shard: int | None = None
+    ) -> dict[str, list[Name]]:
+        """Peer address → those of the groups that are there. shard: as for `find`."""
         if self.host.solo:
             return {self.host.address: groups}
         keys = np.array([np.void(hash_name(g)) for g in groups], KEY)
-        shards = await self._look(entry, keys, _minted(groups, len(groups)), groups=True)
+        minted = _minted(groups, len(groups))
+        if shard is None:
+            shards = await self._look(entry, keys, minted, groups=True)
+        else:
+            shards = await self._open(entry, shard, keys, minted, groups=True)
         found: dict[str, list[Name]] = {}
         for address, index in self._by_peer(shards):
             found.setdefault(address, []).extend(groups[i] for i in index)
@@ -233,27 +255,52 @@ class Routing:
             shards[own] = await self._look(entry, keys[own], minted[own], groups)
         return shards
 
-    async def _tell_rows(
-        self,
-        entry: Entry,
-        keys: npt.NDArray[Any],
-        minted: npt.NDArray[Any],
-        shards: npt.NDArray[Any],
-    ) -> None:
+    async def _tell_rows(self, entry: Entry, rows: Rows, shards: npt.NDArray[Any]) -> None:
         """Rows follow their group: enter keys whose own shard or entry would lead elsewhere."""
         roster = self.host.roster
+        keys = column(rows.keys, KEY)
+        minted = _minted(rows.names, len(keys))
         shards = np.where(shards == NOWHERE, self.shard(), shards)
         own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
         stray = ~minted | (roster.primary(np.minimum(own, SHARDS - 1)) != roster.primary(shards))
         for shard in np.unique(shards[stray]):
             at = np.flatnonzero(stray & (shards == shard))
-            entered = await self._ask(entry, keys[at], minted[at], int(shard), False)
-            elsewhere = roster.primary(entered) != roster.primary(shards[at])
-            if elsewhere.any():
-                raise InvalidRows(
-                    f"{int(elsewhere.sum())} keys of this put are rows of another group already; "
-                    "a row stays in the group that it was first put in"
-                )
+            while True:
+                entered = await self._ask(entry, keys[at], minted[at], int(shard), False)
+                elsewhere = roster.primary(entered) != roster.primary(shards[at])
+                if not elsewhere.any():
+                    break
+                there = int(entered[elsewhere][0])
+                strays = at[roster.primary(entered) == roster.primary(there)]
+                await self._vacate(entry, rowset.take_rows(rows, strays), there)
+
+    async def _vacate(self, entry: Entry, rows: Rows, shard: int) -> None:
+        """Names lead to a shard that is not their group's. Those that have no rows there are of a
+        put that ended in the middle, when the entry of its group went with a peer: they leave the
+        directory. RowsDropped, and InvalidRows where all are rows there."""
+        roster = self.host.roster
+        asked = Read(entry.name, entry.generation, rows, None, [])
+        address = roster.address(shard)
+        try:
+            await self.mesh.call(address, asked, epoch=roster.epoch)
+        except RowsGone as exc:
+            names = exc.details.get("keys", ())
+            if dropped := exc.details.get("dropped"):
+                raise RowsDropped(
+                    f"rows of this put were dropped from partition {entry.name!r}: {dropped}; "
+                    "their trajectories are cancelled: put the others without them",
+                    keys=dropped,
+                    rows=len(dropped),
+                ) from exc
+            if not names:
+                raise
+            gone = np.array([np.void(hash_name(name)) for name in names], KEY)
+            await self._forget(entry, gone, _minted(names, len(names)), groups=False)
+            return
+        raise InvalidRows(
+            f"{rowset.count(rows)} keys of this put are rows of another group already; "
+            "a row stays in the group that it was first put in"
+        )
 
     async def _ask(
         self,
@@ -264,11 +311,8 @@ class Routing:
         groups: bool,
     ) -> npt.NDArray[Any]:
         """One message to each peer that keeps a part of the directory for these keys."""
-        # A minted key is looked up at the peer of its own shard, a name at its hash.
         roster = self.host.roster
-        home = roster.directory_shards(entry.name, keys)
-        home[minted] = [key_shard(k.tobytes()) % SHARDS for k in keys[minted]]
-        primary = roster.primary(home)
+        primary = roster.primary(self._kept_at(entry, keys, minted))
         shards = np.empty(len(keys), np.uint16)
         for peer in np.unique(primary):
             at = np.flatnonzero(primary == peer)
@@ -278,6 +322,15 @@ class Routing:
             )
             shards[at] = column(reply.shards, U2, len(at))
         return shards
+
+    def _kept_at(
+        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        """The shards whose peers keep the entries of these keys: a minted key's own, else by the
+        name's hash."""
+        kept = self.host.roster.directory_shards(entry.name, keys)
+        kept[minted] = [key_shard(k.tobytes()) % SHARDS for k in keys[minted]]
+        return kept
 
 
 def _minted(names: list[Name] | None, n: int) -> npt.NDArray[Any]:

@@ -62,7 +62,8 @@ class PeerHello(Body, tag=100):
 
 
 class Enter(Body, tag=101):
-    """Names that a put opens, or (shard None) asks for: the first shard entered stays.
+    """Names that a put opens or a drop forbids, or (shard None) asks for: the first shard entered
+    stays.
 
     keys: KEY records. groups: they name groups, not rows."""
 

@@ -314,6 +314,17 @@ def test_drops_by_key_group_and_filter_free_their_bytes(hosts: Hosts) -> None:
         fill(there, 1, group="g")
 
 
+def test_what_was_dropped_before_it_was_put_is_refused_wherever_it_is_put(hosts: Hosts) -> None:
+    here, there = hosts.partition(free="drop", group_size=2)
+    assert here.drop(keys=["k", "l"]) == there.drop(groups=["g"]) == (0, 0)
+    for part in (here, there):
+        for late in ({"key": ["k"]}, {"key": ["l", "m"], "group": "h"}, {"group": "g"}):
+            with pytest.raises(dataplane.RowsDropped, match="cancelled"):
+                fill(part, len(late.get("key", "g")), **late)  # type: ignore[arg-type]
+    fill(there, 2, key=["m", "n"], group="h")
+    assert sorted(here.rows().keys) == ["m", "n"]
+
+
 def test_rows_are_freed_when_every_stage_has_acked(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"], "t": ["x"]})
     fill(here, 2)

@@ -72,6 +72,8 @@ class Ledger:
         """who holds a row for a stage, and under which lease, as far as that client knows"""
         self.gone: dict[Owner, float] = {}
         """when processes were called lost"""
+        self.extinctions = 0
+        """how often all members of the plane were dead at once: it began anew, empty"""
         self.violations: list[str] = []
 
     def wrong(self, what: str) -> None:
@@ -160,6 +162,7 @@ class Ledger:
 
     def extinct(self) -> None:
         """The last member ended: nothing outlives all peers, and nobody is left to say so."""
+        self.extinctions += 1
         for group in self.groups:
             group.excused = group.excused or "all members of the plane were dead at once"
 

@@ -361,15 +361,21 @@ class Consumer(Role):
 
 
 class Sealer(Role):
-    """Seals once every producer is done."""
+    """Seals once every producer is done; again where the plane began anew meanwhile, for who is
+    left would wait for the end of an empty partition."""
 
-    producers: list[Producer]
+    producers: list[Role]
+    others: list[Role]
 
     async def _run(self) -> None:
-        while not all(one.done for one in self.producers):
+        sealed = -1
+        while not all(one.done for one in self.others):
             await asyncio.sleep(0.2)
-        self.doing = "seals"
-        await self._patiently(self._seal)
+            if self.ledger.extinctions != sealed and all(one.done for one in self.producers):
+                sealed = self.ledger.extinctions
+                self.doing = "seals"
+                await self._patiently(self._seal)
+                self.doing = "has sealed"
 
     async def _seal(self) -> None:
         await self.client.call(m.Seal(PARTITION, self.generation), m.Done, 30.0)

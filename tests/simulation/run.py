@@ -190,8 +190,9 @@ class Run:
                 consumer.stage = stage
         for i in range(self.rng.choice((0, 1, 2))):
             self.taggers.append(self._role(Tagger, f"tagger{i}"))
+        others = list(self.roles)
         sealer = self._role(Sealer, "sealer")
-        sealer.producers = producers
+        sealer.producers, sealer.others = producers, others
 
     def _role(self, kind: type[Any], name: str) -> Any:
         client = Client(self.cluster, self.rng.choice(self.cluster.places), name)

@@ -27,14 +27,17 @@ def gained(old: Roster, new: Roster) -> dict[str, Array]:
     A process knows nothing of what another one at its address served; the first that is seen there
     counts as another, for it may have been started when rosters had long moved things to and fro.
     """
-    moved = _lives(old)[old.primaries] != _lives(new)[new.primaries]
-    after = np.array(new.members)[new.primaries]
-    return {str(member): moved & (after == member) for member in np.unique(after[moved])}
+    numbers: dict[tuple[str, int], int] = {}
+    moved = _lives(old, numbers)[old.primaries] != _lives(new, numbers)[new.primaries]
+    after = np.unique(new.primaries[moved]).tolist()
+    given = {new.members[member]: moved & (new.primaries == member) for member in after}
+    return dict(sorted(given.items()))
 
 
-def _lives(roster: Roster) -> Array:
+def _lives(roster: Roster, numbers: dict[tuple[str, int], int]) -> Array:
+    """A number for each member's process; equal ones have equal numbers."""
     pairs = zip(roster.members, roster.incarnations, strict=True)
-    return np.array([f"{member} {incarnation}" for member, incarnation in pairs])
+    return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs])
 
 
 def names_for(store: Store, roster: Roster, given: Array, address: str) -> Iterator[KnownNames]:

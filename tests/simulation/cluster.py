@@ -17,10 +17,12 @@ from unittest import mock
 import zmq.asyncio
 
 from dataplane.launch.config import PeerConfig
-from dataplane.peer import office
+from dataplane.memory.arena import Arena
+from dataplane.peer import office, paths
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door import Door
 from dataplane.peer.peer import Peer
+from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
 from tests.simulation.loop import Machine, VirtualLoop
@@ -85,6 +87,9 @@ class Cluster:
                 (secrets, "randbits", self.rng.getrandbits),
                 (zmq.asyncio, "Context", partial(Context, network)),
                 (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
+                # what this machine has installed, or in memory of another run, is no part of it
+                (paths, "candidates", lambda choice: [TCP]),
+                (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
                 (office, "refuses", network.refuses),
                 (Door, "open", lambda door, path: None),
             ):

@@ -198,17 +198,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         now = best_due = self.now
         best_number, chosen, by_timer = 0, None, False
         for machine in self.machines:
-            if machine.frozen or machine.crashed:
+            ready, timers = machine.ready, machine.timers
+            if machine.frozen or machine.crashed or not (ready or timers):
                 continue
-            if machine.ready:
-                number = machine.ready[0][0]
+            if ready:
+                number = ready[0][0]
                 if chosen is None or best_due > now or number < best_number:
                     best_due, best_number, chosen, by_timer = now, number, machine, False
-            timers = machine.timers
-            while timers and timers[0][2].cancelled():
+            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
                 heapq.heappop(timers)
             if timers:
-                due, number = max(now, timers[0][0] - machine.ahead_s), timers[0][1]
+                when, number, _ = timers[0]
+                due = when - machine.ahead_s
+                if due < now:
+                    due = now
+                if due > best_due and chosen is not None:
+                    continue
                 if chosen is None or (due, number) < (best_due, best_number):
                     best_due, best_number, chosen, by_timer = due, number, machine, True
         if chosen is not None and by_timer and chosen.ready:

@@ -21,6 +21,8 @@ from bench.peers import two_peers
 
 MIB = 1 << 20
 LARGE_BYTES = 128 * MIB
+ROWS = 8
+"""values at a time: a GPU copies one in less than a call takes"""
 SMALL_BYTES = 4 * 1024
 CLAIM_S = 60.0
 
@@ -35,7 +37,7 @@ def measure(
 ) -> dict[str, Any]:
     """The report's `gpu`. nbytes: of each large value. tick(done, all): after each round."""
     samples: Samples = defaultdict(list)
-    arena = f"{8 * nbytes // MIB}MiB"
+    arena = f"{4 * ROWS * nbytes // MIB}MiB"
     with two_peers(arena, "off", f"{gpu.kind}{arena}", "required") as (near, far):
         figures = _Figures(gpu, near, far, nbytes, samples)
         for nth in range(rounds + 1):
@@ -55,35 +57,36 @@ class _Figures:
         self._on_host = near.partition("on-host", stages=stages)
         self._shared = near.partition("shared", stages=stages)
         self._pulling = far.partition("shared", stages=stages)
-        self._host_value = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+        self._on_host_now = np.random.default_rng(0).integers(0, 255, (ROWS, nbytes), np.uint8)
 
     def round(self) -> None:
-        gpu, nbytes = self._gpu, self._nbytes
-        small, large = gpu.array(SMALL_BYTES), gpu.array(nbytes)
+        gpu, nbytes = self._gpu, ROWS * self._nbytes
+        small = [gpu.array(SMALL_BYTES) for _ in range(ROWS)]
+        large = [gpu.array(self._nbytes) for _ in range(ROWS)]
         self._note("device_copy_s", gpu.device_copy_s(nbytes))
-        self._note("put_s", _timed(lambda: self._on_gpu.put({"x": [large]})))
+        self._note("put_s", _timed(lambda: self._on_gpu.put({"x": large})))
         batch = self._claim(self._on_gpu, "claim_large_s")
         self._note("get_s", _timed(lambda: gpu.tensor(batch, "x")))
-        self._note("view_s", _timed(lambda: batch["x"][0]))
+        self._note("view_s", _timed(lambda: list(batch["x"])))
         batch.ack()
-        self._on_gpu.put({"x": [small]})
+        self._on_gpu.put({"x": small})
         self._claim(self._on_gpu, "claim_small_s").ack()
-        self._on_host.put({"x": [self._host_value]})
+        self._on_host.put({"x": self._on_host_now})
         batch = self._claim(self._on_host, "claim_host_s")
         self._note("pinned_copy_s", gpu.pinned_copy_s(nbytes))
         self._note("to_gpu_s", _timed(lambda: gpu.tensor(batch, "x")))
         batch.ack()
-        self._shared.put({"x": [large]})
+        self._shared.put({"x": large})
         self._note("other_peer_s", _timed(lambda: self._pull().ack()))
 
     def _pull(self) -> Any:
-        batch = self._pulling.claim("s", rows=1, timeout=CLAIM_S)
+        batch = self._pulling.claim("s", rows=ROWS, timeout=CLAIM_S)
         self._gpu.tensor(batch, "x")
         return batch
 
     def _claim(self, part: Any, name: str) -> Any:
         began = time.perf_counter()
-        batch = part.claim("s", rows=1, timeout=CLAIM_S)
+        batch = part.claim("s", rows=ROWS, timeout=CLAIM_S)
         self._note(name, time.perf_counter() - began)
         return batch
 
@@ -107,7 +110,7 @@ def report_of(samples: Samples, nbytes: int = LARGE_BYTES) -> dict[str, Any]:
     taken = {name: np.array(values) for name, values in samples.items()}
 
     def rate(name: str) -> float:
-        return nbytes / 1e9 / float(np.median(taken[name]))
+        return ROWS * nbytes / 1e9 / float(np.median(taken[name]))
 
     def beside(name: str, ceiling: str) -> dict[str, float]:
         share = float(np.median(taken[ceiling] / taken[name]))
@@ -117,6 +120,7 @@ def report_of(samples: Samples, nbytes: int = LARGE_BYTES) -> dict[str, Any]:
         return float(np.median(taken[name])) * 1e3
 
     return {
+        "rows": ROWS,
         "value_bytes": nbytes,
         "ceiling": {
             "device_copy_GBps": rate("device_copy_s"),
@@ -137,7 +141,7 @@ def report_of(samples: Samples, nbytes: int = LARGE_BYTES) -> dict[str, Any]:
 
 _LINES = {
     "put": ("put, from the GPU to its arena", "device copy"),
-    "get": ("a tensor of its own, of a value there", "device copy"),
+    "get": ("a tensor of its own, of values there", "device copy"),
     "to_gpu": ("from the host arena to the GPU", "pinned copy"),
     "other_peer": ("from another peer's device arena, with its claim", "device copy"),
 }
@@ -145,7 +149,7 @@ _LINES = {
 
 def table(told: dict[str, Any]) -> Table:
     """A line for each rate."""
-    title = f"values of {told['value_bytes'] / MIB:g} MiB on a GPU"
+    title = f"{told['rows']} values of {told['value_bytes'] / MIB:g} MiB on a GPU"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("what", "GB/s", "of it", "ceiling"):
         shown.add_column(name)

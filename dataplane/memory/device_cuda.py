@@ -21,6 +21,8 @@ from dataplane.memory.device import Device, Event, Located, Pool, PoolHandle, ch
 from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
 _DLPACK_CUDA = 2
+_BLOCK_BYTES = 2 << 20
+"""A handle exports the driver's whole block: smaller allocations would share one with others."""
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
 _SUCCESS, _NOT_READY = 0, 600
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: without it read-only mappings are refused
@@ -66,7 +68,7 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> Pool:
         with self._current():
-            address = self._runtime.malloc(nbytes)
+            address = self._runtime.malloc(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
             try:
                 raw = bytes(self._runtime.ipcGetMemHandle(address))
             except BaseException:

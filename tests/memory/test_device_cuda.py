@@ -73,7 +73,7 @@ def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
     pool.close()
     address = 4096
     assert runtime.asked == [
-        (1, "malloc", 8192),
+        (1, "malloc", 2 << 20),
         (1, "memcpyAsync", address, 64, 128, 4, 7),
         (1, "hostRegister", 1 << 20, 4096, 8),
         (1, "hostUnregister", 1 << 20),

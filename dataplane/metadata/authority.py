@@ -42,6 +42,9 @@ class Authority:
         """members that work under rosters of another authority, unknown to this one"""
         self._clear: dict[str, set[str]] = {}
         """what members said of the roster in force: another may have given them values to hold"""
+        self._ready: set[str] = set()
+        """members that want to leave and said so under the roster in force: what followed from it
+        is done there, and their backups have it"""
 
     def __repr__(self) -> str:
         return f"<Authority {self._incarnation} of {self.roster!r}>"
@@ -91,6 +94,8 @@ class Authority:
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
             self._clear[peer.peer] = set(clear)
+            if leaving:
+                self._ready.add(peer.peer)
         self._retire()
 
     def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
@@ -196,11 +201,14 @@ class Authority:
         self._publish(self._with_backups(without))
 
     def _retire(self) -> None:
-        """Whoever leaves hands its shards over when its backup is in sync, and is let go when no
-        member holds a value that lies there."""
+        """Whoever leaves hands its shards over when its backup is in sync, and it has done itself
+        what the last roster asked of it; it is let go when no member holds a value that lies
+        there."""
         for address in sorted(self.roster.leaving):
             backup, in_sync = self.roster.backup_of(address)
             if backup is not None and in_sync:
+                if address not in self._ready:
+                    continue
                 log.info("%s leaves: %s takes its shards over", address, backup)
                 self._publish(self._with_backups(self._moved(address, backup)))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):
@@ -249,4 +257,5 @@ class Authority:
     def _publish(self, roster: Roster) -> None:
         self._number += 1
         self._clear.clear()
+        self._ready.clear()
         self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))

@@ -107,7 +107,8 @@ class Membership:
             log.info("waits to be let in by %s", asks)
 
     async def _say(self) -> None:
-        body = Beat(self.in_sync(), self._leaving, self.clear(), self.wanted())
+        leaving = self._leaving and self.host.progress.is_settled
+        body = Beat(self.in_sync(), leaving, self.clear(), self.wanted())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         if self.office.is_open and self.keeper.sure():
             self._heard = self.host.now()
@@ -221,3 +222,5 @@ class Membership:
         for owner in dict.fromkeys([*gone, *self.lost_before()]):
             for lost in self.on_gone:
                 lost(owner)
+        if self._leaving:
+            self.beat_now()  # it goes when it has followed this roster

@@ -15,7 +15,7 @@ from dataplane.metadata.references import extents_of, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.messages import Finish
+from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import RANGE, U8, VALUE, column
 from dataplane.wire.tables import Owner
 
@@ -106,9 +106,13 @@ class Copies:
         return [owner for owner, known in self._known.items() if known]
 
 
-def named_by(op: Op) -> list[tuple[Owner, Array, Array, Array]]:
-    """What an operation writes: per owner RANGE, how many values name each, and how far."""
-    if not isinstance(op, Wrote | Finish | Restore) or not op.columns:
+Named = tuple[Owner, Array, Array, Array]
+"""Of an owner: RANGE, how many values name each, and how many bytes of it they reach."""
+
+
+def named_by(op: Op | Put) -> list[Named]:
+    """What an operation writes, or a message asks to."""
+    if not isinstance(op, Wrote | Finish | Restore | Put) or not op.columns:
         return []
     raw = b"".join(part for one in op.columns for part in (one.values, one.leaves))
     records = column(raw, VALUE)

@@ -1,25 +1,29 @@
 """replicas=2: the bytes of every value lie at two peers.
 
 The second copy is at the peer whose shard has the row, or, where the value was written there, at
-its backup. Neither answers before it has it.
+its backup. Neither answers before it has it, nor carries out what was asked: were the writer lost
+on the way, rows would lose values that nobody was promised, and go with all their others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 import numpy as np
 
-from dataplane.errors import DataplaneError, RowsGone, RowsLost
+from dataplane.errors import BackPressure, DataplaneError, RowsGone, RowsLost, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.columns import Array
-from dataplane.metadata.copies import Copies, named_by
-from dataplane.peer.host import Entry, Host
+from dataplane.metadata.copies import Copies, Named, named_by
+from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.peer.room import Room
 from dataplane.wire.journal import Op
+from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import U4, U8
 from dataplane.wire.tables import Owner
 
@@ -60,6 +64,31 @@ class Copying:
                 log.warning("second copies of %r wait: %s", entry.name, exc)
                 await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
 
+    @contextlib.asynccontextmanager
+    async def beforehand(self, entry: Entry, body: Put | Finish) -> AsyncIterator[None]:
+        """Second copies of what another peer wrote are here while its message is carried out.
+        BackPressure, RowsLost; StaleEpoch where the roster changed meanwhile."""
+        named = [one for one in named_by(body) if one[0] != self.host.owner]
+        copies, roster = entry.copies, self.host.roster
+        if copies is None or not named:
+            yield
+            return
+        async with self.held(copies, named):
+            for owner, *_ in named:
+                await self._bring_in_time(copies, owner)
+            if self.host.roster is not roster:
+                raise StaleEpoch("the roster changed while second copies were made: call again")
+            yield
+
+    async def _bring_in_time(self, copies: Copies, owner: Owner) -> None:
+        while True:
+            try:
+                await self.bring(copies, owner)
+                return
+            except BackPressure:
+                if self.host.now() + PATIENCE_S > call_deadline.get():
+                    raise
+
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         """References of this entry's rows ended."""
         if entry.copies is not None:
@@ -71,6 +100,18 @@ class Copying:
             self.succeed(entry, entry.copies, owner)
 
     # at either
+
+    @contextlib.asynccontextmanager
+    async def held(self, copies: Copies, named: list[Named]) -> AsyncIterator[None]:
+        """What is named counts as needed meanwhile, before any row names it and whether or not one
+        will."""
+        for owner, ranges, counts, reach in named:
+            copies.note(owner, ranges, counts, reach)
+        try:
+            yield
+        finally:
+            for owner, ranges, counts, _ in named:
+                self.release(copies.freed(owner, ranges, counts))
 
     def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
         """Values of an owner that is no more are those that lie here."""

@@ -18,6 +18,7 @@ from dataplane.errors import DataplaneError, LeaseExpired, StaleEpoch, Unavailab
 from dataplane.memory.admission import Admission
 from dataplane.metadata.references import by_owner
 from dataplane.peer import rows as rowset
+from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.leases import Lease, Leases, Part
@@ -36,12 +37,14 @@ class Finishing:
         mesh: Mesh,
         leases: Leases,
         grants: Grants,
+        copying: Copying,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.leases = leases
         self.grants = grants
+        self.copying = copying
         self.settle = settle
         self.abandoned_leases = 0
         """that clients held when they ended"""
@@ -195,8 +198,15 @@ class Finishing:
         self.settle(entry)
         return PutDone(kept=outcome.kept)
 
-    def _finish_here(self, caller: Caller, body: Finish) -> Body:
-        return self._finish_at(body)
+    def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None or entry.copies is None or not body.columns:
+            return self._finish_at(body)
+        return self._finish_with_copies(entry, body)
+
+    async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
+        async with self.copying.beforehand(entry, body):
+            return self._finish_at(body)
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

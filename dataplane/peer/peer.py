@@ -116,9 +116,17 @@ class Peer:
         )
         self.grants = Grants(self.host, self.mesh, self.partitions, self.room, self.budgets)
         self.writing = Writing(
-            self.host, self.mesh, self.partitions, self.routing, self.grants, self.settle
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.routing,
+            self.grants,
+            self.copying,
+            self.settle,
         )
-        self.finishing = Finishing(self.host, self.mesh, self.leases, self.grants, self.settle)
+        self.finishing = Finishing(
+            self.host, self.mesh, self.leases, self.grants, self.copying, self.settle
+        )
         self.seats = Seats(self.host, self.mesh, self.partitions)
         self.changes = Changes(
             self.host, self.mesh, self.partitions, self.routing, self.settle, self.seats.tell

@@ -7,7 +7,9 @@ stores, tells the owners of values what it holds now, and serves them like its o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -107,11 +109,29 @@ class Replicas:
             if body.first > origin.next:
                 raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
             if body.first == origin.next:
-                self._replay(caller.owner, origin, body)
+                async with self._beforehand(caller.owner, origin, body):
+                    self._replay(caller.owner, origin, body)
             for copy in list(origin.copies.values()):
                 if copy.values is not None:
                     await self.copying.bring(copy.values, caller.owner)
         return Done()
+
+    @contextlib.asynccontextmanager
+    async def _beforehand(self, owner: Owner, origin: _Origin, body: Append) -> AsyncIterator[None]:
+        """Second copies of what the primary wrote are here before its operations are replayed. What
+        begins with this message nobody was promised yet. StaleEpoch where it was taken over."""
+        async with contextlib.AsyncExitStack() as held:
+            for shipment in body.shipments:
+                copy = origin.copies.get((shipment.partition, shipment.generation))
+                if copy is None or copy.values is None:
+                    continue
+                ops = [op for raw in shipment.ops for op in decode_ops(raw)]
+                named = [one for op in ops for one in named_by(op) if one[0] == owner]
+                await held.enter_async_context(self.copying.held(copy.values, named))
+                await self.copying.bring(copy.values, owner)
+            if self._origins.get(owner) is not origin:
+                raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
+            yield
 
     def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
         origin.holders.update(body.holders)

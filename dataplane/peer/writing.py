@@ -17,6 +17,7 @@ from dataplane.metadata.puts import PutPlan
 from dataplane.metadata.roster import Roster
 from dataplane.peer import rows as rowset
 from dataplane.peer.budgets import bytes_of
+from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh, caller_of
@@ -36,6 +37,7 @@ class Writing:
         partitions: Partitions,
         routing: Routing,
         grants: Grants,
+        copying: Copying,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -43,6 +45,7 @@ class Writing:
         self.partitions = partitions
         self.routing = routing
         self.grants = grants
+        self.copying = copying
         self.settle = settle
         mesh.handlers[Put] = self._put_here
 
@@ -163,7 +166,8 @@ class Writing:
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
-        kept = self._store(entry, body, body.columns, body.owners)
+        async with self.copying.beforehand(entry, body):
+            kept = self._store(entry, body, body.columns, body.owners)
         if caller.address != self.host.address:
             self.settle(entry)
         return PutDone(kept=kept)

@@ -36,6 +36,7 @@ from dataplane.client.opening import open_session
 from dataplane.client.outgoing import Outgoing
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
+from dataplane.client.stopped import is_stopped
 from dataplane.errors import PeerLost
 from dataplane.wire.messages import Body
 
@@ -212,7 +213,12 @@ class Plane:
             while True:
                 try:
                     return await exchange(
-                        connection, outgoing.frame, outgoing.rid, outgoing.limit_s(), step.waiting
+                        connection,
+                        outgoing.frame,
+                        outgoing.rid,
+                        outgoing.limit_s(),
+                        step.waiting,
+                        outgoing.grace_s,
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)
@@ -256,13 +262,22 @@ async def offload(step: Offload) -> Any:
 
 
 async def exchange(
-    connection: Connection, frame: bytearray, rid: int, limit_s: float | None, waiting: str
+    connection: Connection,
+    frame: bytearray,
+    rid: int,
+    limit_s: float | None,
+    waiting: str,
+    grace_s: float,
 ) -> Body:
-    """Send one request and wait for its answer. Raises what the peer answered as an error."""
+    """As `Connection.exchange`."""
     reminder = _Reminder(waiting)
+    deadline: asyncio.TimerHandle | None = None
     try:
         connection.sock.setblocking(False)
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
+            if limit_s is not None:
+                loop = asyncio.get_running_loop()
+                deadline = loop.call_later(limit_s, _end_if_stopped, connection, until)
             body = answer(await _converse(connection, frame), rid)
     except TimeoutError as exc:
         # Of the time-out above; DeadlineExceeded, which is one too, comes from nowhere in here.
@@ -273,7 +288,15 @@ async def exchange(
         raise
     finally:
         reminder.cancel()
+        if deadline is not None:
+            deadline.cancel()
     return unwrap(body)
+
+
+def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
+    """At a call's deadline."""
+    if is_stopped(connection.sock):
+        until.reschedule(asyncio.get_running_loop().time())
 
 
 async def _converse(connection: Connection, frame: bytearray) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dataplane.client.stopped import is_stopped
 from dataplane.errors import (
     ClientClosed,
     DataplaneError,
@@ -31,8 +32,8 @@ from dataplane.wire.messages import Body, Failed, Reply, Request
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long after a call's deadline the peer's own answer is still awaited: longer than the peer
-needs to say that the time is up, so that only a peer that does nothing at all is given up."""
+"""How long after a call's deadline the peer's own answer is still awaited, unless its process is
+stopped: longer than it needs to say that the time is up."""
 REMIND_S = 60.0
 """A call that may wait for ever says in the log what it waits for, this often."""
 
@@ -119,24 +120,31 @@ class Connection:
         except OSError:
             self.sock.close()
 
-    def receive(self, limit_s: float | None, waiting: str = "") -> Reply:
-        """The next reply. DeadlineExceeded after `limit_s`; without one, logs every minute."""
+    def receive(self, limit_s: float | None, waiting: str = "", grace_s: float = 0.0) -> Reply:
+        """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs;
+        without a limit, logs every minute."""
         started = time.monotonic()
         while True:
             reply = self.arrived_reply()
             if reply is not None:
                 return reply
             waited = time.monotonic() - started
-            if limit_s is not None and waited >= limit_s:
-                raise no_answer(self.peer, limit_s)
-            left = REMIND_S if limit_s is None else min(REMIND_S, limit_s - waited)
-            self.sock.settimeout(left)
+            self.sock.settimeout(self._turn_s(waited, limit_s, grace_s))
             try:
                 arrived = self.sock.recv_into(self.inbox.room())
             except TimeoutError:
                 remind(waiting, time.monotonic() - started)
                 continue
             self.count(arrived)
+
+    def _turn_s(self, waited_s: float, limit_s: float | None, grace_s: float) -> float:
+        """How long to wait now; DeadlineExceeded where that is over."""
+        if limit_s is None:
+            return REMIND_S
+        if waited_s >= limit_s + grace_s or waited_s >= limit_s and is_stopped(self.sock):
+            raise no_answer(self.peer, limit_s)
+        until_s = limit_s if waited_s < limit_s else limit_s + grace_s
+        return min(REMIND_S, until_s - waited_s)
 
     def count(self, arrived: int) -> None:
         """Bytes arrived in the inbox; none means that the peer closed the connection."""
@@ -155,11 +163,14 @@ class Connection:
             self._complaint = from_wire(failed.code, failed.message, failed.details)
         return reply
 
-    def exchange(self, frame: bytearray, rid: int, limit_s: float | None, waiting: str) -> Body:
-        """Send one request and wait for its answer. Raises what the peer answered as an error."""
+    def exchange(
+        self, frame: bytearray, rid: int, limit_s: float | None, waiting: str, grace_s: float
+    ) -> Body:
+        """Send one request and wait for its answer, as `receive` does. Raises what the peer
+        answered as an error."""
         try:
-            self.send(frame, limit_s)
-            body = answer(self.receive(limit_s, waiting), rid)
+            self.send(frame, None if limit_s is None else limit_s + grace_s)
+            body = answer(self.receive(limit_s, waiting, grace_s), rid)
         except BaseException as exc:
             self.fail(exc)
             raise

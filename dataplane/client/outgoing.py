@@ -54,8 +54,13 @@ class Outgoing:
         return self._request.rid
 
     def limit_s(self) -> float | None:
-        """How long to wait for the answer: the peer's own comes first, if it can."""
-        return None if self._until is None else max(0.0, self._until - time.monotonic()) + GRACE_S
+        """How long to wait for the answer."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    @property
+    def grace_s(self) -> float:
+        """How much longer where the peer runs: its own answer comes first, if it can."""
+        return GRACE_S
 
     def broke(self, exc: PeerLost) -> None:
         """The connection broke before the answer was there: `frame` is to be sent again. Raises

@@ -185,7 +185,11 @@ class Plane:
             while True:
                 try:
                     return connection.exchange(
-                        outgoing.frame, outgoing.rid, outgoing.limit_s(), step.waiting
+                        outgoing.frame,
+                        outgoing.rid,
+                        outgoing.limit_s(),
+                        step.waiting,
+                        outgoing.grace_s,
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import dataplane
+from dataplane import aio
 from tests.end_to_end.attacks import no_leaks, used_bytes
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
 MIB = 1 << 20
 
@@ -162,3 +163,22 @@ def test_leases_end_in_any_order_over_hosts(cluster: Cluster) -> None:
         assert got == sorted(keys)
         del held
         no_leaks(a, b)
+
+
+async def test_a_stopped_peer_is_given_up_at_the_deadline(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.client.outgoing.GRACE_S", 600.0)  # of peers that run
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        async with aio.connect("a", plane=PLANE) as other:
+            assert plane.stats()["peer"] == (await other.stats())["peer"] == "a"
+            cluster.peers["a"].send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(dataplane.DeadlineExceeded, match="within 0.3 s"):
+                    plane.stats(timeout=0.3)
+                with pytest.raises(dataplane.DeadlineExceeded, match="within 0.3 s"):
+                    await other.stats(timeout=0.3)
+            finally:
+                cluster.peers["a"].send_signal(signal.SIGCONT)
+            assert plane.stats()["peer"] == (await other.stats())["peer"] == "a"

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.planes.dataplane_plane import free_ports
+from bench.ports import free_ports
 from bench.processes import Crew, leashed
 
 START_S = 30.0

@@ -10,7 +10,7 @@ from typing import Any
 from bench.compare.batch import FIELDS, RAGGED, Array, Columns
 from bench.compare.courier import Contender, Courier, Site
 from bench.planes.base import Service
-from bench.planes.dataplane_plane import free_ports
+from bench.ports import free_ports
 from bench.processes import leashed
 
 _ARENA_BATCHES = 4  # so many of the largest batch fit into an arena

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from bench.faults.peers import START_S, free_addresses, until
+from bench.faults.peers import START_S, until
+from bench.ports import free_addresses
 from bench.processes import leashed
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import dataplane
+from bench.ports import free_addresses
 from bench.processes import leashed
 from dataplane import Plane
 from dataplane.launch.token import new_token
@@ -147,11 +148,3 @@ def _environment(**variables: str) -> Iterator[None]:
             os.environ.pop(name)
             if name in before:
                 os.environ[name] = before[name]
-
-
-def free_addresses(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    return addresses

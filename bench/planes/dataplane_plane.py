@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from bench.planes.base import (
     Worker,
 )
 from bench.planes.fan_out import Follower, Leader
+from bench.ports import free_ports
 from bench.processes import leashed
 
 _REWARD_ROWS = 64
@@ -37,15 +37,6 @@ _REWARD_ROWS = 64
 
 def _host_name(host: int) -> str:
     return f"host{host}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now. All are held until all are known, so that they differ."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def _token(folder: str) -> str:

@@ -22,7 +22,7 @@ import msgspec
 
 from bench.events import emit
 from bench.planes.base import Service
-from bench.planes.dataplane_plane import free_ports
+from bench.ports import free_ports
 from bench.processes import die_with, leashed
 
 NAMESPACE = "bench"

@@ -17,17 +17,10 @@ from pathlib import Path
 import pytest
 
 import dataplane
+from bench.ports import free_addresses
 
+__all__ = ["free_addresses"]
 PLANE = "test"
-
-
-def free_addresses(count: int) -> list[str]:
-    """Loopback addresses whose ports were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"tcp://127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    return addresses
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = 20.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,8 @@ def test_a_peer_without_the_token_is_told_what_may_be_wrong(
         pytest.raises(dataplane.Unavailable, match="same --plane, --seeds and --token-file"),
     ):
         for i in range(64):  # until one has its home at the other peer
-            plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
+            with suppress(dataplane.DeadlineExceeded):  # a busy peer is late to know whom it asked
+                plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
     until(lambda: "waits to be let in" in logs["b"].read_text(), "the stranger says why it waits")
     assert addresses[0] in logs["b"].read_text() and "--token-file" in logs["b"].read_text()
     cluster.peers["b"].terminate()

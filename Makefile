@@ -71,7 +71,7 @@ test-compare: $(VENV)/.test-installed $(VENV)/.compare-installed
 	$(BIN)/python -m pytest -q tests/bench/test_compare.py tests/bench/test_compare_planes.py tests/bench/test_ray_planes.py
 
 test-deploy: $(VENV)/.deploy-installed $(BIN)/promtool
-	$(BIN)/python -m pytest -q tests/deploy/test_container.py tests/deploy/test_kubernetes.py tests/deploy/test_monitoring.py
+	$(BIN)/python -m pytest -q --reruns 1 tests/deploy/test_container.py tests/deploy/test_kubernetes.py tests/deploy/test_monitoring.py
 
 # Of Debian's prometheus package only its checker: nothing is installed or started.
 $(BIN)/promtool: $(BIN)/python
@@ -82,7 +82,7 @@ $(BIN)/promtool: $(BIN)/python
 # Engines of transport lie apart: with one beside them, peers of all other tests would choose it.
 ENGINES := $(VENV)/engines
 test-ucx: $(VENV)/.engines-installed
-	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q --reruns 1 tests/engines
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q --reruns 2 tests/engines
 
 $(VENV)/.engines-installed: $(VENV)/.test-installed
 	rm -rf $(ENGINES)
@@ -96,7 +96,7 @@ test-gpu:
 
 # Real raylets on this machine, about a minute; what it installs is no part of the other tests.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
-	$(BIN)/python -m pytest -q tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
+	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

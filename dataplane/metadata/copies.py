@@ -85,15 +85,14 @@ class Copies:
             copy.held, copy.local = size, place
         return np.array(spare, RANGE)
 
-    def take(self, owner: Owner) -> tuple[Array, Array]:
-        """The owner is no more: (its ranges, their copies). Those that are whole are forgotten."""
+    def take(self, owner: Owner) -> tuple[Array, Array, Array]:
+        """The owner is no more, and is forgotten: (its ranges, u8 how many bytes of each there is a
+        copy of, those copies)."""
         known = self._known.pop(owner, {})
-        whole = [(id_, c) for id_, c in known.items() if c.held >= c.reach]
-        rest = {id_: c for id_, c in known.items() if 0 < c.held < c.reach}
-        if rest:
-            self._known[owner] = rest
-        ranges = ranges_of(np.array([id_ for id_, _ in whole], U8))
-        return ranges, np.array([copy.local for _, copy in whole], RANGE)
+        held = {id_: c for id_, c in known.items() if c.held}
+        nbytes = np.array([copy.held for copy in held.values()], U8)
+        local = np.array([copy.local for copy in held.values()], RANGE)
+        return ranges_of(np.array(list(held), U8)), nbytes, local
 
     def clear(self) -> Array:
         """All local ranges, which nobody needs any more."""

@@ -18,6 +18,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, Named, named_by
+from dataplane.metadata.references import ids_of
 from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import PULLER, Pulls
@@ -97,7 +98,7 @@ class Copying:
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
         """The rows name the copies here from now on."""
         if entry.copies is not None:
-            self.succeed(entry, entry.copies, owner)
+            self.succeed(entry, [entry.copies], owner)
 
     # at either
 
@@ -113,11 +114,23 @@ class Copying:
             for owner, ranges, counts, _ in named:
                 self.release(copies.freed(owner, ranges, counts))
 
-    def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
-        """Values of an owner that is no more are those that lie here."""
-        ranges, local = copies.take(owner)
-        if len(ranges):
-            self.replace(entry, owner, ranges, local)
+    def succeed(self, entry: Entry, several: list[Copies], owner: Owner) -> None:
+        """Values of an owner that is no more are those that lie here. One range may have been
+        copied for rows of this peer and for those that it takes over, each time as far as they
+        reached; a copy stands for it that is long enough for all of them."""
+        taken = [copies.take(owner) for copies in several]
+        ranges, nbytes, local = (np.concatenate(columns) for columns in zip(*taken, strict=True))
+        if not len(ranges):
+            return
+        order = np.argsort(nbytes, kind="stable")[::-1]
+        _, first = np.unique(ids_of(ranges[order]), return_index=True)
+        longest = order[first]
+        named, _, reach = entry.store.named(owner)
+        needed = dict(zip(ids_of(named).tolist(), reach.tolist(), strict=True))
+        ends = [needed.get(id_, 0) for id_ in ids_of(ranges[longest]).tolist()]
+        stands = longest[nbytes[longest] >= np.array(ends, U8)]
+        self.release(np.delete(local, stands))
+        self.replace(entry, owner, ranges[stands], local[stands])
 
     def replace(self, entry: Entry, owner: Owner, ranges: Array, local: Array) -> None:
         """The rows name these copies, held once each so far, in place of the owner's ranges."""

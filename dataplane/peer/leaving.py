@@ -156,7 +156,7 @@ class Leaving:
         them leased finds the new place at the shard."""
         if entry.copies is not None:
             await self.copying.bring(entry.copies, owner)
-            self.copying.succeed(entry, entry.copies, owner)
+            self.copying.succeed(entry, [entry.copies], owner)
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         while self.host.entries.get(entry.name) is entry:
             ranges, _, nbytes = entry.store.named(owner)

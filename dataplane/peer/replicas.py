@@ -219,7 +219,8 @@ class Replicas:
                 apply(entry.store, op, self.host.now())
             entry.sealed |= entry.store.sealed
             if copy.values is not None:
-                self.copying.succeed(entry, copy.values, owner)
+                own = [entry.copies] if entry.copies is not None else []
+                self.copying.succeed(entry, [copy.values, *own], owner)
                 self._release(copy)
             for holder, address in origin.holders.items():
                 self.supplying.lent_to(holder, address)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from dataplane.errors import ClaimTimeout, DataplaneError, DeadlineExceeded
-from dataplane.peer.overdue import AFTER_S, Overdue, limit_s
+from dataplane.peer.overdue import AFTER_S, LATE_S, Overdue, limit_s
 from dataplane.wire.messages import Body, Claim, Request, Stats, Want
 
 
@@ -40,6 +41,16 @@ async def test_a_call_that_ends_in_time_is_answered_once() -> None:
     overdue = Overdue("a", lambda rid, failure: pytest.fail(str(failure)))
     overdue.began(request(Stats(), 60_000))
     assert not overdue.ended(request(Stats(), 60_000))
+
+
+async def test_a_call_that_is_late_with_its_whole_peer_still_says_itself_why() -> None:
+    overdue = Overdue("a", lambda rid, failure: pytest.fail(str(failure)))
+    late, why = request(Stats(), 1), asyncio.get_running_loop().create_future()
+    overdue.began(late)
+    asyncio.get_running_loop().call_later(LATE_S / 2, why.set_result, None)
+    time.sleep(2 * LATE_S)  # as where others have the processor: now all of it is due at once
+    await why
+    assert not overdue.ended(late)
 
 
 def test_calls_that_wait_for_rows_say_themselves_how_long() -> None:

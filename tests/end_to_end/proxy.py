@@ -18,6 +18,7 @@ class Proxy:
         self.path = path
         self.peer = peer
         self.broken = 0
+        self._counting = threading.Lock()
         self.asking: Callable[[bytes], bool] = lambda data: False
         self.answering: Callable[[bytes], bool] = lambda data: False
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -57,7 +58,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 20):
                 if getattr(self, breaks)(data):
-                    self.broken += 1
+                    with self._counting:
+                        self.broken += 1
                     break
                 sink.sendall(data)
         for sock in (source, sink):

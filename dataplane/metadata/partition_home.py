@@ -89,6 +89,11 @@ class PartitionHome:
         """Whether there is something to attach to."""
         return self._phase != "dropped"
 
+    @property
+    def is_over(self) -> bool:
+        """Dropped, which every peer knows, or never declared: nothing here is needed any more."""
+        return not self.defined and (not self._generation or not self.silent)
+
     def is_in(self, generation: int, phase: Phase) -> bool:
         return generation == self._generation and phase == self._phase
 

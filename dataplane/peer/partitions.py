@@ -8,9 +8,9 @@ sealing is two-phase: no peer accepts new rows any more before anybody calls it 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -58,6 +58,8 @@ class Partitions:
         self.on_phase: list[Callable[[Entry, str], None]] = []
         self._homes: dict[str, PartitionHome] = {}
         self._defined: dict[str, asyncio.Event] = {}
+        self._awaited: Counter[str] = Counter()
+        """how many wait for a definition"""
         self._early: dict[tuple[str, int], str] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
         self._dropped: dict[str, int] = {}
@@ -189,20 +191,37 @@ class Partitions:
         if home is None:
             home = PartitionHome(body.partition, self.host.roster.members)
             self._homes[body.partition] = home
-        if body.definition is None and body.wait_ms:
-            await self._await_definition(home, body.wait_ms / 1000)
-        record = home.define(body.definition, time.time_ns())
+        try:
+            if body.definition is None and body.wait_ms:
+                await self._await_definition(home, body.wait_ms / 1000)
+            record = home.define(body.definition, time.time_ns())
+        finally:
+            self._let_go(home)
         event = self._defined.pop(body.partition, None)
         if event is not None:
             event.set()
         return Defined(record.generation, record.definition, record.phase)
 
     async def _await_definition(self, home: PartitionHome, wait_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
+        self._awaited[home.partition] += 1
+        try:
             async with asyncio.timeout(wait_s):
                 while not home.defined:
                     await self._defined.setdefault(home.partition, asyncio.Event()).wait()
                     self._check_here(home)
+        except TimeoutError:
+            pass
+        finally:
+            self._awaited[home.partition] -= 1
+            if not self._awaited[home.partition]:
+                del self._awaited[home.partition]
+                self._defined.pop(home.partition, None)
+
+    def _let_go(self, home: PartitionHome) -> None:
+        """Of a partition that is over only its last generation is kept: steps come and go."""
+        here = self._homes.get(home.partition) is home
+        if here and home.is_over and home.partition not in self._awaited:
+            del self._homes[home.partition]
 
     async def _seal_at_home(self, caller: Caller, body: Seal) -> Body:
         await self.host.informed()
@@ -255,6 +274,7 @@ class Partitions:
         told = self._told.pop(home.partition, None)
         if told is not None:
             told.set()
+        self._let_go(home)
 
     async def _in_force(
         self, home: PartitionHome, generation: int, phase: Literal["sealed", "dropped"]
@@ -264,8 +284,8 @@ class Partitions:
         try:
             async with asyncio.timeout(limit):
                 while home.missing(generation, phase):
-                    await self._told.setdefault(home.partition, asyncio.Event()).wait()
                     self._check_here(home)
+                    await self._told.setdefault(home.partition, asyncio.Event()).wait()
         except TimeoutError:
             silent = ", ".join(sorted(home.missing(generation, phase)))
             raise Unavailable(
@@ -312,6 +332,7 @@ class Partitions:
             else:
                 home.members(roster.members)
                 self._carry_out(home)
+                self._let_go(home)
             for waiting in (self._defined, self._told):
                 event = waiting.pop(partition, None)
                 if event is not None:
@@ -357,6 +378,8 @@ class Partitions:
     async def _phase(self, caller: Caller, body: Phase) -> Body:
         if body.ask:  # only a drop is asked for: the home tells everybody, this peer too
             await self.host.informed()
+            if self._is_over(body.partition, body.generation):
+                return Done()
             home = self._home_record(body.partition)
             home.drop(body.generation)
             self._carry_out(home)
@@ -369,6 +392,10 @@ class Partitions:
             return Done()
         self._apply(entry, body.phase)
         return Done()
+
+    def _is_over(self, partition: str, generation: int) -> bool:
+        """Whether this drop was carried out, everywhere: who asked may not have heard it."""
+        return partition not in self._homes and self._dropped.get(partition) == generation
 
     def _remember_early(self, body: Phase) -> None:
         if body.phase == "dropped":

@@ -104,6 +104,19 @@ def test_a_drop_that_is_asked_for_again_changes_nothing() -> None:
     assert home.missing(generation, "dropped") == {"b"}
 
 
+def test_a_home_is_over_when_every_peer_knows_of_the_drop_and_when_nothing_was_declared() -> None:
+    assert PartitionHome("step-1", "ab").is_over
+    home, generation = opened()
+    assert not home.is_over
+    home.drop(generation)
+    home.phase_ack("a", generation, "dropped")
+    assert not home.is_over
+    home.phase_ack("b", generation, "dropped")
+    assert home.is_over
+    home.define(TRAIN, 2000)
+    assert not home.is_over
+
+
 def test_a_dropped_partition_comes_back_under_a_larger_generation() -> None:
     home, generation = opened()
     home.drop(generation)

@@ -42,13 +42,16 @@ class Addressed(Cluster):
         self.addresses = dict(zip(names, free_addresses(len(names)), strict=True))
 
     def start_one(self, name: str) -> None:
+        self.begin(name)
+        self._await(name)
+
+    def begin(self, name: str) -> None:
+        """Start it, and do not wait until it serves."""
         command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
         command += ["--arena", "64MiB", "--listen", self.addresses[name]]
         command += ["--seeds", ",".join(self.addresses.values())]
         with open(self.run_dir / f"{name}.log", "ab") as log:
             self.peers[name] = subprocess.Popen(command, stdout=log, stderr=log)
-        path = self.run_dir / PLANE / f"{name}.sock"
-        until(lambda: self._is_up(name, path), f"peer {name} is up")
 
     def kill(self, name: str) -> None:
         self.peers[name].kill()
@@ -80,7 +83,7 @@ def both(hosts: Addressed, name: str) -> tuple[Plane, Plane, Partition, Partitio
 
 def in_sync(plane: Plane) -> None:
     """Wait until every peer of the plane has a backup that has all it has."""
-    until(lambda: plane.stats()["roster"]["unprotected"] == 0, "all backups are in sync")
+    until(lambda: plane.stats()["roster"]["unprotected"] == 0, "all backups are in sync", 60)
 
 
 def incarnation(plane: Plane, name: str) -> int | None:

@@ -24,7 +24,9 @@ def planes(hosts: Addressed) -> Iterator[dict[str, Plane]]:
     """Three peers, backed up, and a client of each: `a` keeps the roster, the others host rows."""
     hosts.launch("abc")
     for name in "abc":
-        hosts.start_one(name)
+        hosts.begin(name)
+    for name in "abc":
+        hosts._await(name)
     found = {name: hosts.connect(name) for name in "abc"}
     in_sync(found["b"])
     yield found

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dataplane.metadata.names import KEY_BYTES
+from dataplane.metadata.names import KEY_BYTES, hash_name
 from dataplane.metadata.store import Store
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Name, Owner
@@ -68,6 +68,11 @@ class Ledger:
         self.replicas = replicas
         self.groups: list[Group] = []
         self.rows: dict[bytes, Row] = {}
+        self.named: dict[bytes, Group] = {}
+        """by the hash of its name"""
+        self.condemned: dict[bytes, float | None] = {}
+        """keys of rows and groups that somebody asked to drop, and when it was told that they are;
+        they may not have been put yet"""
         self.live: dict[tuple[str, bytes], tuple[Client, int]] = {}
         """who holds a row for a stage, and under which lease, as far as that client knows"""
         self.gone: dict[Owner, float] = {}
@@ -81,7 +86,38 @@ class Ledger:
 
     def opened(self, group: Group) -> None:
         self.groups.append(group)
+        self.named[hash_name(group.name)] = group
         self.rows |= {row.key: row for row in group.rows}
+        for key in [hash_name(group.name), *(row.key for row in group.rows)]:
+            if key in self.condemned:
+                self.condemn([key])
+                at = self.condemned[key]
+                if at is not None:
+                    self.dropped(self._meant(key), at)
+
+    def _meant(self, key: bytes) -> list[Row]:
+        """The row with this key, or all of the group, as far as they were put."""
+        if key in self.rows:
+            return [self.rows[key]]
+        return self.named[key].rows if key in self.named else []
+
+    def condemn(self, keys: list[bytes]) -> None:
+        """Somebody asks for the end of rows and groups, put or not."""
+        for key in keys:
+            self.condemned.setdefault(key, None)
+            for row in self._meant(key):
+                row.dropping = True
+
+    def ended(self, keys: list[bytes], now: float) -> None:
+        """It was told that they are dropped."""
+        for key in keys:
+            self.condemned[key] = now
+            self.dropped(self._meant(key), now)
+
+    def refused(self, group: Group, began: float) -> bool:
+        """Whether a put of it that began then could only be refused."""
+        at = [row.dropped_at for row in group.rows if row.dropped_at is not None]
+        return bool(at) and min(at) < began and not group.excused and not group.repeated
 
     # what clients see
 
@@ -165,6 +201,7 @@ class Ledger:
         self.extinctions += 1
         for group in self.groups:
             group.excused = group.excused or "all members of the plane were dead at once"
+        self.condemned = dict.fromkeys(self.condemned)
 
     def _excuse_shards(self, peer: Peer, why: str) -> None:
         for entry in peer.host.entries.values():
@@ -186,9 +223,11 @@ class Ledger:
 
     def _excuse(self, keys: bytes, why: str) -> None:
         for at in range(0, len(keys), KEY_BYTES):
-            row = self.rows.get(keys[at : at + KEY_BYTES])
-            if row is not None and not row.group.excused:
-                row.group.excused = why
+            key = keys[at : at + KEY_BYTES]
+            for row in self._meant(key):
+                row.group.excused = row.group.excused or why
+            if key in self.condemned:  # not put yet: its tombstone went
+                self.condemned[key] = None
 
     def reported(self, keys: bytes) -> None:
         """A store says that these rows went with a peer."""

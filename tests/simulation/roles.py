@@ -221,6 +221,7 @@ class Producer(Role):
 
     async def _put(self, groups: list[Group]) -> None:
         self.doing = f"puts {', '.join(group.name for group in groups)}"
+        began = self.client.cluster.loop.now
         try:
             await self.call_put(rows_of(groups), [r.key for g in groups for r in g.rows], groups)
         except (FieldExists, GroupClosed) as exc:
@@ -238,6 +239,8 @@ class Producer(Role):
             self._again(groups)
             raise
         for group in groups:
+            if self.ledger.refused(group, began):
+                self.ledger.wrong(f"{self!r} put {group.name}, which had been dropped")
             if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
                 group.excused = "its peer was lost already"
             group.acked = True

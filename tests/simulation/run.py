@@ -19,6 +19,7 @@ from dataplane.metadata.journal import JournaledStore
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.cluster import Cluster, described
+from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Watch, left_behind
 from tests.simulation.ledger import STAGES, Ledger
@@ -62,6 +63,8 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
+        self.droppers = random.Random(f"droppers of {seed}")
+        """by itself: seeds without one go as they went before there were any"""
         self.loop = VirtualLoop()
         rng = self.rng
         self.cluster = Cluster(self.loop, random.Random(rng.random()), rng.choice((3, 3, 4, 4, 5)))
@@ -190,13 +193,17 @@ class Run:
                 consumer.stage = stage
         for i in range(self.rng.choice((0, 1, 2))):
             self.taggers.append(self._role(Tagger, f"tagger{i}"))
+        if self.droppers.random() < 0.4:
+            dropper = self._role(Dropper, "dropper", self.droppers)
+            dropper.producers = producers
         others = list(self.roles)
         sealer = self._role(Sealer, "sealer")
         sealer.producers, sealer.others = producers, others
 
-    def _role(self, kind: type[Any], name: str) -> Any:
-        client = Client(self.cluster, self.rng.choice(self.cluster.places), name)
-        role = kind(client, self.ledger, random.Random(self.rng.random()), self.definition)
+    def _role(self, kind: type[Any], name: str, rng: random.Random | None = None) -> Any:
+        rng = rng or self.rng
+        client = Client(self.cluster, rng.choice(self.cluster.places), name)
+        role = kind(client, self.ledger, random.Random(rng.random()), self.definition)
         self.roles.append(role)
         self.loop.start_on(client.machine, role.run())
         return role

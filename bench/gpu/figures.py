@@ -38,7 +38,7 @@ def measure(
     """The report's `gpu`. nbytes: of each large value. tick(done, all): after each round."""
     samples: Samples = defaultdict(list)
     arena = f"{4 * ROWS * nbytes // MIB}MiB"
-    with two_peers(arena, "off", f"{gpu.kind}{arena}", "required") as (near, far):
+    with two_peers(arena, "off:nixl,ucx", f"{gpu.kind}{arena}", "required") as (near, far):
         figures = _Figures(gpu, near, far, nbytes, samples)
         for nth in range(rounds + 1):
             figures.round()

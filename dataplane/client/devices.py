@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
-from dataplane.memory.device import Device, Located, Pool, PoolHandle
+from dataplane.memory.device import Device, Located, Pool, PoolHandle, device_of
 from dataplane.wire.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -281,19 +281,6 @@ class Devices:
             one.pool.close()
         for device in devices:
             device.close()
-
-
-def device_of(handle: PoolHandle) -> Device:
-    """The device of a pool as this process has it. DeviceMissing where it does not."""
-    if handle.kind == "twin":
-        from dataplane.memory.device_twin import TwinDevice
-
-        return TwinDevice(handle.device)
-    if handle.kind == "cuda":
-        from dataplane.memory.device_cuda import CudaDevice
-
-        return CudaDevice.of(handle.device)
-    raise DeviceMissing(f"this release opens no device of kind {handle.kind!r}: install the peer's")
 
 
 def _may_be_on(kind: str, value: object) -> bool:

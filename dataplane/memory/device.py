@@ -149,3 +149,16 @@ def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
         raise ProtocolError(
             f"{nbytes} bytes at {offset} are not in a device arena of {pool.nbytes} bytes"
         )
+
+
+def device_of(handle: PoolHandle) -> Device:
+    """The device of a pool as this process has it. DeviceMissing where it does not."""
+    if handle.kind == "twin":
+        from dataplane.memory.device_twin import TwinDevice
+
+        return TwinDevice(handle.device)
+    if handle.kind == "cuda":
+        from dataplane.memory.device_cuda import CudaDevice
+
+        return CudaDevice.of(handle.device)
+    raise DeviceMissing(f"this release opens no device of kind {handle.kind!r}: install the peer's")

@@ -21,6 +21,7 @@ from dataplane.memory.ranges import DEVICE, Counts, Freed, Ranges
 from dataplane.memory.room import Piece
 from dataplane.memory.space import Space
 
+_MORE = ("cached_bytes", "largest_free_bytes", "classes")
 POLL_S = 0.0002
 """How often a thread that waits for a copy looks."""
 
@@ -44,6 +45,10 @@ class PoolSpace(Space):
         """Which of these addresses are this pool's."""
         inside: Mask = (starts >= self.base) & (starts < self.base + self.size_bytes)
         return inside
+
+    def release(self, ranges: Records, counts: Counts = 1) -> int:
+        """Of ranges that are all in this pool: copies that its cache lets go of."""
+        return self.take_back(self.ranges.release(ranges, counts))
 
     def take_back(self, freed: Freed) -> int:
         """Stretches that ranges of this pool left are free; their bytes."""
@@ -122,7 +127,7 @@ class DeviceArena:
         return {
             "device": self.device.identity,
             "kind": self.device.kind,
-            **{name: figures[name] for name in (*kept, "largest_free_bytes", "classes")},
+            **{name: figures[name] for name in (*kept, *_MORE)},
             "staged_bytes": self.staged_bytes,
         }
 

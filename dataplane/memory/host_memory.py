@@ -52,6 +52,11 @@ class HostMemory(Space):
         """This client has opened these pools (1 is the first)."""
         self._readers[holder] = [SPILLED + DEVICE * number for number in numbers]
 
+    def first_read(self, holder: int) -> int:
+        """The pool that this client works with, of those that it reads in place; 0: none."""
+        kinds = self._readers.get(holder)
+        return kinds[0] // DEVICE if kinds else 0
+
     # which memory
 
     @property

@@ -18,8 +18,13 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 
+Bulk = Callable[[], tuple[list[str], str, list[str]]]
+"""Where this peer's bulk workers listen, the fingerprint of their certificate, and where its device
+workers do; see `PeerHello`."""
+
+
 class Acquaintances:
-    def __init__(self, host: Host, bulk: Callable[[], tuple[list[str], str]]) -> None:
+    def __init__(self, host: Host, bulk: Bulk) -> None:
         self.host = host
         self.on_away: list[Callable[[Owner], None]] = []
         """called with a peer whose connection broke, and that did not answer for a while"""
@@ -34,7 +39,7 @@ class Acquaintances:
 
     def introduction(self) -> PeerHello:
         """Who this peer is."""
-        addresses, fingerprint = self._bulk()
+        addresses, fingerprint, device_addresses = self._bulk()
         return PeerHello(
             versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
             plane=self.host.plane,
@@ -45,6 +50,7 @@ class Acquaintances:
             shards=limits.SHARDS,
             bulk=addresses,
             bulk_fingerprint=fingerprint,
+            device_bulk=device_addresses,
         )
 
     def meet(self, hello: PeerHello) -> None:

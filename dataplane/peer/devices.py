@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
 Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
-NO_DEVICE_PATH = "no transport of this release moves device memory between peers"
+NO_DEVICE_PATH = "no transport of this release moves device memory between hosts"
 FULL_ADVICE = 'put them with overflow="host", or give the peer a larger --device-arena'
 
 

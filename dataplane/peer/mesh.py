@@ -23,7 +23,7 @@ from dataplane.errors import (
     Unavailable,
     from_wire,
 )
-from dataplane.peer.acquaintance import Acquaintances
+from dataplane.peer.acquaintance import Acquaintances, Bulk
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.links import Link, LinkBroken
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Mesh:
-    def __init__(self, host: Host, bulk: Callable[[], tuple[list[str], str]], gate: Gate) -> None:
+    def __init__(self, host: Host, bulk: Bulk, gate: Gate) -> None:
         self.host = host
         self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}

@@ -30,6 +30,7 @@ from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
 from dataplane.peer.copying import Copying
 from dataplane.peer.credit import Credit
+from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.devices import Devices, memory_of
 from dataplane.peer.door import Door
 from dataplane.peer.finishing import Finishing
@@ -100,6 +101,7 @@ class Peer:
         self.room = Room(self.host)
         self.budgets = Budgets(self.host, config.client_bytes)
         self.pulls = Pulls(self.host, self.mesh, self.room, config.transport)
+        self.device_pulls = DevicePulls(self.host, self.mesh, self.pulls, config.transport)
         self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
         self.shipping = Shipping(self.host, self.mesh, self.copying)
         self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
@@ -112,6 +114,7 @@ class Peer:
             self.routing,
             self.leases,
             self.pulls,
+            self.device_pulls,
             self.budgets,
         )
         self.grants = Grants(self.host, self.mesh, self.partitions, self.room, self.budgets)
@@ -191,6 +194,7 @@ class Peer:
             self.claims,
             self.pulls,
             self.spreading,
+            self.device_pulls,
         )
         self.door.handlers[m.Stats] = self.reporting.stats
         self.door.may_serve = self.membership.may_serve
@@ -216,14 +220,16 @@ class Peer:
             made = functools.partial(
                 BulkEngine,
                 self.host.arena.rw_fd,
-                self.host.arena.size_bytes,
-                bind_host.strip("[]"),
+                arena_bytes=self.host.arena.size_bytes,
+                host=bind_host.strip("[]"),
                 owner=self.host.owner,
                 key=plane_key(self.host.plane, self.host.founding, secret),
                 pin=self.pulls.pin,
                 unpin=self.pulls.unpin,
             )
             self.pulls.use(await start_engine(self.config.transport, made, self.config.bulk_tls))
+            if not self.config.bulk_tls:
+                await self.device_pulls.start(made)
             self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
             await self.membership.admitted(ADMITTED_S)
@@ -250,6 +256,7 @@ class Peer:
         await self.keeper.close()
         await self.door.close()
         await self.mesh.close()
+        await self.device_pulls.close()
         await self.pulls.close()
         if self.spilling is not None:
             await self.spilling.close()
@@ -266,9 +273,11 @@ class Peer:
         self.reporting.spilling = self.spilling
         self.standstill.spilling = self.spilling
 
-    def _bulk(self) -> tuple[list[str], str]:
+    def _bulk(self) -> tuple[list[str], str, list[str]]:
         engine = self.pulls.engine
-        return (list(engine.address), engine.fingerprint) if engine else ([], "")
+        if engine is None:
+            return [], "", []
+        return list(engine.address), engine.fingerprint, self.device_pulls.addresses
 
     # what follows from a change
 

@@ -106,12 +106,12 @@ class Pulls:
             self.host.space.unpin(holder, pins)
             raise
 
-    def _left(self) -> float:
+    def left_s(self) -> float:
         """How long this may take: the call that reads waits no longer."""
         return max(0.0, min(PULL_S, call_deadline.get() - self.host.now()))
 
     async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
-        limit_s = self._left()
+        limit_s = self.left_s()
         ended, _ = await asyncio.wait(waits, timeout=limit_s)
         if not ended:
             raise DeadlineExceeded(
@@ -257,7 +257,7 @@ class Pulls:
         sizes: npt.NDArray[np.uint64],
         write: Callable[[npt.NDArray[Any]], Awaitable[None]],
     ) -> npt.NDArray[Any]:
-        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self._left())
+        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
         return await self._write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
 
     async def _write(
@@ -279,10 +279,10 @@ class Pulls:
         except BaseException:
             space.give_back(PULLER, extents)
             raise
-        self._give_back_rest(written, extents)
+        self.give_back_rest(written, extents)
         return fresh
 
-    def _give_back_rest(self, written: npt.NDArray[Any], extents: npt.NDArray[Any]) -> None:
+    def give_back_rest(self, written: npt.NDArray[Any], extents: npt.NDArray[Any]) -> None:
         """Pulls write all they reserve but the end of each page-rounded extent."""
         ends = written["offset"] + written["length"]
         left = []
@@ -299,14 +299,14 @@ class Pulls:
         assert self.engine is not None
         way = await self.paths.take(source, int(copies["nbytes"].sum()))
         try:
-            outcome = await self.engine.read(source, copies, self._left(), way)
+            outcome = await self.engine.read(source, copies, self.left_s(), way)
             self.paths.worked(source.owner, way)
         except (TransferFailed, Unavailable, TransportMissing) as exc:
             again = self.paths.failed(source.owner, way, exc)
             if again == way and not isinstance(exc, TransferFailed):
                 raise
             way = again
-            outcome = await self.engine.read(source, copies, self._left(), way)
+            outcome = await self.engine.read(source, copies, self.left_s(), way)
         except DeadlineExceeded as exc:
             self.paths.failed(source.owner, way, exc)
             raise

@@ -19,6 +19,7 @@ from dataplane.memory.space import Space
 from dataplane.peer import packs
 from dataplane.peer import rows as rowset
 from dataplane.peer.budgets import Budgets
+from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.host import Caller, Entry, Host, call_stage
 from dataplane.peer.leases import Handed, Leases
 from dataplane.peer.mesh import Mesh
@@ -30,7 +31,7 @@ from dataplane.wire.limits import ABSENT, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
 from dataplane.wire.records import PLACE, PLACE_ABSENT, RANGE, VALUE
-from dataplane.wire.tables import Column, Table
+from dataplane.wire.tables import Column, Owner, Table
 
 Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
@@ -45,6 +46,7 @@ class Reading:
         routing: Routing,
         leases: Leases,
         pulls: Pulls,
+        device_pulls: DevicePulls,
         budgets: Budgets,
     ) -> None:
         self.host = host
@@ -53,6 +55,7 @@ class Reading:
         self.routing = routing
         self.leases = leases
         self.pulls = pulls
+        self.device_pulls = device_pulls
         self.budgets = budgets
         mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
@@ -154,13 +157,39 @@ class Reading:
                 else:
                     needed = np.zeros(len(unique), np.uint64)
                     np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
-                    local, pins = await self.pulls.bring(owner, unique.view(RANGE), needed, holder)
+                    local, pins = await self._bring(
+                        owner, unique.view(RANGE), needed, holder, reader
+                    )
                 interim += pins
                 flat["range"][at] = local["range"][inverse]
                 flat["generation"][at] = local["generation"][inverse]
             return self._places(table, flat, here, holder)
         finally:
             self.host.space.unpin(holder, interim)
+
+    async def _bring(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        needed: npt.NDArray[Any],
+        holder: int,
+        reader: int,
+    ) -> tuple[npt.NDArray[Any], list[int]]:
+        """As `Pulls.bring`, on the reader's device what another device of this host has."""
+        if reader == PULLER:
+            return await self.pulls.bring(owner, remote, needed, holder)
+        local, pins = await self.device_pulls.bring(owner, remote, needed, holder)
+        rest = np.flatnonzero(local["generation"] == 0)
+        if len(rest):
+            try:
+                local[rest], more = await self.pulls.bring(
+                    owner, remote[rest], needed[rest], holder
+                )
+            except BaseException:
+                self.host.space.unpin(holder, pins)
+                raise
+            pins += more
+        return local, pins
 
     # reads
 

@@ -12,6 +12,7 @@ from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.budgets import Budgets
 from dataplane.peer.claims import Claims
+from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.devices import NO_DEVICE_PATH
 from dataplane.peer.door import Door
 from dataplane.peer.host import Caller, Entry, Host
@@ -38,6 +39,7 @@ class Reporting:
         claims: Claims,
         pulls: Pulls,
         spreading: Spreading,
+        device_pulls: DevicePulls,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -47,6 +49,7 @@ class Reporting:
         self.claims = claims
         self.pulls = pulls
         self.spreading = spreading
+        self.device_pulls = device_pulls
         self.spilling: Spilling | None = None
         mesh.handlers[Stats] = self._stats_here
 
@@ -115,7 +118,12 @@ class Reporting:
         if not isinstance(space, HostMemory):
             return []
         effective = "host arena" if paths.engine is None else f"host arena, then {paths.own}"
-        path = {"requested": str(paths.choice), "effective": effective, "why": NO_DEVICE_PATH}
+        path = {
+            "requested": str(paths.choice),
+            "effective": effective,
+            "why": NO_DEVICE_PATH,
+            "same_host": self.device_pulls.stats(),
+        }
         return [{**figures, "to_others": path} for figures in space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import DataplaneError, FrameTooLarge, ProtocolError, from_wire
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, PoolHandle
 
 HEADER_BYTES = 4
 MAX_JOIN_FRAME_BYTES = 4_096
@@ -166,12 +166,14 @@ class Configure(Frame, tag=10):
     """The first frame: who this peer is, and the plane's key for tickets.
 
     tls: private key and certificate in PEM of a peer that speaks TLS alone; empty: it speaks none.
+    pools: the region is these device arenas, one behind the other up to its end; [] for the arena.
     """
 
     owner: Owner
     key: bytes
     transport: str = "tcp"
     tls: bytes = b""
+    pools: list[PoolHandle] = []
 
     def __repr__(self) -> str:
         return f"<Configure {self.transport} for {self.owner.peer}>"

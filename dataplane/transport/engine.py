@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerP
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.transport.slices import Slice, cut
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
 """A larger read is spread over workers in parts of this size."""
@@ -55,6 +55,8 @@ class BulkEngine:
     pin, unpin: called in the event loop, see `link.Pin`. key: the plane's, see `tickets`.
     transport: what the workers run beside TCP; `transport` and `missing` tell how that went.
     identity: the workers speak TLS alone, with this certificate, and run nothing beside TCP.
+    pools: the workers move between these device arenas and not in the arena; `arena_bytes` is then
+    where the last of them ends, in addresses of the host.
     """
 
     def __init__(
@@ -70,13 +72,15 @@ class BulkEngine:
         workers: int = 1,
         transport: str = TCP,
         identity: Identity | None = None,
+        pools: Sequence[PoolHandle] = (),
     ) -> None:
         if identity is not None and transport != TCP:
             raise InvalidConfig(f"{transport} moves bytes unencrypted: it cannot run with TLS")
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
         self._host = host
-        self._configure = Configure(owner, key, transport, identity.pem if identity else b"")
+        pem = identity.pem if identity else b""
+        self._configure = Configure(owner, key, transport, pem, list(pools))
         self._identity = identity
         self.left_out = ""
         """why no other engine was tried; said where `missing` is"""

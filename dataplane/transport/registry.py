@@ -14,6 +14,8 @@ from dataplane.transport.seam import Transport
 
 GROUP = "dataplane.transports"
 TCP = "tcp"
+CUDA_IPC = "cuda_ipc"
+"""Beside the others, between device arenas of one host: nobody chooses it for host memory."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (
@@ -41,7 +43,7 @@ def missing(name: str) -> str:
         if any(find_spec(module) is not None for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed: {install}"
-    if name == TCP or any(entry.name == name for entry in entry_points(group=GROUP)):
+    if name in (TCP, CUDA_IPC) or any(entry.name == name for entry in entry_points(group=GROUP)):
         return ""
     known = ", ".join([TCP, *names()])
     return f"no installed package brings a transport {name!r} (there are: {known})"
@@ -69,5 +71,9 @@ def _load(name: str) -> object:
         from dataplane.transport.ucx import UcxTransport
 
         return UcxTransport
+    if name == CUDA_IPC:
+        from dataplane.transport.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport
     (entry,) = [one for one in entry_points(group=GROUP) if one.name == name][:1]
     return entry.load()

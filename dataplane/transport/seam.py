@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, PoolHandle
 
 MemoryKind = Literal["host", "cuda"]
 Records = npt.NDArray[np.void]
@@ -44,14 +44,29 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedPool:
+    """A device arena, and where in the region it begins."""
+
+    start: int
+    handle: PoolHandle
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        return self.start <= offset and offset + nbytes <= self.start + self.handle.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
-    """The arena as this process has it mapped, from first to last byte. fd: its memfd, or -1."""
+    """The arena as this process has it mapped, from first to last byte. fd: its memfd, or -1.
+
+    pools: of a region of device memory, which is not mapped here.
+    """
 
     address: int
     nbytes: int
     kind: MemoryKind = "host"
     device: int = 0
     fd: int = -1
+    pools: tuple[PlacedPool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

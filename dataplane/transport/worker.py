@@ -53,11 +53,21 @@ from dataplane.transport.bulk_frames import (
 from dataplane.transport.holding import HeldReads
 from dataplane.transport.holds import Holds
 from dataplane.transport.registry import TCP, load
-from dataplane.transport.seam import Mask, Pinned, ReadRequest, Records, Region, Remote
+from dataplane.transport.seam import (
+    Mask,
+    Pinned,
+    PlacedPool,
+    ReadRequest,
+    Records,
+    Region,
+    Remote,
+)
 from dataplane.transport.tcp import TcpTransport
 from dataplane.wire.frames import body_length
 from dataplane.wire.records import EXTENT, column
 
+NOTHING = Region(0, 0)
+"""What TCP may serve of device memory."""
 SMALL_JOBS = 64
 LARGE_JOBS = 16
 _PR_SET_PDEATHSIG = 1
@@ -220,11 +230,11 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         return
     if not isinstance(first, Configure):
         raise ProtocolError("the first operation must configure the worker")
-    arena = mmap.mmap(arena_fd, arena_bytes)
-    base = np.frombuffer(arena, np.uint8).ctypes.data
-    region, desk = Region(base, arena_bytes, fd=arena_fd), PeerDesk(control)
+    # held here: the region is its address
+    arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
+    region, desk = _region(first, arena, arena_fd, arena_bytes), PeerDesk(control)
     tcp = TcpTransport(socket.socket(fileno=listen_fd), first.owner, first.key, desk, first.tls)
-    tcp.register(region)
+    tcp.register(region if not region.pools else NOTHING)
     reads: dict[str, Reads] = {TCP: tcp}
     holds, missing = None, ""
     if first.transport != TCP:
@@ -235,6 +245,18 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     tcp.serve(holds)
     control.send(Ready(os.getpid(), TCP if holds is None else first.transport, missing))
     Worker(control, region, desk, reads).serve()
+
+
+def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_bytes: int) -> Region:
+    if arena is None:
+        ends = list(itertools.accumulate(pool.nbytes for pool in first.pools))
+        starts = [
+            arena_bytes - ends[-1] + end - pool.nbytes
+            for end, pool in zip(ends, first.pools, strict=True)
+        ]
+        pools = tuple(map(PlacedPool, starts, first.pools))
+        return Region(0, arena_bytes, "cuda", pools=pools)
+    return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
 
 
 def _engine(first: Configure, region: Region, desk: PeerDesk) -> tuple[HeldReads, Holds]:

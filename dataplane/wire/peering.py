@@ -47,7 +47,7 @@ class PeerHello(Body, tag=100):
 
     epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of each bulk
     worker. bulk_fingerprint: SHA-256 in hex of the certificate that they show; "": they speak no
-    TLS."""
+    TLS. device_bulk: as `bulk`, of the workers that move device memory within a host."""
 
     versions: tuple[int, int]
     plane: str
@@ -59,6 +59,7 @@ class PeerHello(Body, tag=100):
     bulk: list[str]
     max_frame_bytes: int = MAX_FRAME_BYTES
     bulk_fingerprint: str = ""
+    device_bulk: list[str] = []
 
 
 class Enter(Body, tag=101):

@@ -135,7 +135,8 @@ def test_values_on_a_device_of_another_host_are_pulled(
     both = {"a": "twin:32MiB", "b": "twin:32MiB"}
     cluster.start("a", "b", arena="64MiB", devices=both, metrics={"a": address})
     arrays = values(12, 200_000)
-    with cluster.connect("a") as a, cluster.connect("b") as b:
+    far = dataplane.connect("b", plane=PLANE, devices="off")
+    with cluster.connect("a") as a, far as b:
         part = a.partition("p", stages={"s": ["hidden", "text"]})
         part.put({"hidden": given(device, arrays), "text": [str(i) for i in range(12)]})
         small = a.partition("small", stages={"s": ["hidden"]})
@@ -157,6 +158,60 @@ def test_values_on_a_device_of_another_host_are_pulled(
         shown = scrape(address)
         assert shown.value("dataplane_device_staged_bytes_total", device="twin:0") == staged
         assert shown.value("dataplane_device_free_bytes", device="twin:0") == 32 * MIB
+
+
+def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_host(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    both = {"a": "twin:32MiB", "b": "twin:30MiB"}
+    cluster.start("a", "b", arena="64MiB", devices=both)
+    arrays = values(12, 200_000)
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", stages={"s": ["hidden", "text", "tiny"]}, free="drop")
+        tiny = values(12, 100)
+        columns = {"hidden": given(device, arrays), "text": [str(row) for row in range(12)]}
+        part.put(columns | {"tiny": given(device, tiny)}, key=list(range(12)))
+        batch = b.partition("p").claim("s", rows=12, timeout=20)
+        order = [int(key) for key in batch.keys]
+        assert all(isinstance(one, TwinArray) for one in batch["hidden"])
+        assert same(batch["hidden"], [arrays[row] for row in order])
+        assert same(batch["tiny"], [tiny[row] for row in order])
+        assert list(batch["text"]) == [str(row) for row in order]
+        assert on_device(a)["staged_bytes"] == 0, "something went by way of the host"
+        assert on_device(a)["to_others"]["same_host"] == {"runs": "cuda_ipc", "refused": {}}
+        cached = on_device(b)["cached_bytes"]
+        assert cached >= sum(array.nbytes for array in arrays)
+        again = b.partition("p").get(keys=list(range(12)))
+        assert same(again["hidden"], arrays) and on_device(b)["cached_bytes"] == cached
+        with dataplane.connect("b", plane=PLANE, devices="off") as other:
+            plain = other.partition("p").get(keys=list(range(12)))
+            assert all(isinstance(one, np.ndarray) for one in plain["hidden"])
+            assert same(plain["hidden"], arrays)
+        del batch, again, plain
+        until(lambda: on_device(b)["pinned_bytes"] == 0, "nobody reads")
+        own = b.partition("own", free="drop")
+        own.put({"x": given(device, values(5, 4 * MIB))}, key=list(range(5)), timeout=20)
+        for field in "yz":
+            own.put({field: given(device, values(5, 900_000))}, key=list(range(5)), timeout=20)
+        assert on_device(b)["cached_bytes"] < cached, "copies are in the way of values"
+        assert same(b.partition("p").get(keys=[3, 4])["hidden"], arrays[3:5])
+
+
+def test_a_peer_whose_device_is_full_reads_others_by_way_of_the_host(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    both = {"a": "twin:32MiB", "b": "twin:4MiB"}
+    cluster.start("a", "b", arena="64MiB", devices=both)
+    arrays = values(2, 3 * MIB)
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", free="drop")
+        part.put({"x": given(device, arrays)}, key=[0, 1])
+        for _ in range(2):
+            found = b.partition("p").get(keys=[0, 1])
+            assert same(found["x"], arrays)
+        cluster.peers["a"].kill()
+        cluster.peers["a"].wait()
+        assert same(found["x"], arrays)
 
 
 def test_a_client_on_another_device_of_the_host_gets_copies_made_by_that_device(

@@ -30,6 +30,12 @@ class TestTwoSided(TransportConformance):
     transport = "post"
 
 
+class TestDeviceMemory(TransportConformance):
+    """`cuda_ipc` over the twin."""
+
+    transport = "twin_ipc"
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [("nowhere", "no installed package brings"), ("stranger", "not a subclass of Transport")],

@@ -1,0 +1,198 @@
+"""Device memory of another peer of this host, copied by the GPU itself: CUDA IPC.
+
+Runs in a bulk worker of its own, whose region is the device arenas of its peer. The card names the
+pools by their IPC handles; a reader opens its own pools and the owner's when it first needs them,
+and its device copies from pool to pool, also from one GPU to another where these have access to
+each other. Nothing here knows CUDA: the twin in host memory is read the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
+from dataplane.memory.device import Device, Event, Pool, PoolHandle, device_of
+from dataplane.transport.seam import (
+    Capabilities,
+    PlacedPool,
+    ReadRequest,
+    Region,
+    RegionKey,
+    Remote,
+    Transport,
+)
+from dataplane.wire.tables import Owner
+
+NAME = "cuda_ipc"
+POLL_S = 0.0002
+CHECK_S = 0.1
+FINISH_S = 10.0
+Opened = tuple[PlacedPool, Pool]
+
+
+class Card(msgspec.Struct, array_like=True):
+    """host: where these handles mean anything. pools: where each begins in the region."""
+
+    host: str
+    pools: list[tuple[int, PoolHandle]]
+
+
+class _Theirs:
+    """Pools of one owner, opened by a device of ours each; open for as long as a read uses them."""
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[bytes, str], Pool] = {}
+        self.users = 0
+        self.gone = False
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
+
+
+class CudaIpcTransport(Transport):
+    capabilities = Capabilities(
+        NAME, frozenset({"cuda"}), one_sided=True, needs_target_progress=False
+    )
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner)
+        self._lock = threading.Lock()
+        self._placed: tuple[PlacedPool, ...] = ()
+        self._mine: list[tuple[PlacedPool, Device, Pool]] = []
+        self._theirs: dict[Owner, _Theirs] = {}
+
+    def register(self, region: Region) -> RegionKey:
+        if not region.pools:
+            raise TransportMissing(
+                f"{NAME} moves device memory only, between device arenas: it runs beside another "
+                "transport, never instead of one",
+                transport=NAME,
+            )
+        self._placed = region.pools
+        card = Card(this_host(), [(pool.start, pool.handle) for pool in region.pools])
+        return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(card))
+
+    def read(self, request: ReadRequest) -> None:
+        held = request.held
+        assert held is not None
+        card = _card(held.key)
+        copies = request.copies
+        places = zip(
+            copies["dest"].tolist(), held.sources.tolist(), copies["nbytes"].tolist(), strict=True
+        )
+        used: dict[str, Device] = {}
+        with self._using(request.remote.owner) as theirs:
+            try:
+                for dest, source, nbytes in places:
+                    device, target = self._target(dest, nbytes)
+                    address = self._source(theirs, card, device, source, nbytes)
+                    used[device.identity] = device
+                    device.copy(target, address, nbytes)
+                self._wait(list(used.values()), request)
+            except BaseException:
+                # Until the devices are done something may still be written.
+                while not all(device.finish(FINISH_S) for device in used.values()):
+                    pass
+                raise
+
+    def _wait(self, devices: list[Device], request: ReadRequest) -> None:
+        """Until all copies are there."""
+        assert request.held is not None
+        marks: list[Event] = []
+        looked = time.monotonic()
+        try:
+            for device in devices:
+                marks.append(device.event())
+                marks[-1].record()
+            while not all(mark.done() for mark in marks):
+                time.sleep(POLL_S)
+                if time.monotonic() - looked > CHECK_S or request.cancelled.is_set():
+                    request.held.check()
+                    looked = time.monotonic()
+        finally:
+            for mark in marks:
+                mark.close()
+
+    def _target(self, dest: int, nbytes: int) -> tuple[Device, int]:
+        """Which device writes there, and the address."""
+        with self._lock:
+            if not self._mine:
+                self._mine = [_own(placed) for placed in self._placed]
+        for placed, device, pool in self._mine:
+            if placed.holds(dest, nbytes):
+                return device, pool.address + dest - placed.start
+        raise ProtocolError(f"{nbytes} bytes at {dest} are in no device arena of this peer")
+
+    def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
+        """The address of these bytes of the owner as this device reaches them."""
+        for start, handle in card.pools:
+            if PlacedPool(start, handle).holds(source, nbytes):
+                pool = self._open(theirs, handle, device)
+                return pool.address + source - start
+        raise ProtocolError(f"{nbytes} bytes at {source} are in no device arena of the owner")
+
+    def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
+        with self._lock:
+            key = handle.raw, device.identity
+            if key not in theirs.pools:
+                same = handle.device == device.identity
+                theirs.pools[key] = device.open(handle) if same else device.reach(handle)
+            return theirs.pools[key]
+
+    @contextmanager
+    def _using(self, owner: Owner) -> Iterator[_Theirs]:
+        with self._lock:
+            theirs = self._theirs.setdefault(owner, _Theirs())
+            theirs.users += 1
+        try:
+            yield theirs
+        finally:
+            with self._lock:
+                theirs.users -= 1
+                if theirs.gone and not theirs.users:
+                    theirs.close()
+
+    def forget(self, remote: Remote) -> None:
+        with self._lock:
+            theirs = self._theirs.pop(remote.owner, None)
+            if theirs is not None:
+                theirs.gone = True
+                if not theirs.users:
+                    theirs.close()
+
+    def close(self) -> None:
+        """The process ends: the driver closes what is open."""
+
+
+def this_host() -> str:
+    """The same for processes that can open each other's handles: one kernel, one PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _card(key: RegionKey) -> Card:
+    try:
+        card = msgspec.msgpack.decode(key.card, type=Card)
+    except msgspec.MsgspecError as exc:
+        raise TransferFailed(f"the owner's card is none of {NAME}: {exc}") from exc
+    if card.host != this_host():
+        raise TransportMissing(
+            f"the owner is on another host, or in another PID namespace: {NAME} does not reach it",
+            transport=NAME,
+        )
+    return card
+
+
+def _own(placed: PlacedPool) -> tuple[PlacedPool, Device, Pool]:
+    device = device_of(placed.handle)
+    return placed, device, device.open(placed.handle)

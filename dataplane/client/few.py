@@ -19,7 +19,7 @@ from dataplane.client.values import Buffer, Prepared, Strip
 from dataplane.client.written import Cells, Written
 from dataplane.memory.mapping import WriteMaps
 from dataplane.memory.placement import place
-from dataplane.wire.limits import ALIGNMENT_BYTES, PACK_LIMIT_BYTES
+from dataplane.wire.limits import ALIGNMENT_BYTES, CARRIED, PACK_LIMIT_BYTES
 from dataplane.wire.records import EXTENT, U4, VALUE
 from dataplane.wire.tables import Spec
 
@@ -56,6 +56,14 @@ class Few:
         ranges = [self.block, *self.large] if self.block else self.large
         for source, offset, size in zip(ranges, offsets, self.sizes, strict=True):
             writes.view(offset, size)[:] = np.frombuffer(source, np.uint8)
+
+    def riding(self) -> Written:
+        """As the parts of a message that has the values in it."""
+        ranges = np.array([(CARRIED, size) for size in self.sizes], EXTENT)
+        parts: list[Buffer] = [self.block]
+        for value, size in zip(self.large, self.sizes[1 if self.block else 0 :], strict=True):
+            parts += (value, _PADDING[room(size) - size])
+        return Written(self.cells, self.specs, ranges, carried=b"".join(parts))
 
     def written(self, offsets: list[int]) -> Written:
         """As the parts of a message."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments
+from dataplane.client.carrying import landed
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -31,7 +33,7 @@ from dataplane.client.core import (
 from dataplane.client.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.writing import write_columns
 from dataplane.client.written import Written, beside
-from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired
+from dataplane.errors import BackPressure, FieldExists, InvalidCall, InvalidRows, LeaseExpired
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
@@ -176,10 +178,12 @@ class Lease:
             )
         if (devices := self.handle.session.devices) is not None:
             devices.tell_of_host_copies(columns, "what is added to a batch always is")
-        written = yield from write_columns(self.handle, columns, self.n, Deadline(timeout))
+        riding = sum(len(part.carried) for part in self._added)
+        deadline = Deadline(timeout)
+        written = yield from write_columns(self.handle, columns, self.n, deadline, riding)
         size = sum(part_bytes(part) for part in [*self._added, written])
         if size > MAX_FRAME_BYTES // 2:
-            self.handle.session.keep(written.ranges)
+            self.handle.session.keep(written.extents)
             raise InvalidRows(
                 f"what was added to these {self.n} rows needs a message of {size} bytes: claim "
                 "fewer rows at a time",
@@ -245,10 +249,9 @@ class Lease:
             self._lost.update(self.added)
             self._added = []
             session.keep(unused)
-            body.columns, body.specs = written.columns(), written.specs
-            body.ranges, body.shared = written.ranges.tobytes(), written.shared.tobytes()
-            body.want_bytes = written.nbytes
-        done = yield from self._send(body, timeout)
+            done = yield from self._ack_with(body, written, timeout)
+        else:
+            done = yield from self._send(body, timeout)
         self._lost.clear()
         if isinstance(done, PutDone):
             session.keep(np.frombuffer(done.extents, EXTENT))
@@ -259,6 +262,18 @@ class Lease:
                     self.handle.name,
                     done.kept,
                 )
+
+    def _ack_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+        """Once more where what the message carries finds no room."""
+        try:
+            return (yield from self._send(_with(body, written), timeout))
+        except BackPressure:
+            if not written.carried:
+                raise
+        deadline = Deadline(timeout)
+        generation = yield from self.handle.attach(deadline)
+        written = yield from landed(self.handle, generation, written, lambda: True, deadline)
+        return (yield from self._send(_with(body, written), timeout))
 
     def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
         """Finish is answered with PutDone where values came along, else Done will do."""
@@ -282,7 +297,7 @@ class Lease:
         self.state = state
         session.leases.discard(self.id)
         for part in self._added:
-            session.keep(part.ranges)
+            session.keep(part.extents)
         self._added = []
 
     def positions(
@@ -305,13 +320,25 @@ class Lease:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":
             self.state = "released"
-            self.handle.session.abandon(self.id, [part.ranges for part in self._added])
+            self.handle.session.abandon(self.id, [part.extents for part in self._added])
 
     def __del__(self) -> None:
         self.abandon()
 
 
+def _with(body: Finish, written: Written) -> Finish:
+    return msgspec.structs.replace(
+        body,
+        columns=written.columns(),
+        specs=written.specs,
+        ranges=written.ranges.tobytes(),
+        shared=written.shared.tobytes(),
+        want_bytes=written.nbytes,
+        carried=written.carried,
+    )
+
+
 def part_bytes(written: Written) -> int:
     """What these values add to a message."""
     cells = sum(c.values.nbytes + c.leaves.nbytes + 4 * len(c.values) for c in written.cells)
-    return cells + written.ranges.nbytes + 64 * len(written.specs)
+    return cells + len(written.carried) + written.ranges.nbytes + 64 * len(written.specs)

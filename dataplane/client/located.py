@@ -21,8 +21,8 @@ from dataplane.client.devices import Devices, Opened
 from dataplane.client.parcel import Parcel
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, PreparedColumn, Specs, Strip, checked_name
-from dataplane.client.writing import RUN_BYTES, Continuing, written_of
-from dataplane.client.written import Written
+from dataplane.client.writing import RUN_BYTES, Continuing
+from dataplane.client.written import Written, written_of
 from dataplane.errors import InvalidCall, InvalidRows
 from dataplane.memory.device import Device, Located
 from dataplane.memory.placement import place, remainder

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import parcel as parcels_of
+from dataplane.client.carrying import carries, landed, riding
 from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
 from dataplane.client.few import Few, lay_few
 from dataplane.client.filling import fill
@@ -29,11 +30,11 @@ from dataplane.client.rows import (
 )
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, prepare
-from dataplane.client.written import Cells, Written, beside
-from dataplane.errors import DataplaneError, PutIncomplete
+from dataplane.client.written import Written, beside, written_of
+from dataplane.errors import BackPressure, DataplaneError, PutIncomplete
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
-from dataplane.wire.records import EXTENT, KEY, RANGE, U4, U8, column
+from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
 from dataplane.wire.tables import Scalar
 
 RUN_BYTES = 256 << 20
@@ -45,7 +46,6 @@ MESSAGE_BYTES = 16 << 20
 """A message of rows is kept to about this size."""
 
 _POPULATE_BYTES = 64 << 10
-_FEW_SPECS = 64
 _NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
 
 Records = npt.NDArray[Any]
@@ -80,6 +80,9 @@ class Putting:
 
     def put_few(self, few: Few) -> Operation[None]:
         """All in one message."""
+        if carries(self.handle, few.nbytes):
+            yield from self._send(few.riding(), None, 0)
+            return
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
@@ -103,16 +106,21 @@ class Putting:
         """One message; the number of parcels that it committed."""
         for other in self.elsewhere:
             run = run[: other.upto(done, done + len(run))]
-        filled = yield from write_run(
-            self.handle, self.generation, run, self._continues, self.deadline
-        )
-        rows, written = filled.parcel.rows, filled.written()
+        joined, ahead = parcels_of.join(run), 0
+        count, rows = len(run), joined.rows
+        if carries(self.handle, joined.nbytes) and not len(joined.digests):
+            written = riding(joined)
+        else:
+            filled = yield from write_run(
+                self.handle, self.generation, run, self._continues, self.deadline
+            )
+            count, rows, written = filled.count, filled.parcel.rows, filled.written()
+            ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
         if self.elsewhere:
-            written = yield from self._with_elsewhere(written, slice(done, done + filled.count))
-        ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
+            written = yield from self._with_elsewhere(written, slice(done, done + count))
         yield from self._send(written, whole(rows, len(self.identity)), ahead)
         self.committed_rows.append(rows)
-        return filled.count
+        return count
 
     def _with_elsewhere(self, written: Written, which: slice) -> Operation[Written]:
         """With the values of these parcels that go to other memory."""
@@ -125,7 +133,7 @@ class Putting:
                 parts.append(part)
         except BaseException:
             for part in parts:
-                session.keep(part.ranges)
+                session.keep(part.extents)
             session.pinned(written.pin)
             raise
         return beside(parts)
@@ -136,6 +144,18 @@ class Putting:
         return self.handle.session.familiar.knows(familiar)
 
     def _send(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
+        """The message of the rows at `index`; once more where what it carries finds no room."""
+        try:
+            yield from self._tell(written, index, ahead_bytes)
+        except BackPressure:
+            if not written.carried:
+                raise
+            written = yield from landed(
+                self.handle, self.generation, written, self._continues, self.deadline
+            )
+            yield from self._tell(written, index, ahead_bytes)
+
+    def _tell(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
         """The message of the rows at `index`, and what its answer grants."""
         session = self.handle.session
         body = Put(
@@ -152,6 +172,7 @@ class Putting:
             written.digests.tobytes(),
             written.digest_index.tobytes(),
             ahead_bytes,
+            carried=written.carried,
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)
@@ -182,17 +203,22 @@ class Putting:
 
 
 def write_columns(
-    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline
+    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline, carried_bytes: int
 ) -> Operation[Written]:
-    """Copy new fields of n leased rows into the arena; nothing is committed yet."""
+    """Copy new fields of n leased rows into the arena; nothing is committed yet. carried_bytes:
+    what rides in the same message already."""
     session = handle.session
     prepared = prepare(columns, n, ())
     few = lay_few(prepared)
     if few is not None:
         generation = yield from handle.attach(deadline)
+        if carries(handle, carried_bytes + few.nbytes):
+            return few.riding()
         return (yield from write_few(handle, generation, few, lambda: True, deadline))
     parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None), n << 6)
     generation = yield from handle.attach(deadline)
+    if carries(handle, carried_bytes + parcels[0].nbytes) and len(parcels) == 1:
+        return riding(parcels[0])
     ranges: list[Records] = []
     done = 0
     try:
@@ -342,22 +368,6 @@ def share(session: Session, run: list[Parcel], reserved: Reserved, asked: int) -
 
 
 # messages
-
-
-def written_of(
-    parcel: Parcel, ranges: Records, shared: Records | None = None, pin: int = 0
-) -> Written:
-    """A parcel in the arena as the parts of a message, with no more specs than it uses."""
-    cells = [Cells(*c) for c in parcel.cells]
-    specs = parcel.specs
-    if len(specs) > _FEW_SPECS:
-        used = np.unique(np.concatenate([r["spec"] for c in cells for r in (c.values, c.leaves)]))
-        renumber = np.zeros(len(specs), U4)
-        renumber[used] = np.arange(len(used), dtype=U4)
-        cells = [c.respecified(renumber) for c in cells]
-        specs = [specs[i] for i in used.tolist()]
-    shared = _NO_RANGES if shared is None else shared
-    return Written(cells, specs, ranges, shared, pin, parcel.digests, parcel.digest_ranges)
 
 
 def whole(rows: Index, n: int) -> Index | None:

@@ -1,4 +1,4 @@
-"""Values that lie in the arena and wait for the message that commits them.
+"""Values that lie in the arena, or ride, and wait for the message that commits them.
 
 Their records point into two columns of that message: the ranges that were written, then those that
 are shared with earlier values. Joining keeps the records right. Pure columns, no I/O.
@@ -7,16 +7,22 @@ are shared with earlier values. Joining keeps the records right. Pure columns, n
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client.parcel import Parcel
+from dataplane.memory.extents import padded
+from dataplane.wire.limits import CARRIED
 from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, VALUE
 from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[Any]
+_FEW_SPECS = 64
+_NO_RANGES = np.zeros(0, RANGE)
 Index = npt.NDArray[np.intp]
 
 
@@ -72,7 +78,9 @@ def _shift(records: Records, ranges: Records, specs: int) -> Records:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Cells of some rows and where their bytes lie. `ranges`: EXTENT, `shared`: RANGE records."""
+    """Cells of some rows and where their bytes lie. `ranges`: EXTENT, `shared`: RANGE records.
+
+    carried: the bytes of those ranges whose offset is CARRIED, in order, each padded to 64."""
 
     cells: list[Cells]
     specs: list[Spec]
@@ -81,10 +89,17 @@ class Written:
     pin: int = 0
     digests: Records = dataclasses.field(default_factory=lambda: np.zeros(0, DIGEST))
     digest_index: Records = dataclasses.field(default_factory=lambda: np.zeros(0, U4))
+    carried: bytes = b""
+
+    @property
+    def extents(self) -> Records:
+        """Those of `ranges` that are in the arena."""
+        return self.ranges[self.ranges["offset"] != CARRIED] if self.carried else self.ranges
 
     @property
     def nbytes(self) -> int:
-        return int(self.ranges["length"].sum())
+        """What was written into the arena."""
+        return int(self.extents["length"].sum())
 
     @property
     def fields(self) -> list[str]:
@@ -102,6 +117,8 @@ class Written:
         renumber = np.zeros(len(self.ranges) + len(self.shared), U4)
         renumber[used] = np.arange(len(used), dtype=U4)
         unused = np.delete(self.ranges, own)
+        if self.carried:
+            unused = unused[unused["offset"] != CARRIED]
         kept = np.isin(self.digest_index, own)
         return replace(
             self,
@@ -110,7 +127,16 @@ class Written:
             shared=self.shared[shared - len(self.ranges)],
             digests=self.digests[kept],
             digest_index=renumber[self.digest_index[kept]],
+            carried=b"".join(part for index, part in self.riding() if index in own),
         ), unused
+
+    def riding(self) -> Iterator[tuple[int, bytes]]:
+        """Which of `ranges` ride, and their bytes, padded."""
+        at = 0
+        for index in np.flatnonzero(self.ranges["offset"] == CARRIED).tolist():
+            end = at + int(padded(self.ranges["length"][index : index + 1])[0])
+            yield index, self.carried[at:end]
+            at = end
 
 
 def beside(parts: list[Written]) -> Written:
@@ -123,6 +149,22 @@ def beside(parts: list[Written]) -> Written:
         cells += [c.shifted(renumber, len(specs)) for c in part.cells]
         specs += part.specs
     return _joined(parts, cells, specs)
+
+
+def written_of(
+    parcel: Parcel, ranges: Records, shared: Records | None = None, pin: int = 0
+) -> Written:
+    """A parcel in the arena as the parts of a message, with no more specs than it uses."""
+    cells = [Cells(*c) for c in parcel.cells]
+    specs = parcel.specs
+    if len(specs) > _FEW_SPECS:
+        used = np.unique(np.concatenate([r["spec"] for c in cells for r in (c.values, c.leaves)]))
+        renumber = np.zeros(len(specs), U4)
+        renumber[used] = np.arange(len(used), dtype=U4)
+        cells = [c.respecified(renumber) for c in cells]
+        specs = [specs[i] for i in used.tolist()]
+    shared = _NO_RANGES if shared is None else shared
+    return Written(cells, specs, ranges, shared, pin, parcel.digests, parcel.digest_ranges)
 
 
 def _renumberings(parts: list[Written]) -> list[Records]:
@@ -149,4 +191,5 @@ def _joined(parts: list[Written], cells: list[Cells], specs: list[Spec]) -> Writ
         max(p.pin for p in parts),
         np.concatenate([p.digests for p in parts]),
         np.concatenate(indexes).astype(U4),
+        b"".join(p.carried for p in parts),
     )

@@ -18,6 +18,7 @@ from dataplane.errors import DataplaneError, LeaseExpired, StaleEpoch, Unavailab
 from dataplane.memory.admission import Admission
 from dataplane.metadata.references import by_owner
 from dataplane.peer import rows as rowset
+from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
@@ -38,6 +39,7 @@ class Finishing:
         leases: Leases,
         grants: Grants,
         copying: Copying,
+        carrying: Carrying,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -45,6 +47,7 @@ class Finishing:
         self.leases = leases
         self.grants = grants
         self.copying = copying
+        self.carrying = carrying
         self.settle = settle
         self.abandoned_leases = 0
         """that clients held when they ended"""
@@ -52,8 +55,12 @@ class Finishing:
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
-        with self.grants.unless_refused(session, body.ranges):
+        lease = None
+        if body.carried:
             lease = self.leases.of(session, body.lease, self.host.now())
+            self.carrying.land(session, self.host.entries.get(lease.partition), body)
+        with self.grants.unless_refused(session, body.ranges):
+            lease = lease or self.leases.of(session, body.lease, self.host.now())
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()

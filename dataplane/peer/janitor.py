@@ -43,6 +43,8 @@ class Janitor:
         self.expired_leases = 0
         self.expire: Callable[[float], int] = lambda now: 0
         """ends leases of this host's clients that are over their limit"""
+        self.tidy: Callable[[Sessions], None] = lambda sessions: None
+        """takes back what clients have not used for a while"""
         self.plane_is_wanted: Callable[[], bool] = lambda: False
         self._linger: tuple[float | None, float | None] | None = None  # until it runs
         self._faulted = 0
@@ -63,6 +65,7 @@ class Janitor:
                 if ended:
                     log.info("%d leases of %r were over their limit", len(ended), entry.name)
                     self.settle(entry)
+            self.tidy(self.sessions)
             self.budgets.look()  # what was promised and not used comes back by the clock
             if self.standstill.lasts(self.room.producers + self.budgets.producers > 0):
                 self.room.end_in_vain()

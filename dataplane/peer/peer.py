@@ -25,6 +25,7 @@ from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
 from dataplane.peer.budgets import Budgets
+from dataplane.peer.carrying import Carrying
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
@@ -64,6 +65,7 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
+from dataplane.wire.limits import MAX_CARRIED_BYTES
 from dataplane.wire.peering import Tally
 from dataplane.wire.records import EXTENT, column
 
@@ -118,6 +120,7 @@ class Peer:
             self.budgets,
         )
         self.grants = Grants(self.host, self.mesh, self.partitions, self.room, self.budgets)
+        self.carrying = Carrying(self.host, self.room, self.budgets)
         self.writing = Writing(
             self.host,
             self.mesh,
@@ -125,10 +128,17 @@ class Peer:
             self.routing,
             self.grants,
             self.copying,
+            self.carrying,
             self.settle,
         )
         self.finishing = Finishing(
-            self.host, self.mesh, self.leases, self.grants, self.copying, self.settle
+            self.host,
+            self.mesh,
+            self.leases,
+            self.grants,
+            self.copying,
+            self.carrying,
+            self.settle,
         )
         self.seats = Seats(self.host, self.mesh, self.partitions)
         self.changes = Changes(
@@ -168,6 +178,9 @@ class Peer:
         """the pins that answers to reads handed out, by operation"""
         self.sessions = Sessions(self.host, self._session_ended)
         self.door = Door(self.host, self.sessions, self._handlers(), self._unsent)
+        if config.client_bytes is None:  # else a put may have to wait for its client's views
+            self.door.carry_bytes = MAX_CARRIED_BYTES
+        self.room.on_wait.append(self._take_back_stretches)
         self.keeper = keeper_of(self.host, roster.members[0], config.roster)
         self.succession = Succession(
             self.host,
@@ -204,6 +217,7 @@ class Peer:
             self.host, self.sessions, self.room, self.budgets, self.standstill, self.settle
         )
         self.janitor.expire = self.finishing.expire
+        self.janitor.tidy = self.carrying.tidy
         self.janitor.plane_is_wanted = self.membership.plane_is_wanted
         self.membership.wanted = self.janitor.wanted
 
@@ -310,7 +324,13 @@ class Peer:
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
+        self.carrying.give_back([session])
         self.pinned.end(session.id)
+        self.room.pump()
+
+    def _take_back_stretches(self) -> None:
+        """Somebody begins to wait for room."""
+        self.carrying.give_back(self.sessions)
         self.room.pump()
 
     def _unsent(self, session: Session, request: m.Request, body: m.Body) -> None:

@@ -17,6 +17,7 @@ from dataplane.metadata.puts import PutPlan
 from dataplane.metadata.roster import Roster
 from dataplane.peer import rows as rowset
 from dataplane.peer.budgets import bytes_of
+from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host
@@ -38,6 +39,7 @@ class Writing:
         routing: Routing,
         grants: Grants,
         copying: Copying,
+        carrying: Carrying,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -46,10 +48,13 @@ class Writing:
         self.routing = routing
         self.grants = grants
         self.copying = copying
+        self.carrying = carrying
         self.settle = settle
         mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
+        if body.carried:
+            self.carrying.land(session, self.host.entries.get(body.partition), body)
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
             if entry is None or not self.routing.is_here(entry, body.rows):

@@ -40,6 +40,11 @@ PACK_BLOCK_BYTES = 65_536
 ALIGNMENT_BYTES = 64
 """Every range and every packed value starts at a multiple of this."""
 
+MAX_CARRIED_BYTES = 32_768
+"""Of values that ride in a message from a client."""
+CARRIED = 0xFFFF_FFFF_FFFF_FFFF
+"""`offset` of a written extent whose bytes ride in the message."""
+
 NO_GROUP = 0xFFFF_FFFF
 ABSENT = 0xFFFF
 """`owner` of a value record of a row that lacks the field."""

@@ -1,7 +1,7 @@
 """The homes of stages that sit at this peer, and what this peer tells the homes elsewhere.
 
 A home holds soft state only (`metadata.homes`): who has how much ready, which claims wait. Its
-instructions are carried out here. Each peer reports a stage's figures when they changed, coalesced.
+instructions are carried out here. What this peer itself tells homes elsewhere is in `reports`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -32,18 +31,13 @@ from dataplane.metadata.instructions import (
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
+from dataplane.peer.reports import Reports, SeatKey
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Wait
-from dataplane.wire.peering import Counted, Demand, Report, Settled, Supplied, Withdraw
+from dataplane.wire.peering import Demand, Report, Settled, Supplied, Withdraw
 from dataplane.wire.tables import Where
 
 log = logging.getLogger(__name__)
-
-REPORT_DELAY_S = 0.002
-"""How long changes of a stage are gathered before its home elsewhere is told."""
-
-SeatKey = tuple[str, int, str]
-_figures = attrgetter(*Counted.__struct_fields__)
 
 
 @dataclass(slots=True)
@@ -78,10 +72,7 @@ class Seats:
         self.mesh = mesh
         self.partitions = partitions
         self._seats: dict[SeatKey, Seat] = {}
-        self._watched: dict[SeatKey, list[Where]] = {}
-        self._due: set[tuple[SeatKey, str]] = set()
-        """what is to be reported to which home"""
-        self._turns: WeakValueDictionary[tuple[SeatKey, str], asyncio.Lock] = WeakValueDictionary()
+        self.reports = Reports(host, mesh, self.anew)
         partitions.on_phase.append(self._on_phase)
         mesh.on_parted.append(self._tell_again)
         mesh.handlers |= {
@@ -92,54 +83,32 @@ class Seats:
             Wait: self._wait,
         }
 
-    # what this peer tells
-
     def changed(self, entry: Entry, stages: set[str]) -> None:
         """Figures of these stages changed here."""
-        for stage in stages:
-            key = (entry.name, entry.generation, stage)
-            home = self.host.roster.stage_home(entry.name, stage)
-            if home == self.host.address:
-                seat = self._seats.get(key)
-                if seat is not None:
-                    self._refresh(seat)
-                    self._pump(seat)
-            elif (key, home) not in self._due:
-                self._due.add((key, home))
-                asyncio.get_running_loop().call_later(
-                    REPORT_DELAY_S, self._send_report, home, entry, stage
-                )
+        self._tell_homes(entry, stages, self.reports.changed)
 
-    def _send_report(self, home: str, entry: Entry, stage: str) -> None:
-        self.mesh.spawn(self._report_to(home, entry, stage))
+    def anew(self, entry: Entry, stages: set[str]) -> None:
+        """Their homes may know nothing of these stages here."""
+        self._tell_homes(entry, stages, self.reports.anew)
+
+    def _tell_homes(
+        self, entry: Entry, stages: set[str], report: Callable[[str, Entry, str], None]
+    ) -> None:
+        for stage in stages:
+            home = self.host.roster.stage_home(entry.name, stage)
+            if home != self.host.address:
+                report(home, entry, stage)
+                continue
+            seat = self._seats.get((entry.name, entry.generation, stage))
+            if seat is not None:
+                self._refresh(seat)
+                self._pump(seat)
 
     async def tell(self, entry: Entry, stage: str) -> None:
         """Report a stage to its home now."""
         home = self.host.roster.stage_home(entry.name, stage)
         if home != self.host.address:
-            await self._report_to(home, entry, stage)
-
-    async def _report_to(self, home: str, entry: Entry, stage: str) -> None:
-        """One report at a time: each replaces those before it, so none may overtake another. A home
-        that cannot be reached is told later."""
-        key = (entry.name, entry.generation, stage)
-        turn = self._turns.setdefault((key, home), asyncio.Lock())
-        async with turn:
-            self._due.discard((key, home))
-            if self.host.entries.get(entry.name) is not entry:
-                return
-            roster = self.host.roster
-            if roster.stage_home(entry.name, stage) != home:
-                return
-            for where in [None, *self._watched.get(key, [])]:
-                counts = Counted(*_figures(entry.store.counts(stage, where)))
-                sealing = entry.store.sealing
-                body = Report(entry.name, entry.generation, stage, counts, sealing, where)
-                try:  # under another roster this peer may have more rows than it counted here
-                    await self.mesh.call(home, body, epoch=roster.epoch)
-                except DataplaneError:
-                    asyncio.get_running_loop().call_later(1.0, self.changed, entry, {stage})
-                    return
+            await self.reports.tell(home, entry, stage)
 
     def is_hungry(self, entry: Entry, stage: str) -> bool:
         """Does demand queue at a home that sits here?"""
@@ -151,7 +120,7 @@ class Seats:
         for entry in self.host.entries.values():
             stages = entry.definition.stages
             home = self.host.roster.stage_home
-            self.changed(entry, {s for s in stages if home(entry.name, s) == address})
+            self.anew(entry, {s for s in stages if home(entry.name, s) == address})
 
     # the home
 
@@ -161,7 +130,7 @@ class Seats:
             self._close(seat, "moved")
         self._seats.clear()
         for entry in self.host.entries.values():
-            self.changed(entry, set(entry.definition.stages))
+            self.anew(entry, set(entry.definition.stages))
 
     def _close(self, seat: Seat, outcome: str) -> None:
         seat.closed = True
@@ -185,7 +154,8 @@ class Seats:
     def _refresh(self, seat: Seat) -> None:
         """This peer's own figures, as they are now."""
         entry, here = seat.entry, self.host.address
-        for where in [None, *self._watched.get((entry.name, entry.generation, seat.stage), [])]:
+        key = (entry.name, entry.generation, seat.stage)
+        for where in [None, *self.reports.watched.get(key, [])]:
             counts = entry.store.counts(seat.stage, where)
             if where is None:
                 seat.counts[here] = counts
@@ -331,12 +301,9 @@ class Seats:
 
     async def _watch(self, caller: Caller, body: peering.Watch) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation, body.stage)
-        watched = self._watched.setdefault((body.partition, body.generation, body.stage), [])
-        if body.where is not None and body.on and body.where not in watched:
-            watched.append(body.where)
-        elif not body.on and body.where in watched:
-            watched.remove(body.where)
-        self.changed(entry, {body.stage})
+        if body.where is not None:
+            self.reports.watch(entry, body.stage, body.where, body.on)
+        self.anew(entry, {body.stage})
         return Done()
 
     # waiting without claiming
@@ -396,5 +363,4 @@ class Seats:
                 self._refresh(seat)
                 self._pump(seat)
         if phase == "dropped":
-            for key in [k for k in self._watched if k[:2] == entry.key]:
-                del self._watched[key]
+            self.reports.forget(entry)

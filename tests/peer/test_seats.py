@@ -12,11 +12,12 @@ from dataplane.errors import Unavailable
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.reports import Reports
 from dataplane.peer.seats import Seats
 from dataplane.wire.messages import Body, Done, Want
 from dataplane.wire.peering import Counted, Demand, Order, Report, Settled, Supplied
 from dataplane.wire.tables import Definition
-from tests.metadata.stores import put
+from tests.metadata.stores import put, take
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 ROSTER = Roster.from_seeds([HERE, THERE])
@@ -60,9 +61,12 @@ class Wires:
         return [body for _, body in self.sent if isinstance(body, kind)]
 
 
+def entry_of(name: str) -> Entry:
+    return Entry(name, 1, DEFINITION, JournaledStore(name, DEFINITION, 1, itertools.count(1)))
+
+
 def seats_of(name: str, wires: Wires) -> tuple[Seats, Entry]:
-    store = JournaledStore(name, DEFINITION, 1, itertools.count(1))
-    entry = Entry(name, 1, DEFINITION, store)
+    entry = entry_of(name)
     host = SimpleNamespace(address=HERE, roster=ROSTER, entries={name: entry})
 
     async def found(partition: str, generation: int, stage: str = "") -> Entry:
@@ -108,6 +112,30 @@ async def test_a_report_waits_for_the_one_before_so_that_the_home_keeps_the_newe
         answer.set_result(Done())
         await settle_down()
     assert [counts.ready_rows for counts in kept] == [1, 3]
+
+
+async def test_rows_that_came_are_told_before_rows_that_went_and_both_in_one_report() -> None:
+    wires = Wires()
+    roster = SimpleNamespace(stage_home=lambda partition, stage: THERE, epoch=ROSTER.epoch)
+    went, came = entry_of("went"), entry_of("came")
+    entries = {entry.name: entry for entry in (went, came)}
+    host = SimpleNamespace(address=HERE, roster=roster, entries=entries)
+    reports = Reports(host, wires, lambda entry, stages: None)  # type: ignore[arg-type]
+    for entry in (went, came):
+        put(entry.store, ["a", "b", "c"])
+        reports.changed(THERE, entry, "s")
+    for _ in range(2):
+        await until(lambda: bool(wires.held))
+        wires.held.pop()[1].set_result(Done())
+    take(went.store, "s", Want("rows", 2, 2))
+    reports.changed(THERE, went, "s")
+    put(came.store, ["d"])
+    reports.changed(THERE, came, "s")
+    put(came.store, ["e"])
+    reports.changed(THERE, came, "s")
+    await until(lambda: len(wires.held) == 2)
+    told = [(body.partition, body.counts.ready_rows) for body, _ in wires.held]  # type: ignore[attr-defined]
+    assert told == [(came.name, 5), (went.name, 1)]
 
 
 async def test_a_report_counts_under_the_roster_in_which_it_was_made() -> None:

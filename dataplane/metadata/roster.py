@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,17 @@ class Roster:
     def backup_of(self, address: str) -> tuple[str | None, bool]:
         """(who backs up this member's shards, whether it has everything). All go to one peer, so
         that their operations are shipped as one sequence."""
-        shards = self.shards_of(address)
+        known = self._backups.get(address)
+        if known is None:
+            known = self._backups[address] = self._backup_of(self.shards_of(address))
+        return known
+
+    @cached_property
+    def _backups(self) -> dict[str, tuple[str | None, bool]]:
+        """By member: asked with every request, and a roster never changes."""
+        return {}
+
+    def _backup_of(self, shards: U2Column) -> tuple[str | None, bool]:
         if not len(shards) or self.backups[shards[0]] == NO_BACKUP:
             return None, False
         return self.members[int(self.backups[shards[0]])], bool(self.in_sync[shards].all())

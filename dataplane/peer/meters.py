@@ -79,13 +79,19 @@ class Meters:
             return
         self.calls[name].add(time.monotonic() - began)
         if isinstance(answer, m.Failed):
-            self.failures.add(answer.code, 1)
+            if not (answer.code == "BackPressure" and _carries(request)):
+                self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
             self.put_rows += rowset.count(request.rows)
             self.put_bytes += _nbytes(request.columns, VALUE)
         elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
             self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
             self.claimed_bytes.add(request.stage, _nbytes(answer.table.columns, PLACE))
+
+
+def _carries(request: m.Body) -> bool:
+    """Then its client reserves room now, and only that may fail."""
+    return isinstance(request, m.Put | m.Finish) and bool(request.carried)
 
 
 def _nbytes(columns: Iterable[Column], dtype: np.dtype[np.void]) -> int:

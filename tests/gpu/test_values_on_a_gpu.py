@@ -133,3 +133,24 @@ def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
     if what == "views":
         part.claim("s", rows=4, timeout=20).ack()
     all_free(plane)
+
+
+def test_values_go_from_one_peer_to_another_on_the_same_gpu(run_dir: Any) -> None:
+    torch = pytest.importorskip("torch")
+    cluster = Cluster(run_dir)
+    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
+    try:
+        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
+        with (
+            dataplane.connect("a", plane=PLANE, devices="required") as a,
+            dataplane.connect("b", plane=PLANE, devices="required") as b,
+        ):
+            a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
+            rows = b.partition("p").get(keys=list(range(8)))
+            found = rows.torch("x", device="cuda")
+            assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
+            assert figures(a)["to_others"]["same_host"] == {"runs": "cuda_ipc", "refused": {}}
+            assert figures(a)["staged_bytes"] == 0 and figures(b)["cached_bytes"] > 0
+            del rows
+    finally:
+        cluster.stop()

@@ -214,7 +214,7 @@ class Run:
             role.client.close()
         client = Client(self.cluster, self.cluster.places[0], "tidy")
         await client.connect()
-        defined = await client.call(m.Define(PARTITION, None), m.Defined)
+        defined = await client.call(m.Define(PARTITION, self.definition), m.Defined)
         await client.call(m.Drop(PARTITION, defined.generation), m.Dropped)
         client.close()
         end = self.loop.now + TIDY_S

@@ -78,7 +78,7 @@ class Checkpoints:
 
     async def _census_here(self, caller: Caller, body: Census) -> Body:
         await self.host.informed()
-        return CensusDone(self.partitions.homes(), [], 0)
+        return CensusDone(self.partitions.homes.names(), [], 0)
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
         found: SurveyDone = await self._forward(body)

@@ -34,7 +34,7 @@ class Restating:
 
     def turned(self, old: Roster, new: Roster) -> None:
         given = gained(old, new)
-        self.partitions.turned(new)
+        self.partitions.homes.turned(new)
         # A process that is new as well has nothing to tell.
         known = {owner.peer for owner in new.owners if old.has(owner)}
         if self.host.address in given and not new.places_like(old):
@@ -78,7 +78,7 @@ class Restating:
         for names in body.names:
             self._enter(names)
         for known in body.partitions:
-            self.partitions.restate(caller.address, known)
+            self.partitions.homes.restate(caller.address, known)
         if body.last:
             self.host.untold.discard(caller.address)
             self._finish()
@@ -90,5 +90,5 @@ class Restating:
 
     def _finish(self) -> None:
         if not self.host.untold:
-            self.partitions.resume()
+            self.partitions.homes.resume()
             self.host.told()

@@ -104,11 +104,12 @@ def test_a_limit_begins_when_a_claim_is_met_and_not_while_it_waits(
     part = plane.partition("p", stages={"s": ["x"]})
     part.put({"x": [1]}, key=["k"], tags={"length": [4]})
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(part.claim, "s", budget={"length": 10}, lease=0.5, timeout=20)
+        waits = pool.submit(part.claim, "s", budget={"length": 10}, lease=2, timeout=30)
+        until(lambda: plane.stats()["waiting_claims"] == 1, "it waits")
         with pytest.raises(dataplane.ClaimTimeout):  # longer than the limit
-            part.claim("s", rows=1, timeout=1.5)
+            part.claim("s", rows=1, timeout=2.5)
         part.put({"x": [2, 3]}, key=["l", "m"], tags={"length": [4, 4]})
-        batch = waits.result(20)
+        batch = waits.result(30)
     assert sorted(batch.keys) == ["k", "l"]
     batch.ack()
     assert part.claim("s", rows=1, timeout=5).keys == ["m"]

@@ -14,7 +14,7 @@ import secrets
 from collections import deque
 from dataclasses import dataclass
 
-from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
 from dataplane.metadata.journal import dump
 from dataplane.metadata.roster import Roster
 from dataplane.peer.copying import Copying
@@ -138,11 +138,14 @@ class Shipping:
         while self.progress.required:
             # A backup that begins anew drops what it has: not while it may still be promoted.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
+        begun = False
         while True:
-            while not self._queue:
+            while begun and not self._queue:
                 self.synced = True
                 self._more.clear()
                 await self._more.wait()
+            # Also of nothing: the backup may have kept what there was in a stream before this one.
+            begun = True
             body, count = self._message(stream, first)
             try:
                 await self._append(backup, body)
@@ -182,8 +185,8 @@ class Shipping:
             try:
                 await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
                 return
-            except ProtocolError:
-                raise
             except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
+                if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
+                    raise
                 log.info("the backup %s is asked again: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)

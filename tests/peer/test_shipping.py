@@ -1,0 +1,98 @@
+"""The stream to the backup: how it begins, and what is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.metadata.journal import JournaledStore
+from dataplane.metadata.roster import Roster
+from dataplane.peer.host import Entry
+from dataplane.peer.progress import Progress
+from dataplane.peer.shipping import Shipping
+from dataplane.wire.rosters import Append
+from dataplane.wire.tables import Definition
+
+HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+
+
+class Backup:
+    """Answers as it is told to, and keeps what it got."""
+
+    def __init__(self) -> None:
+        self.got: list[Append] = []
+        self.refusals: list[DataplaneError] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def call(self, address: str, body: Append, **_: Any) -> None:
+        self.got.append(body)
+        await asyncio.sleep(0)
+        if self.refusals:
+            raise self.refusals.pop()
+
+    def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
+
+
+class Primary:
+    def __init__(self, backup: Backup) -> None:
+        seeds = Roster.from_seeds([HERE, THERE])
+        self.roster = dataclasses.replace(seeds, incarnations=(1, 2))
+        host: Any = SimpleNamespace(
+            address=HERE,
+            roster=self.roster,
+            entries={},
+            progress=Progress(),
+            now=lambda: 0.0,
+            another_roster=lambda *_: asyncio.sleep(0),
+        )
+        self.host = host
+        self.shipping = Shipping(host, backup, None)  # type: ignore[arg-type]
+        self.backup = backup
+
+    async def begin(self) -> None:
+        self.shipping.turned(self.roster)
+        while not self.shipping.synced:
+            await asyncio.sleep(0)
+
+    def declare(self) -> None:
+        definition = Definition({"s": ["x"]})
+        entry = Entry("p", 1, definition, JournaledStore("p", definition, 1, itertools.count(1)))
+        self.shipping.watch(entry)
+
+    async def end(self) -> None:
+        for task in self.backup.tasks:
+            task.cancel()
+        await asyncio.gather(*self.backup.tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("refusal", [StaleEpoch("another roster"), Unavailable("away")])
+async def test_a_backup_that_cannot_take_a_message_yet_is_sent_the_same_again(
+    refusal: DataplaneError,
+) -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    backup.refusals = [refusal]
+    primary.declare()
+    while len(backup.got) < 3:
+        await asyncio.sleep(0)
+    _, refused, again = backup.got
+    assert refused == again and len(refused.shipments) == 1
+    await primary.end()
+
+
+async def test_a_backup_hears_of_a_stream_that_begins_with_nothing() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    assert [(one.first, one.shipments) for one in backup.got] == [(0, [])]
+    await primary.end()

@@ -298,6 +298,7 @@ class Connection(asyncio.Protocol):
         call_deadline.set(began + limit_s(request))
         call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
+            self._session.check()
             if self._door.may_serve():
                 outcome = handler(self._session, request, request.body)
             else:

@@ -39,6 +39,12 @@ class Session:
     stretched_at: float = 0.0
     """when that was last used"""
 
+    def check(self) -> None:
+        """ClientClosed where its process exited before this request was read: what it were handed
+        now would never come back."""
+        if self.ended:
+            raise ClientClosed("this session has ended at the peer: connect again")
+
 
 class Sessions:
     """All sessions of this peer; `ended(session)` is called once, when its leases must end."""

@@ -13,12 +13,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 import dataplane
 from dataplane.wire import frames, limits
-from dataplane.wire.messages import Done, Failed, Hello, HelloDone, Request, Stats, Unpin, Welcome
+from dataplane.wire.messages import (
+    Define,
+    Done,
+    Failed,
+    Hello,
+    HelloDone,
+    Request,
+    Reserve,
+    Stats,
+    Unpin,
+    Welcome,
+)
+from dataplane.wire.tables import Definition
 from tests.end_to_end.conftest import PLANE, Cluster, until
 from tests.end_to_end.test_strangers_at_the_doors import peer_command, still_works
 
@@ -29,9 +42,10 @@ NOBODY = 65_534
 class Guest:
     """A client that speaks the protocol by hand."""
 
-    def __init__(self, path: Path) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(str(path))  # waits where many wait, which a time-out would not
+    def __init__(self, path: Path, connected: socket.socket | None = None) -> None:
+        self.sock = connected or socket.socket(socket.AF_UNIX)
+        if connected is None:
+            self.sock.connect(str(path))  # waits where many wait, which a time-out would not
         self.sock.settimeout(20)
 
     def body(self) -> Any:
@@ -120,6 +134,33 @@ def test_another_user_gets_nothing_from_a_peer(cluster: Cluster) -> None:
     with cluster.connect("a") as plane:
         assert plane.stats()["refused"] == 1
         still_works(plane)
+
+
+HAND_ON = """
+import socket, sys
+door, us = socket.socket(socket.AF_UNIX), socket.socket(fileno=int(sys.argv[2]))
+door.connect(sys.argv[1])
+socket.send_fds(us, [b"."], [door.fileno()])
+sys.stdin.read()
+"""
+
+
+def test_what_a_dead_process_left_in_its_connection_is_handed_nothing(cluster: Cluster) -> None:
+    cluster.start("a")
+    path, (ours, theirs) = path_of(cluster), socket.socketpair()
+    command = [sys.executable, "-I", "-S", "-c", HAND_ON, str(path), str(theirs.fileno())]
+    with ours, theirs, cluster.connect("a") as plane:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]):
+            door = socket.recv_fds(ours, 1, 1)[1][0]
+            guest = Guest(path, socket.socket(fileno=door)).enter()
+            guest.ask(Define("p", Definition({"s": ["x"]})))
+            defined = guest.body()
+        with guest.sock:
+            until(lambda: plane.stats()["clients"] == 1, "the process is seen to be gone")
+            guest.ask(Reserve("p", defined.generation, [np.array([9000], "<u8").tobytes()]))
+            refused = guest.body()
+            assert isinstance(refused, Failed) and refused.code == "ClientClosed"
+            assert plane.stats()["arena"]["granted_bytes"] == 0
 
 
 def test_one_connection_too_many_is_refused_and_the_others_go_on(

@@ -1,4 +1,4 @@
-"""The peer, put together: which part handles which message, and what follows from a change.
+"""The peer, put together: its parts, its life, and what follows from a change.
 
 `settle` is called after everything that changed a store: references that ended go to their owners,
 waiting puts are looked at, and the homes learn what became ready.
@@ -12,8 +12,6 @@ import functools
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
-from typing import Any
 
 from dataplane.errors import PartitionGone
 from dataplane.launch.config import MIN_ARENA_BYTES, PeerConfig
@@ -24,6 +22,7 @@ from dataplane.memory.spill_file import SpillFile
 from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
+from dataplane.peer.answers import Answers
 from dataplane.peer.budgets import Budgets
 from dataplane.peer.carrying import Carrying
 from dataplane.peer.changes import Changes
@@ -43,7 +42,6 @@ from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.once import Once
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
@@ -63,18 +61,14 @@ from dataplane.peer.waits import Waits
 from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
-from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
 from dataplane.wire.limits import MAX_CARRIED_BYTES
 from dataplane.wire.peering import Tally
-from dataplane.wire.records import EXTENT, column
 
 log = logging.getLogger(__name__)
 
 ADMITTED_S = 300.0
 """How long a peer waits at its start for the authority: hosts of a job start at different times."""
-ONCE = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset, m.Reserve, m.GiveBack)
-"""Carried out once per operation id; a retry gets the same answer."""
 
 
 class Peer:
@@ -173,11 +167,22 @@ class Peer:
             self.grants.lent,
             self.settle,
         )
-        self.once = Once(self.host.operations)
-        self.pinned: Operations[int] = Operations()
-        """the pins that answers to reads handed out, by operation"""
+        self.answers = Answers(
+            self.host,
+            self.room,
+            self.partitions,
+            self.grants,
+            self.writing,
+            self.changes,
+            self.reading,
+            self.claims,
+            self.finishing,
+            self.waits,
+            self.losses,
+            self.checkpoints,
+        )
         self.sessions = Sessions(self.host, self._session_ended)
-        self.door = Door(self.host, self.sessions, self._handlers(), self._unsent)
+        self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
         if config.client_bytes is None:  # else a put may have to wait for its client's views
             self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)
@@ -325,36 +330,12 @@ class Peer:
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
         self.carrying.give_back([session])
-        self.pinned.end(session.id)
+        self.answers.ended(session)
         self.room.pump()
 
     def _take_back_stretches(self) -> None:
         """Somebody begins to wait for room."""
         self.carrying.give_back(self.sessions)
-        self.room.pump()
-
-    def _unsent(self, session: Session, request: m.Request, body: m.Body) -> None:
-        """The client gave up the call: what its answer hands out comes back.
-
-        Nor is it handed out to a repetition: that gets what was done, or claims anew.
-        """
-        space = self.host.space
-        match body:
-            case m.Claimed(lease, pin, _):
-                self.finishing.release(session, lease)
-                space.unpin(session.id, [pin])
-                self.host.operations.forget(session.id, request.op)
-            case m.Reserved():
-                space.give_back(session.id, column(body.extents, EXTENT))
-                space.unpin(session.id, [body.pin])
-                self.host.operations.forget(session.id, request.op)
-            case m.PutDone():
-                space.give_back(session.id, column(body.extents, EXTENT))
-                body.extents = b""
-            case m.ReadDone() | m.Fetched() | c.SaveDone():
-                space.unpin(session.id, [body.pin])
-            case _:
-                return
         self.room.pump()
 
     def _waste(self) -> int:
@@ -364,67 +345,3 @@ class Peer:
             blocks, alive = entry.store.packs(self.host.owner)
             wasted += int(self.host.space.ranges.extents(blocks)["length"].sum()) - alive
         return max(0, wasted)
-
-    # which message goes where
-
-    def _handlers(self) -> dict[type[m.Body], Any]:
-        writing, reading, claims = self.writing, self.reading, self.claims
-        grants, finishing, changes = self.grants, self.finishing, self.changes
-        table: dict[type[m.Body], Any] = {
-            m.Define: self._define,
-            m.Seal: self._seal,
-            m.Close: changes.close,
-            m.Reset: changes.reset,
-            m.Reserve: grants.reserve,
-            m.GiveBack: grants.give_back,
-            m.Unpin: grants.unpin,
-            m.Put: writing.put,
-            m.Tag: changes.tag,
-            m.Drop: changes.drop,
-            m.Read: self._reads(reading.read),
-            m.Claim: claims.claim,
-            m.Fetch: self._reads(reading.fetch),
-            m.Finish: finishing.finish,
-            m.Wait: self.waits.wait,
-            m.Losses: self.losses.losses,
-            **self.checkpoints.handlers,
-        }
-        for body in (*ONCE, c.Restore):
-            table[body] = self._once(table[body])
-        table[c.Save] = self._reads(table[c.Save])
-        return table
-
-    def _reads(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """A read that is repeated is done anew; the pin of its first answer, which nobody received,
-        goes."""
-
-        async def read(session: Session, request: m.Request, body: m.Body) -> m.Body:
-            first = self.pinned.recall(session.id, request.op)
-            if first is not None:
-                self.host.space.unpin(session.id, [first])
-            done: m.ReadDone | m.Fetched | c.SaveDone = await handler(session, request, body)
-            self.pinned.remember(session.id, request.op, request.floor, done.pin)
-            return done
-
-        return read
-
-    async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
-        session.partitions.add(body.partition)
-        return await self.partitions.define(
-            body.partition, body.definition, request.deadline_ms / 1000
-        )
-
-    async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
-        await self.partitions.ask_home(body.partition, body)
-        return m.Done()
-
-    def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Answer a repeated operation as the first time."""
-
-        def once(session: Session, request: m.Request, body: m.Body) -> Any:
-            if not request.op:
-                return handler(session, request, body)
-            start = functools.partial(handler, session, request, body)
-            return self.once.run(session.id, request.op, request.floor, start)
-
-        return once

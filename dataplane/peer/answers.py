@@ -1,0 +1,147 @@
+"""What clients ask for: which part of the peer answers, and how an answer is given again.
+
+What changes something is carried out once per operation id. A read that is repeated is done anew.
+What an answer hands out that nobody received comes back: leases, extents, pins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from dataplane.metadata.operations import Operations
+from dataplane.peer.changes import Changes
+from dataplane.peer.checkpoints import Checkpoints
+from dataplane.peer.claims import Claims
+from dataplane.peer.finishing import Finishing
+from dataplane.peer.grants import Grants
+from dataplane.peer.host import Host
+from dataplane.peer.losses import LossReports
+from dataplane.peer.once import Once
+from dataplane.peer.partitions import Partitions
+from dataplane.peer.reading import Reading
+from dataplane.peer.room import Room
+from dataplane.peer.sessions import Session
+from dataplane.peer.waits import Waits
+from dataplane.peer.writing import Writing
+from dataplane.wire import checkpoint as c
+from dataplane.wire import messages as m
+from dataplane.wire.records import EXTENT, column
+
+ONCE = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset, m.Reserve, m.GiveBack)
+"""Carried out once per operation id; a retry gets the same answer."""
+
+
+class Answers:
+    def __init__(
+        self,
+        host: Host,
+        room: Room,
+        partitions: Partitions,
+        grants: Grants,
+        writing: Writing,
+        changes: Changes,
+        reading: Reading,
+        claims: Claims,
+        finishing: Finishing,
+        waits: Waits,
+        losses: LossReports,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.host = host
+        self.room = room
+        self.partitions = partitions
+        self.finishing = finishing
+        self._operations = Once(host.operations)
+        self._pinned: Operations[int] = Operations()
+        """the pins that answers to reads handed out, by operation"""
+        self.handlers: dict[type[m.Body], Any] = {
+            m.Define: self._define,
+            m.Seal: self._seal,
+            m.Close: changes.close,
+            m.Reset: changes.reset,
+            m.Reserve: grants.reserve,
+            m.GiveBack: grants.give_back,
+            m.Unpin: grants.unpin,
+            m.Put: writing.put,
+            m.Tag: changes.tag,
+            m.Drop: changes.drop,
+            m.Read: self._reads(reading.read),
+            m.Claim: claims.claim,
+            m.Fetch: self._reads(reading.fetch),
+            m.Finish: finishing.finish,
+            m.Wait: waits.wait,
+            m.Losses: losses.losses,
+            **checkpoints.handlers,
+        }
+        for body in (*ONCE, c.Restore):
+            self.handlers[body] = self._once(self.handlers[body])
+        self.handlers[c.Save] = self._reads(self.handlers[c.Save])
+
+    async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
+        session.partitions.add(body.partition)
+        return await self.partitions.define(
+            body.partition, body.definition, request.deadline_ms / 1000
+        )
+
+    async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
+        await self.partitions.ask_home(body.partition, body)
+        return m.Done()
+
+    # asked again
+
+    def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Answer a repeated operation as the first time."""
+
+        def once(session: Session, request: m.Request, body: m.Body) -> Any:
+            if not request.op:
+                return handler(session, request, body)
+            start = functools.partial(handler, session, request, body)
+            return self._operations.run(session.id, request.op, request.floor, start)
+
+        return once
+
+    def _reads(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """A read that is repeated is done anew; the pin of its first answer, which nobody received,
+        goes."""
+
+        async def read(session: Session, request: m.Request, body: m.Body) -> m.Body:
+            first = self._pinned.recall(session.id, request.op)
+            if first is not None:
+                self.host.space.unpin(session.id, [first])
+            done: m.ReadDone | m.Fetched | c.SaveDone = await handler(session, request, body)
+            self._pinned.remember(session.id, request.op, request.floor, done.pin)
+            return done
+
+        return read
+
+    # what nobody received
+
+    def unsent(self, session: Session, request: m.Request, body: m.Body) -> None:
+        """The client gave up the call: what its answer hands out comes back.
+
+        Nor is it handed out to a repetition: that gets what was done, or claims anew.
+        """
+        space = self.host.space
+        match body:
+            case m.Claimed(lease, pin, _):
+                self.finishing.release(session, lease)
+                space.unpin(session.id, [pin])
+                self.host.operations.forget(session.id, request.op)
+            case m.Reserved():
+                space.give_back(session.id, column(body.extents, EXTENT))
+                space.unpin(session.id, [body.pin])
+                self.host.operations.forget(session.id, request.op)
+            case m.PutDone():
+                space.give_back(session.id, column(body.extents, EXTENT))
+                body.extents = b""
+            case m.ReadDone() | m.Fetched() | c.SaveDone():
+                space.unpin(session.id, [body.pin])
+            case _:
+                return
+        self.room.pump()
+
+    def ended(self, session: Session) -> None:
+        """Nobody repeats its reads any more."""
+        self._pinned.end(session.id)

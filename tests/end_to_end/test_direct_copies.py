@@ -137,8 +137,9 @@ def test_the_arena_of_a_peer_that_died_does_not_stay_pinned(
 ) -> None:
     part = plane.partition("p", free="drop")
     part.put({"x": np.ones((4, MIB), np.uint8)}, key=[0, 1, 2, 3])
-    assert part.get(keys=[0, 1, 2, 3]).torch("x").shape == (4, MIB)
-    assert device.pinned
+    tensor = part.get(keys=[0, 1, 2, 3]).torch("x")
+    device.synchronize()  # unlike memory of a GPU, that of the host is given back at once
+    assert tensor.shape == (4, MIB) and device.pinned
     cluster.peers["a"].kill()
     cluster.peers["a"].wait()
     until(lambda: not device.pinned, "it is let go of")

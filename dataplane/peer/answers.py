@@ -14,11 +14,12 @@ from dataplane.metadata.operations import Operations
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
+from dataplane.peer.door import WAITING
 from dataplane.peer.finishing import Finishing
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Host
 from dataplane.peer.losses import LossReports
-from dataplane.peer.once import Once
+from dataplane.peer.once import Once, final
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading
 from dataplane.peer.room import Room
@@ -98,6 +99,8 @@ class Answers:
             if not request.op:
                 return handler(session, request, body)
             start = functools.partial(handler, session, request, body)
+            if not isinstance(body, WAITING):
+                start = functools.partial(final, start)
             return self._operations.run(session.id, request.op, request.floor, start)
 
         return once

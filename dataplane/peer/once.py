@@ -1,7 +1,7 @@
 """Operations that a client may repeat: carried out once, answered as the first time.
 
 A repetition that arrives while the first is still under way waits for its end. What failed was not
-carried out, and is tried again.
+carried out, and is tried again, but for what is made `final`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from dataplane.metadata.names import hash_names
 from dataplane.metadata.operations import Operations
+from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Adopt, Grant, Order, Release, Settled
@@ -72,6 +73,23 @@ class Once:
         await asyncio.wait([first])
         outcome = self.run(who, op, floor, start, part)
         return outcome if isinstance(outcome, Body) else await outcome
+
+
+def final(start: Start) -> Body | Awaitable[Body]:
+    """With a failure as the answer, so that a repetition is told the same. What a client wrote for
+    a request that failed is granted to it no more, or for another one already."""
+    try:
+        outcome = start()
+    except Exception as exc:
+        return failed(exc)
+    return outcome if isinstance(outcome, Body) else _final(outcome)
+
+
+async def _final(outcome: Awaitable[Body]) -> Body:
+    try:
+        return await outcome
+    except Exception as exc:
+        return failed(exc)
 
 
 def part_of(body: Body, epoch: tuple[int, int] = (0, 0)) -> int:

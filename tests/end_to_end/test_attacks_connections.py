@@ -99,6 +99,32 @@ def test_each_call_survives_a_broken_connection(proxy: Proxy, cluster: Cluster, 
     watcher.close()
 
 
+def test_a_refusal_that_got_lost_is_told_again_whatever_changed_meanwhile(
+    proxy: Proxy, cluster: Cluster
+) -> None:
+    watcher = cluster.connect("a")
+    plane = Plane(join(proxy.connect))
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": [np.zeros(100_000)]}, key=["k"])
+    batches = [watcher.partition("p").claim("s", rows=1, timeout=10)]
+
+    def freeing(data: bytes) -> bool:
+        """Breaks once, when the put that is repeated would be let in."""
+        if b"FieldExists" not in data or not batches:
+            return False
+        batches.pop().ack()
+        until(lambda: used_bytes(watcher) == 0, "the row is freed")
+        return True
+
+    proxy.answering = freeing
+    with pytest.raises(dataplane.FieldExists):
+        part.put({"x": [np.ones(100_000)]}, key=["k"])
+    assert proxy.broken == 1
+    part.put({"x": [np.ones(100_000)]}, key=["k"])
+    plane.close()
+    watcher.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_flow_over_connections_that_break_at_random(
     proxy: Proxy, cluster: Cluster, seed: int

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-failed test-gpu test-ray test-ucx testbed check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
 
 bench: $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video,math --planes dataplane,controller --hosts 2 --prompts 8 --seed 0 --json bench/out/report.json
@@ -29,11 +29,7 @@ bench-compare: $(VENV)/.compare-installed
 # Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it.
 TEST_WORKERS ?= 2
 test: $(VENV)/.test-installed
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --reruns 1
-
-# What failed in the last run, one after the other, with nothing beside it: green only if all of it is.
-test-failed: $(VENV)/.test-installed
-	$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 1
 
 coverage: $(VENV)/.test-installed
 	$(BIN)/coverage run -m pytest --reruns 1

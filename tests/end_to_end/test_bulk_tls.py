@@ -79,7 +79,7 @@ def test_other_engines_are_left_out_and_that_is_said(
     packages = [str(THEIRS), *(path for path in sys.path if path)]
     monkeypatch.setenv("PYTHONPATH", ":".join(packages))
     monkeypatch.setenv("DATAPLANE_BULK_TLS", "1")
-    monkeypatch.setenv("DATAPLANE_TRANSPORT", "off:post,stranger")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "off:post,stranger,twin_ipc")
     cluster.start("a", "b")
     with cluster.connect("a") as a, cluster.connect("b") as b:
         check(b, "to b", put(a, "to b"))

@@ -133,6 +133,10 @@ class Network:
         return _run(*self.wrap(host, argv))
 
     def _end(self) -> None:
+        # Of a namespace that ended the kernel takes the links some time later: not before a next
+        # network, which would find its names taken.
+        for host in range(len(self._holders)):
+            subprocess.run(["ip", "link", "del", _port(host)], capture_output=True)
         for holder in self._holders:
             holder.kill()
             holder.wait()

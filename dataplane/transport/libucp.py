@@ -120,9 +120,16 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+_BRIEF = "ucp_get_nbx", "ucp_request_check_status", "ucp_request_free"
+"""Called for every piece and over in less than it takes to give the interpreter's lock back."""
+
+
 def _library() -> ctypes.CDLL:
     """The copy that ucxx or ucx-py has loaded already; OSError where none is."""
     library = ctypes.CDLL("libucp.so.0")
+    keeping_the_lock = ctypes.PyDLL("libucp.so.0")
+    for name in _BRIEF:
+        setattr(library, name, getattr(keeping_the_lock, name))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -139,6 +146,8 @@ class UcpWorker:
         self._library = _library()
         self._text = ctypes.CDLL("libucs.so.0").ucs_status_string
         self._text.restype, self._text.argtypes = c_char_p, [c_int8]
+        self._progress = self._library.ucp_worker_progress
+        self._check_status = self._library.ucp_request_check_status
         self._context = context
         self._worker = worker
         self._on_error = _OnError(lambda arg, endpoint, status: None)
@@ -196,7 +205,7 @@ class UcpWorker:
 
     def progress(self) -> bool:
         """Does a little of what is to do; False where there was nothing."""
-        return bool(self._library.ucp_worker_progress(self._worker))
+        return bool(self._progress(self._worker))
 
     def arm(self) -> bool:
         """True: `event_fd` will tell. False: there is something to progress first."""
@@ -207,7 +216,7 @@ class UcpWorker:
 
     def status(self, request: int) -> int:
         """PENDING, or how it ended: 0 for well. What has ended is freed."""
-        status: int = self._library.ucp_request_check_status(request)
+        status: int = self._check_status(request)
         if status != PENDING:
             self._library.ucp_request_free(request)
         return status
@@ -245,25 +254,23 @@ class UcpLine:
         self._library = library
         self._endpoint = endpoint
         self._key = key
+        self._get = library.ucp_get_nbx
         self.lanes = self._lanes()
         """The transports and devices that it uses, as UCX calls them: `posix/memory`."""
+        self.in_memory = bool(self.lanes) and all(lane.endswith("/memory") for lane in self.lanes)
+        """Whether the bytes go through shared memory only."""
         self._params = _RequestParams(op_attr_mask=256, memh=memh)
         self._by = byref(self._params)
 
     def get(self, address: int, nbytes: int, remote_address: int) -> int:
         """Starts reading into registered memory: a request, 0 if it is done. TransferFailed."""
-        request: int = self._library.ucp_get_nbx(
+        request: int = self._get(
             self._endpoint, address, nbytes, remote_address, self._key, self._by
         )
         if _LAST_ERROR <= request < 0:
             told = self._worker.text(request)
             raise TransferFailed(f"UCX cannot read: {told}; it may be retried", status=request)
         return request
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the bytes go through shared memory only."""
-        return bool(self.lanes) and all(lane.endswith("/memory") for lane in self.lanes)
 
     def _lanes(self) -> tuple[str, ...]:
         room = (_Lane * 16)()

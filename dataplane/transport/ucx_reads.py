@@ -14,7 +14,6 @@ import select
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +34,8 @@ finds it full spins: with 2 MiB under way reads were four times slower on busy c
 TURNS = 4
 """Steps of progress before reads are looked at again. One moves some 128 KiB through shared memory:
 after many of them all that was asked for is here, and nothing is on its way."""
+OWNERS_TURNS = 64
+"""The same while this worker reads nothing itself: others wait for every step."""
 IDLE_LINES = 8
 """End points kept per owner: as many as reads of it may run at once."""
 NAPS_MS = (1000, 50)
@@ -55,15 +56,21 @@ class Fetch:
     ) -> None:
         self.owner = owner
         self.target = target
-        self.stopped = False
         self.done = threading.Event()
         self.error: DataplaneError | None = None
-        self.line: UcpLine | None = None
         self.large = int(sizes.sum()) > SMALL_LANE_BYTES
         pieces = _pieces(dests, sources, sizes)
         self.left = deque(zip(*(column.tolist() for column in pieces), strict=True))
         self.under_way: deque[tuple[int, int]] = deque()
         self.bytes_under_way = 0
+        self.line: UcpLine | None = None
+        self.in_memory = False
+
+    @property
+    def follows(self) -> bool:
+        """Through shared memory large reads of one owner follow each other: side by side they gain
+        nothing, and took a third longer. Small ones wait for none, nor for a slow owner."""
+        return self.in_memory and self.large and bool(self.left)
 
 
 class UcxReads(threading.Thread):
@@ -74,8 +81,12 @@ class UcxReads(threading.Thread):
         self._open_worker = open_worker
         self.opened = threading.Event()
         self.failure: BaseException | None = None
-        self._asked: queue.SimpleQueue[Fetch | Owner] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Callable[[UcpWorker], None]] = queue.SimpleQueue()
         self._live: list[Fetch] = []
+        self._moving: list[Fetch] = []
+        """of them those whose turn it is"""
+        self._memory_bytes = 0
+        """under way through shared memory"""
         self._idle: defaultdict[Owner, list[tuple[int, UcpLine]]] = defaultdict(list)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -83,22 +94,23 @@ class UcxReads(threading.Thread):
     # from any thread
 
     def submit(self, fetch: Fetch) -> None:
-        self._asked.put(fetch)
-        os.eventfd_write(self._wake, 1)
+        self._ask(lambda ucp: self._begin(ucp, fetch))
 
     def stop(self, fetch: Fetch) -> None:
         """It ends soon, with an error unless it has ended."""
-        fetch.stopped = True
-        os.eventfd_write(self._wake, 1)
+        self._ask(lambda ucp: self._stop(ucp, fetch))
 
     def forget(self, owner: Owner) -> None:
         """Closes what is kept for an owner."""
-        self._asked.put(owner)
-        os.eventfd_write(self._wake, 1)
+        self._ask(lambda _: self._forget(owner))
 
     def close(self) -> None:
         """Ends every read and the thread."""
         self._closed = True
+        os.eventfd_write(self._wake, 1)
+
+    def _ask(self, what: Callable[[UcpWorker], None]) -> None:
+        self._asked.put(what)
         os.eventfd_write(self._wake, 1)
 
     # the thread
@@ -118,91 +130,104 @@ class UcxReads(threading.Thread):
             os._exit(1)
 
     def _serve(self, ucp: UcpWorker) -> None:
+        """Runs thousands of times a GB: what Python does here counts as much as UCX's copies."""
         poll = select.poll()
         poll.register(ucp.event_fd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while not self._closed:
-            self._take_asked()
+            while not self._asked.empty():
+                self._asked.get_nowait()(ucp)  # nobody else takes any
             moved = False
-            for fetch in list(self._live):
+            for fetch in self._moving:
                 moved |= self._advance(ucp, fetch)
-            turns = 0
-            while turns < TURNS and ucp.progress():
-                turns += 1
-            if not (moved or turns) and self._asked.empty() and ucp.arm():
-                poll.poll(NAPS_MS[bool(self._live)])
-                self._awake()
+            turns = TURNS if self._live else OWNERS_TURNS
+            while turns and ucp.progress():
+                turns -= 1
+                moved = True
+            if not moved and self._asked.empty() and ucp.arm():
+                self._sleep(poll)
         for fetch in list(self._live):
             self._end(ucp, fetch, TransferFailed("the bulk worker stops"))
 
-    def _awake(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+    def _sleep(self, poll: select.poll) -> None:
+        for fd, _ in poll.poll(NAPS_MS[bool(self._live)]):
+            if fd == self._wake:
+                os.eventfd_read(fd)
 
-    def _take_asked(self) -> None:
-        while not self._asked.empty():
-            asked = self._asked.get_nowait()  # nobody else takes any
-            if isinstance(asked, Fetch):
-                self._live.append(asked)
-            else:
-                for _, line in self._idle.pop(asked, []):
-                    line.close()
+    def _begin(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        self._live.append(fetch)
+        try:
+            fetch.line = self._line(ucp, fetch)
+        except DataplaneError as exc:
+            self._end(ucp, fetch, exc)
+            return
+        fetch.in_memory = fetch.line.in_memory
+        self._take_turns()
+
+    def _stop(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        if fetch in self._live:
+            self._end(ucp, fetch, TransferFailed("the read was stopped"))
+
+    def _forget(self, owner: Owner) -> None:
+        for _, line in self._idle.pop(owner, []):
+            line.close()
+
+    def _take_turns(self) -> None:
+        moving, led = [], set()
+        for fetch in self._live:
+            if not fetch.follows or fetch.owner not in led:
+                moving.append(fetch)
+            if fetch.follows:
+                led.add(fetch.owner)
+        self._moving = moving
 
     def _advance(self, ucp: UcpWorker, fetch: Fetch) -> bool:
-        """Whether anything of it went on."""
+        """Whether anything of it has come."""
         try:
-            if fetch.stopped:
-                raise TransferFailed("the read was stopped")
-            if fetch.line is None:
-                fetch.line = self._line(ucp, fetch)
-            before = len(fetch.left) + len(fetch.under_way)
-            self._reap(ucp, fetch)
-            self._post(fetch, fetch.line)
+            came = self._reap(ucp, fetch)
+            if fetch.left:
+                self._post(fetch)
         except DataplaneError as exc:
             self._end(ucp, fetch, exc)
             return True
         if not fetch.left and not fetch.under_way:
             self._end(ucp, fetch, None)
             return True
-        return len(fetch.left) + len(fetch.under_way) < before
+        return came
 
-    def _reap(self, ucp: UcpWorker, fetch: Fetch) -> None:
-        while fetch.under_way:
-            request, nbytes = fetch.under_way[0]
-            status = ucp.status(request)
-            if status == PENDING:
-                return
-            fetch.under_way.popleft()
-            fetch.bytes_under_way -= nbytes
+    def _reap(self, ucp: UcpWorker, fetch: Fetch) -> bool:
+        under_way, came = fetch.under_way, 0
+        while under_way and (status := ucp.status(under_way[0][0])) != PENDING:
+            came += under_way.popleft()[1]
             if status:
                 raise TransferFailed(
                     f"a read from peer {fetch.owner.peer!r} broke off: {ucp.text(status)}; it may "
                     "be retried",
                     status=status,
                 )
+        self._count(fetch, -came)
+        return came > 0
 
-    def _post(self, fetch: Fetch, line: UcpLine) -> None:
+    def _post(self, fetch: Fetch) -> None:
         """A read may always have one get under way, whatever others have."""
+        assert fetch.line is not None
+        left, under_way, get, asked = fetch.left, fetch.under_way, fetch.line.get, 0
         room = WINDOW_BYTES - fetch.bytes_under_way
-        if line.in_memory:
-            if fetch.large and self._next_large(fetch.owner) is not fetch:
-                return
-            room = MEMORY_WINDOW_BYTES - sum(other.bytes_under_way for other in self._live)
-        left, under_way = fetch.left, fetch.under_way
-        while left and len(under_way) < WINDOW and (room > 0 or not under_way):
+        if fetch.in_memory:
+            room = MEMORY_WINDOW_BYTES - self._memory_bytes
+        while left and len(under_way) < WINDOW and (room > asked or not under_way):
             dest, source, nbytes = left.popleft()
-            request = line.get(dest, nbytes, source)
-            if request:
+            if request := get(dest, nbytes, source):
                 under_way.append((request, nbytes))
-                fetch.bytes_under_way += nbytes
-                room -= nbytes
+                asked += nbytes
+        self._count(fetch, asked)
+        if not left:
+            self._take_turns()
 
-    def _next_large(self, owner: Owner) -> Fetch | None:
-        """Through shared memory large reads of one owner follow each other: side by side they gain
-        nothing, and took a third longer. Small ones wait for none, nor for a slow owner."""
-        return next(
-            (one for one in self._live if one.large and one.left and one.owner == owner), None
-        )
+    def _count(self, fetch: Fetch, nbytes: int) -> None:
+        fetch.bytes_under_way += nbytes
+        if fetch.in_memory:
+            self._memory_bytes += nbytes
 
     def _line(self, ucp: UcpWorker, fetch: Fetch) -> UcpLine:
         """One kept for this region; those for earlier lives of its worker are closed."""
@@ -220,6 +245,7 @@ class UcxReads(threading.Thread):
     def _end(self, ucp: UcpWorker, fetch: Fetch, error: DataplaneError | None) -> None:
         """Nothing of it writes afterwards."""
         self._live.remove(fetch)
+        self._count(fetch, -fetch.bytes_under_way)
         line, fetch.line, fetch.error = fetch.line, None, error
         if line is not None:
             kept = self._idle[fetch.owner]
@@ -228,6 +254,7 @@ class UcxReads(threading.Thread):
             else:
                 line.close()
                 self._drain(ucp, fetch)
+        self._take_turns()
         fetch.done.set()
 
     def _drain(self, ucp: UcpWorker, fetch: Fetch) -> None:

@@ -163,6 +163,8 @@ class Seats:
 
     async def _report(self, caller: Caller, body: Report) -> Body:
         seat = await self._seat(body.partition, body.generation, body.stage)
+        if caller.epoch != self.host.roster.epoch:  # it may have taken rows over meanwhile
+            raise StaleEpoch(f"the roster changed before stage {body.stage!r} was looked up here")
         seat.home.admit(caller.address)
         counts = Counts(*msgspec.structs.astuple(body.counts))
         if body.where is None:

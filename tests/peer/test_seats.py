@@ -8,7 +8,10 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from dataplane.errors import Unavailable
+import msgspec
+import pytest
+
+from dataplane.errors import StaleEpoch, Unavailable
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, Entry
@@ -147,6 +150,29 @@ async def test_a_report_counts_under_the_roster_in_which_it_was_made() -> None:
     assert wires.epochs == [ROSTER.epoch]  # a later home must not take it for this peer's rows
     wires.held.pop()[1].set_result(Done())
     await told
+
+
+async def test_a_report_is_refused_where_the_roster_changed_before_its_partition_was_known() -> (
+    None
+):
+    wires = Wires()
+    seats, entry = seats_of(named(HERE), wires)
+    caller = Caller(THERE, 2, epoch=ROSTER.epoch)
+    report = Report(entry.name, 1, "s", Counted(0, 0, 0, 0, 0, 0), True, None)
+    asked = asyncio.get_running_loop().create_future()
+
+    async def found(*which: Any) -> Entry:
+        await asked
+        return entry
+
+    seats.partitions.entry = found  # type: ignore[method-assign]
+    told = asyncio.ensure_future(wires.handlers[Report](caller, report))
+    await settle_down()
+    later = (ROSTER.epoch[0], ROSTER.epoch[1] + 1)
+    seats.host.roster = Roster.from_table(msgspec.structs.replace(ROSTER.table, epoch=later))
+    asked.set_result(None)
+    with pytest.raises(StaleEpoch):  # its sender may have taken rows over since it counted
+        await told
 
 
 async def test_a_claim_queues_anew_where_a_supplier_does_not_answer() -> None:

@@ -226,13 +226,20 @@ class Fields:
         return by_owner(joined(parts, VALUE), self._known.owners)
 
     def relocate(
-        self, slots: Array, old: Owner, ranges: Array, new: Owner, new_ranges: Array
+        self,
+        slots: Array,
+        old: Owner,
+        ranges: Array,
+        new: Owner,
+        new_ranges: Array,
+        reach: Array | None = None,
     ) -> Array:
         """See `Store.relocate`, for the values of these rows."""
         number = self._known.owner_number(old)
         if number is None or not len(ranges):
             return np.zeros(len(ranges), U4)
-        move = Move(number, ranges, self._known.intern([], [new]).owners[0], new_ranges)
+        to = self._known.intern([], [new]).owners[0]
+        move = Move(number, ranges, to, new_ranges, reach)
         for name, bit in self.names.items():
             if bit in self._values:
                 having = slots[self.have(name, slots)]

@@ -32,7 +32,7 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.messages import Finish, Reset, Tag, Want
 from dataplane.wire.peering import AddStage, Phase
-from dataplane.wire.records import RANGE
+from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Where
 
 __all__ = ["JournaledStore", "apply", "dump"]
@@ -176,11 +176,14 @@ class JournaledStore(Store):
             self.emit(Lost(owner))
         return lost
 
-    def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
-        moved = super().relocate(old, ranges, new, new_ranges)
+    def relocate(
+        self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
+    ) -> Array:
+        moved = super().relocate(old, ranges, new, new_ranges, reach)
         if self.emit is not None:
             here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
-            self.emit(Relocated(old, here, new, there))
+            ends = b"" if reach is None else reach.astype(U8).tobytes()
+            self.emit(Relocated(old, here, new, there, ends))
         return moved
 
     def restore(self, op: Restore) -> None:

@@ -14,6 +14,8 @@ from dataplane.metadata.columns import Array
 from dataplane.wire.records import RANGE, U4
 from dataplane.wire.tables import Owner
 
+WHOLE = np.iinfo(np.uint64).max
+"""Further than any range reaches."""
 _LOW, _HIGH = np.uint64(0xFFFF_FFFF), np.uint64(32)
 
 
@@ -54,11 +56,17 @@ def extents_of(records: Array) -> tuple[Array, Array, Array]:
 class Move:
     """From ranges of one owner to as many of another; owners by their numbers in a store.
 
+    reach: u8 per range, how many bytes of each there are: what ends behind them stays where it is.
     counts: u4 per range, the records that `carry` has rewritten so far.
     """
 
-    def __init__(self, old: int, ranges: Array, new: int, new_ranges: Array) -> None:
-        if len(ranges) != len(new_ranges) or len(np.unique(ids_of(ranges))) != len(ranges):
+    def __init__(
+        self, old: int, ranges: Array, new: int, new_ranges: Array, reach: Array | None = None
+    ) -> None:
+        if reach is None:
+            reach = np.full(len(ranges), WHOLE, np.uint64)
+        lengths = {len(ranges), len(new_ranges), len(reach), len(np.unique(ids_of(ranges)))}
+        if len(lengths) != 1:
             raise ProtocolError(
                 f"{len(ranges)} ranges cannot move to {len(new_ranges)}: give as many, each once"
             )
@@ -66,13 +74,15 @@ class Move:
         self._order = np.argsort(ids_of(ranges))
         self._from = ids_of(ranges)[self._order]
         self._to = new_ranges[self._order]
+        self._reach = reach[self._order]
         self.counts: Array = np.zeros(len(ranges), U4)
 
     def carry(self, records: Array) -> Array:
         """Rewrite VALUE records in place; returns those that moved, as they were."""
         ids = ids_of(records)
         at = np.minimum(np.searchsorted(self._from, ids), len(self._from) - 1)
-        hit = ((records["owner"] == self._old) & (self._from[at] == ids)).nonzero()[0]
+        there = records["delta"] + records["nbytes"] <= self._reach[at]
+        hit = ((records["owner"] == self._old) & (self._from[at] == ids) & there).nonzero()[0]
         before: Array = records[hit]
         to = self._to[at[hit]]
         records["range"][hit], records["generation"][hit] = to["range"], to["generation"]

@@ -139,7 +139,9 @@ def _lost(store: Store, op: Lost, now: float) -> None:
 
 def _relocated(store: Store, op: Relocated, now: float) -> None:
     ranges = column(op.ranges, RANGE)
-    store.relocate(op.owner, ranges, op.to_owner, column(op.to_ranges, RANGE, len(ranges)))
+    there = column(op.to_ranges, RANGE, len(ranges))
+    reach = column(op.reach, U8, len(ranges)) if op.reach else None
+    store.relocate(op.owner, ranges, op.to_owner, there, reach)
 
 
 def _restored(store: Store, op: Restore, now: float) -> None:

@@ -282,13 +282,17 @@ class Store:
         """A peer is no more: the rows with bytes there go, and their groups with them."""
         return drops.lose(self._state, owner)
 
-    def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
-        """Values moved: what lay in ranges[i] of `old` lies in new_ranges[i] of `new` (RANGE).
+    def relocate(
+        self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
+    ) -> Array:
+        """Values moved: what lay in ranges[i] of `old` lies in new_ranges[i] of `new` (RANGE), so
+        far as it ends within reach[i] bytes (u8; None: all of it).
 
         Returns u4 per range: the references that now name the new one. The old ones are collected
         as freed.
         """
-        return self._state.fields.relocate(self._state.live(), old, ranges, new, new_ranges)
+        live = self._state.live()
+        return self._state.fields.relocate(live, old, ranges, new, new_ranges, reach)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""

@@ -117,7 +117,8 @@ class Copying:
     def succeed(self, entry: Entry, several: list[Copies], owner: Owner) -> None:
         """Values of an owner that is no more are those that lie here. One range may have been
         copied for rows of this peer and for those that it takes over, each time as far as they
-        reached; a copy stands for it that is long enough for all of them."""
+        reached; the longest copy stands for it, for the values that it has. Others are lost: of
+        these another peer had the copy."""
         taken = [copies.take(owner) for copies in several]
         ranges, nbytes, local = (np.concatenate(columns) for columns in zip(*taken, strict=True))
         if not len(ranges):
@@ -125,16 +126,15 @@ class Copying:
         order = np.argsort(nbytes, kind="stable")[::-1]
         _, first = np.unique(ids_of(ranges[order]), return_index=True)
         longest = order[first]
-        named, _, reach = entry.store.named(owner)
-        needed = dict(zip(ids_of(named).tolist(), reach.tolist(), strict=True))
-        ends = [needed.get(id_, 0) for id_ in ids_of(ranges[longest]).tolist()]
-        stands = longest[nbytes[longest] >= np.array(ends, U8)]
-        self.release(np.delete(local, stands))
-        self.replace(entry, owner, ranges[stands], local[stands])
+        self.release(np.delete(local, longest))
+        self.replace(entry, owner, ranges[longest], local[longest], nbytes[longest])
 
-    def replace(self, entry: Entry, owner: Owner, ranges: Array, local: Array) -> None:
-        """The rows name these copies, held once each so far, in place of the owner's ranges."""
-        moved = entry.store.relocate(owner, ranges, self.host.owner, local)
+    def replace(
+        self, entry: Entry, owner: Owner, ranges: Array, local: Array, nbytes: Array | None = None
+    ) -> None:
+        """The rows name these copies, held once each so far, in place of the owner's ranges; of so
+        many bytes of each, all where None."""
+        moved = entry.store.relocate(owner, ranges, self.host.owner, local, nbytes)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.release(local)
         log.info("%d values of %r are read here now", int(moved.sum()), entry.name)

@@ -80,12 +80,15 @@ class Lost(Body, tag=205):
 
 
 class Relocated(Body, tag=206):
-    """Values moved: what lay in ranges[i] of `owner` lies in to_ranges[i] of `to_owner` (RANGE)."""
+    """Values moved: what lay in ranges[i] of `owner` lies in to_ranges[i] of `to_owner` (RANGE).
+
+    reach: u8 per range; values that end behind so many bytes of it did not. Empty: all did."""
 
     owner: Owner
     ranges: bytes
     to_owner: Owner
     to_ranges: bytes
+    reach: bytes = b""
 
 
 class Sized(Body, tag=210):

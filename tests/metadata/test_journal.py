@@ -303,6 +303,21 @@ def test_values_that_move_are_found_at_their_new_place_and_let_go_at_the_old_one
     assert len(s.lost(OWNERS[0]).rows.keys) == 16
 
 
+def test_values_behind_the_end_of_a_copy_stay_where_they_were() -> None:
+    s, ops = journaled()
+    pack = np.frombuffer(stores.values(2), stores.VALUE).copy()
+    pack["range"], pack["nbytes"], pack["delta"] = 0, 16, [0, 16]
+    s.put(named(["a", "b"]), [stores.Column("tokens", pack.tobytes())], stores.SPECS, OWNERS, {})
+    new = Owner("b", 9)
+    counts = s.relocate(OWNERS[0], ranges(0), new, ranges(5), np.array([31], np.uint64))
+    assert counts.tolist() == [1]
+    other = Store("step-1", s.definition, 1)
+    carried_over(other, ops)
+    for one in (s, other):
+        assert one.lost(OWNERS[0]).rows.keys == named(["b"]).keys
+        assert len(one) == 1
+
+
 def test_arrays_inside_of_objects_move_too() -> None:
     s, _ = journaled()
     columns = [stores.Column("tokens", stores.values(3), np.array([2, 0, 1], "<u4").tobytes())]

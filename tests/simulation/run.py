@@ -149,11 +149,9 @@ class Run:
             run.ledger.reported(gone.rows.keys)
             return gone
 
-        def relocating(
-            store: JournaledStore, old: Owner, ranges: Any, new: Owner, new_ranges: Any
-        ) -> Any:
+        def relocating(store: JournaledStore, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
             run.ledger.moved(store, old, new)
-            return relocate(store, old, ranges, new, new_ranges)
+            return relocate(store, old, ranges, new, *to)
 
         with (
             mock.patch.object(Authority, "_remove", removing),

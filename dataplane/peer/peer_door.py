@@ -112,8 +112,9 @@ class PeerDoor:
             await router.send_multipart([identity, peering.encode(answer)])
 
     async def _handle(self, request: PeerRequest) -> Body:
-        if not isinstance(request.body, ANYBODY):
-            await self._check_roster(request)
+        if isinstance(request.body, ANYBODY):
+            return await self._carry_out(request)
+        await self._check_roster(request)
         if isinstance(request.body, ANY_EPOCH):
             return await self._carry_out(request)
         self.host.speak()

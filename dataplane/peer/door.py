@@ -84,6 +84,8 @@ class Door:
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
+        self.under_way: set[asyncio.Task[None]] = set()
+        """calls that are not answered yet, also of connections that closed"""
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "the local door")
         self._listener: socket.socket | None = None
@@ -312,6 +314,8 @@ class Connection(asyncio.Protocol):
             outcome = _at_once(outcome)
         task = asyncio.ensure_future(self._finish(request, outcome, began))
         self._running[task] = isinstance(request.body, WAITING)
+        self._door.under_way.add(task)
+        task.add_done_callback(self._door.under_way.discard)
         task.add_done_callback(self._running.pop)
 
     async def _later(self, handler: Handler, request: Request) -> Body:

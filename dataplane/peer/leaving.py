@@ -75,6 +75,7 @@ class Leaving:
         )
         try:
             async with asyncio.timeout(LEAVE_S):
+                await self._calls_end()
                 await self._until(self._is_backed_up)
                 await self._fall_silent()
                 self.membership.leave()
@@ -102,6 +103,13 @@ class Leaving:
             if not self._has_heirs():
                 raise Unavailable("those that could take it over are away, or leave as well")
             await asyncio.sleep(POLL_S)
+
+    async def _calls_end(self) -> None:
+        """What its clients asked for is carried out: later their values would go to rows of peers
+        which have said already that nothing of theirs lies here."""
+        until = self.host.now() + QUIET_S
+        while self.door.under_way and self.host.now() < until:
+            await asyncio.sleep(POLL_S / 10)
 
     async def _fall_silent(self) -> None:
         """From here on no shard changes, and the backup has all there is: what is asked waits for

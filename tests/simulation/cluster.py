@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 ARENA_BYTES = 2 << 20
 
 
+class Listener:
+    """What a door has while it is open."""
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(eq=False)
 class Place:
     """One host: its address, the machine that runs there now, and the peer on it."""
@@ -49,6 +59,11 @@ class Place:
     """it is no seed, and came later"""
     leave: asyncio.Event | None = None
     """set: the peer that runs here leaves the plane"""
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether a client may connect here. A peer that leaves serves on, behind a closed door."""
+        return self.serves and self.peer is not None and self.peer.door.is_open
 
 
 class Cluster:
@@ -91,7 +106,7 @@ class Cluster:
                 (paths, "candidates", lambda choice: [TCP]),
                 (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
                 (office, "refuses", network.refuses),
-                (Door, "open", lambda door, path: None),
+                (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             asyncio._set_running_loop(self.loop)

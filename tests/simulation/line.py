@@ -53,15 +53,23 @@ class Line:
         self.lost = False
         self._loop = client.cluster.loop
         self._closed = False
+        self._door = peer.door
         self._served = _Served(peer.door, NOBODY)
         self._reader = frames.FrameReader()
         self._last = 0.0
         client.cluster.lines.append(self)
-        self._to_peer(self._served.connection_made, self)
+        self._to_peer(self._connected)
 
     def _to_peer(self, what: Any, *args: Any) -> None:
         self._last = max(self._last + 1e-6, self._loop.now + 50e-6)
         self._loop.call_on(self.machine, self._last - self._loop.now, what, *args)
+
+    def _connected(self) -> None:
+        if self._door.is_open:
+            self._served.connection_made(self)
+        else:
+            self._closed = True
+            self.break_off()
 
     # the client's side
 
@@ -158,9 +166,9 @@ class Client:
         self._line = None
         self._untold.clear()
         end = self.cluster.loop.now + MOVES_S
-        while not self.place.serves or not self.place.machine.runs:
+        while not self.place.lets_in or not self.place.machine.runs:
             await asyncio.sleep(0.05)
-            others = [place for place in self.cluster.places if place.serves]
+            others = [place for place in self.cluster.places if place.lets_in]
             if self.cluster.loop.now > end and others:
                 self.place = self.cluster.rng.choice(others)
                 end = self.cluster.loop.now + MOVES_S

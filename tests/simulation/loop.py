@@ -152,6 +152,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
         raise AssertionError("nothing simulated has a descriptor")
 
+    def remove_reader(self, fd: Any) -> bool:
+        return False
+
     def get_debug(self) -> bool:
         return False
 

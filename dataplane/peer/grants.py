@@ -269,21 +269,26 @@ class Grants:
         return Done()
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
-        """A peer took over a lost one's shards and says what those hold here; the rest is free."""
+        """A peer took over a lost one's shards and says what those hold here, or that it was given
+        them empty; the rest is free."""
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
         heir = None if caller.owner == self.host.owner else caller.owner
-        origins = [o for o in self.lent.peers if o == body.origin or self._is_after(o, body.origin)]
+        origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
         if self.host.space.release(*self.lent.inherited(origins, heir, ranges, counts)):
             self.room.pump()
         return Done()
 
-    def _is_after(self, owner: Owner, origin: Owner) -> bool:
-        """Did `origin` take over from this one before it was lost as well?"""
-        while owner in self.host.heirs:
-            owner = self.host.heirs[owner]
-            if owner == origin:
-                return True
+    def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:
+        """Did `origin` have what this one had, or take over from it before it was lost as well? Or
+        was the sender given that by a roster which is no later than its first one?"""
+        heirs = self.host.heirs
+        if owner == body.origin:
+            return True
+        while owner in heirs:
+            given_at, owner = self.host.inherited_at[owner], heirs[owner]
+            if owner == (sender if body.began else body.origin):
+                return not body.began or given_at <= body.began
         return False
 
 

@@ -102,6 +102,8 @@ class Host:
     """epoch of the first roster: equal seeds give equal ones"""
     heirs: dict[Owner, Owner] = field(default_factory=dict)
     """peers whose shards another took over, and who did"""
+    inherited_at: dict[Owner, int] = field(default_factory=dict)
+    """number of the roster that said so"""
     entries: dict[str, Entry] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""

@@ -212,6 +212,7 @@ class Membership:
             heir = new.heir_of(old, owner)
             if heir != owner:
                 self.host.heirs[owner] = heir
+                self.host.inherited_at[owner] = new.epoch[1]
                 self.host.heirs.pop(heir, None)  # it serves again, whoever took over from it
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)

@@ -20,7 +20,7 @@ from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, named_by
 from dataplane.metadata.journal import apply, dump
 from dataplane.metadata.references import ids_of
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster import MINT_SHARDS, Roster
 from dataplane.metadata.store import Store
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Grants
@@ -188,6 +188,8 @@ class Replicas:
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
+        if self.host.owner in new.owners and self.host.owner not in old.owners:
+            self._begin(new)
         for owner in old.owners:
             if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
                 continue
@@ -199,6 +201,15 @@ class Replicas:
         for owner in list(self._origins):
             if not new.has(owner) or new.backup_of(owner.peer)[0] != self.host.address:
                 self._forget(owner)
+
+    def _begin(self, first: Roster) -> None:
+        """Shards that others lost were given to this process when it came, with nothing in them."""
+        mine = first.shards_of(self.host.address)
+        if int(first.minted[mine].sum()) <= MINT_SHARDS:
+            return
+        body = Inherited(Owner(self.host.address, 0), b"", b"", first.epoch[1])
+        for other in first.owners:
+            self.mesh.spawn(self.mesh.tell(other, body))
 
     def lost_before(self) -> list[Owner]:
         """Peers of whom rows that were taken over still name values, although they were lost under

@@ -89,11 +89,15 @@ class Append(Body, tag=143):
 
 class Inherited(Body, tag=144):
     """To every owner of values: the sender has taken over the shards of `origin`, and holds these
-    references of the receiver's that those held. RANGE records, u4 counts."""
+    references of the receiver's that those held. RANGE records, u4 counts.
+
+    began: number of the roster under which the sender began with nothing, also what it was given
+    by that or one before. Else 0; then `origin` is nobody."""
 
     origin: Owner
     ranges: bytes
     counts: bytes
+    began: int = 0
 
 
 class LostRows(Body, tag=145):

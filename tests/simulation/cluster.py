@@ -7,7 +7,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,8 @@ class Cluster:
         """how likely it is that a local connection breaks instead of bringing an answer"""
         self.on_extinct: list[Callable[[], None]] = []
         """called when the last peer ended that was a member: what the plane had is gone"""
+        self.gone: Container[Owner] = ()
+        """who is no member any more, whether it knows or, as a frozen one, not"""
         self.stalled: list[str] = []
         """calls of clients that were not answered although their peer could"""
 
@@ -190,7 +192,8 @@ class Cluster:
     def _ended(self, place: Place) -> None:
         if place.serves:
             place.serves = False
-            if not any(other.serves for other in self.places):
+            peers = [other.peer for other in self.places if other.serves]
+            if all(peer is None or peer.host.owner in self.gone for peer in peers):
                 for tell in self.on_extinct:
                     tell()
 

@@ -202,6 +202,7 @@ class Ledger:
         for group in self.groups:
             group.excused = group.excused or "all members of the plane were dead at once"
         self.condemned = dict.fromkeys(self.condemned)
+        self.gone.clear()  # one that was frozen may bring the plane back as it knew it
 
     def _excuse_shards(self, peer: Peer, why: str) -> None:
         for entry in peer.host.entries.values():

@@ -79,6 +79,7 @@ class Run:
         )
         self.ledger = Ledger(replicas)
         self.cluster.on_extinct.append(self.ledger.extinct)
+        self.cluster.gone = self.ledger.gone
         self.watch = Watch(self.cluster)
         self.faults = Faults(self.cluster, random.Random(rng.random()), rng.random() < 0.5)
         self.roles: list[Role] = []

@@ -50,7 +50,9 @@ class Orphans:
             self.mesh.spawn(self._ask(address, some))
 
     async def _ask(self, address: str, leases: dict[int, Entry]) -> None:
-        """Until it has answered, or is no member any more: then its leases have ended."""
+        """Until it has answered, or is no member any more. Then nobody holds them; those it had
+        when it went have ended, and these may have come after."""
+        back = list(leases)
         while address in self.host.roster.members:
             roster = self.host.roster
             try:
@@ -60,6 +62,7 @@ class Orphans:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
                 continue
-            for number in reply.leases:
-                await self.supplying.release(Part(self.host.owner, number, 0), leases[number])
-            return
+            back = reply.leases
+            break
+        for number in back:
+            await self.supplying.release(Part(self.host.owner, number, 0), leases[number])

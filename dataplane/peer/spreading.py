@@ -19,6 +19,7 @@ from dataplane.errors import DataplaneError
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.metadata.columns import Array
+from dataplane.metadata.references import ids_of
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
@@ -116,7 +117,7 @@ class Spreading:
 
     def _movable(self, entry: Entry, owner: Owner, limit_bytes: int) -> _Values:
         """Ranges that unleased rows of this store name; of those here, what nobody else holds."""
-        ranges, counts, lengths = entry.store.idle(owner)
+        ranges, counts, lengths = _idle(entry, owner)
         if owner == self.host.owner:
             alone = self.host.space.ranges.refs(ranges) == counts
             alone &= ~self.host.space.away(ranges)  # they are in nobody's way
@@ -167,7 +168,7 @@ class Spreading:
 
     def _still_idle(self, entry: Entry, owner: Owner, found: _Values) -> Array:
         """Which of these are named as they were: rows may have gone meanwhile, or been leased."""
-        idle, counts, _ = entry.store.idle(owner)
+        idle, counts, _ = _idle(entry, owner)
         named = dict(zip(idle.tolist(), counts.tolist(), strict=True))
         pairs = zip(found.ranges.tolist(), found.counts.tolist(), strict=True)
         return np.array([named.get(one) == count for one, count in pairs], np.bool_)
@@ -207,3 +208,12 @@ class Spreading:
             self.lent.lend(to, np.repeat(fresh, counts[:taken]))
         self.adopted_bytes += int(lengths[:taken].sum())
         return Adopted(self.host.owner, fresh.tobytes())
+
+
+def _idle(entry: Entry, owner: Owner) -> tuple[Array, Array, Array]:
+    """Ranges of an owner that only unleased rows name, how many of their values, and how far: a
+    range moves with all that name it, and what is leased stays."""
+    ranges, counts, lengths = entry.store.idle(owner)
+    named, of_all, _ = entry.store.named(owner)
+    alone = of_all[np.searchsorted(ids_of(named), ids_of(ranges))] == counts
+    return ranges[alone], counts[alone], lengths[alone]

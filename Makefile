@@ -41,8 +41,9 @@ testbed: $(VENV)/.test-installed
 	$(BIN)/python -m deploy.testbed --hosts $(HOSTS) $(if $(RATE),--rate $(RATE)) --trace math,image --json bench/out/testbed.json
 
 SEEDS ?= 2000
+JOBS ?= $(shell nproc)
 simulate: $(VENV)/.test-installed
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
 # Any calls in any order against a model, on one real peer and on three.
 SURFACE_EXAMPLES ?= 200

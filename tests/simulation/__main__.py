@@ -1,4 +1,5 @@
-"""`python -m tests.simulation [--seeds N] [--first SEED] [--story]`: run seeds, tell which fail."""
+"""`python -m tests.simulation [--seeds N] [--first SEED] [--jobs N] [--story]`: run seeds, and tell
+which fail."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -20,12 +22,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first one")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a range of seeds")
     parser.add_argument("--story", action="store_true", help="tell what happened in each run")
     parser.add_argument("--log", action="store_true", help="show the peers' logs")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have another order with another
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
+    if options.jobs > 1:
+        return _in_processes(options.first, options.seeds, options.jobs, options.seconds)
     told = logging.StreamHandler()
     told.addFilter(_place)
     told.setFormatter(logging.Formatter("%(when).2f %(where)s %(name)s %(message)s"))
@@ -47,6 +52,18 @@ def main() -> int:
         f"{took_s:.1f} s"
     )
     return 1 if failed or not done else 0
+
+
+def _in_processes(first: int, seeds: int, jobs: int, seconds: float) -> int:
+    """As many ranges of seeds, each played by a process of its own."""
+    share = -(-seeds // jobs)
+    command = [sys.executable, "-u", "-m", "tests.simulation", "--seconds", str(seconds)]
+    end = first + seeds
+    players = [
+        subprocess.Popen([*command, "--first", str(at), "--seeds", str(min(share, end - at))])
+        for at in range(first, end, share)
+    ]
+    return max(player.wait() for player in players)
 
 
 def _place(record: logging.LogRecord) -> bool:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.simulation.line import Client, Line
 
 ARENA_BYTES = 2 << 20
+SMALL_ARENA_BYTES = 1 << 20
+"""Of hosts that fill, whose values spread over the others."""
 
 
 class Listener:
@@ -73,6 +75,7 @@ class Cluster:
         self.loop = loop
         self.rng = rng
         self.network = Network(loop, rng)
+        self.arena_bytes = ARENA_BYTES
         self.wall_ahead_ns = 0
         seeds = tuple(f"tcp://127.0.0.1:{7001 + i}" for i in range(peers))
         self.places = [
@@ -134,7 +137,7 @@ class Cluster:
                 place.name,
                 place.address,
                 self.seeds,
-                ARENA_BYTES,
+                self.arena_bytes,
                 self._nowhere(),
                 join=place.joins,
             )

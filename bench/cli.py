@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from bench import perf_command, run_command, smallest, soak
 from bench.compare import command as compare
 from bench.faults import command as faults
+from bench.outputs import NotWritten
 from bench.page import command as page_command
 from bench.sim import command as sim
 from bench.traces import commands as trace_commands
@@ -18,7 +19,8 @@ from bench.traces.parquet import TraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 2 for a wrong command line, 130 for Ctrl-C, else what the command says."""
+    """The exit code: 1 for a report that cannot be written any more, 2 for a wrong command line,
+    130 for Ctrl-C, else what the command says."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     # As an exception it leaves through every `with`, and so ends the run's processes.
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TraceError as exc:
         print(f"python -m bench: {exc}", file=sys.stderr)
         return 2
+    except NotWritten as exc:
+        print(f"python -m bench: {exc}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     finally:

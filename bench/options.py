@@ -6,7 +6,10 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
+T = TypeVar("T")
+_DAY_S = 86_400.0
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -40,6 +43,27 @@ def size(text: str) -> int:
     if not match or not int(match[1]):
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 1GiB")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def seconds(text: str) -> float:
+    """A time: more than 0, a day at most."""
+    value = _number(text)
+    if not 0 < value <= _DAY_S:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds such as 60, a day at most")
+    return value
+
+
+def positive(text: str) -> float:
+    """More than 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Several values of one kind, separated by commas."""
+    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 def share(text: str) -> float:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench import gpu, machine, report, transports
+from bench import gpu, machine, outputs, report, transports
 from bench.options import count, names
 
 
 def register(commands: Any) -> None:
     perf = commands.add_parser("perf", help="the hot path against this machine's ceilings")
     perf.add_argument("--rounds", type=count, default=5, help="medians are taken over these")
-    perf.add_argument("--json", type=Path, default=None, help="write the figures here")
+    perf.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
     perf.add_argument(
         "--transports",
         type=names(transports.TRANSPORTS),
@@ -57,10 +56,8 @@ def _perf(options: argparse.Namespace, command: str) -> int:
     if options.only == "gpu" or (options.only is None and options.device == "cuda"):
         told["gpu"] = _gpu(options.rounds, console)
     told |= {"rounds": options.rounds, "machine": machine.describe(), "command": command}
-    text = json.dumps(told, indent=2)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
+        outputs.write_json(options.json, told)
     console.print_json(json.dumps({k: v for k, v in told.items() if k != "spread"}))
     if lanes_told := told.get("transports"):
         console.print(transports.table(lanes_told))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench import outputs
 from bench.run import Progress as Report
 
 _GB = 1e9
@@ -121,6 +121,4 @@ def progress(console: Console, label: str) -> Iterator[Report]:
 
 def write(path: Path, runs: list[dict[str, Any]], machine: dict[str, Any], command: str) -> None:
     """The same as JSON, and the command that made it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"runs": runs, "machine": machine, "command": command}
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    outputs.write_json(path, {"runs": runs, "machine": machine, "command": command})

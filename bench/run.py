@@ -86,7 +86,7 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
         fates = {prompt.index: job.fate(prompt) for prompt in job.generate()}
         dropped = {index: fate for index, fate in fates.items() if fate != "trained"}
         ledger = Ledger(len(fates), job.samples, job.stages()["train"], dropped, job.tp)
-        run = _Run(job, PLANES[name](job), ledger, time.monotonic() + settings.timeout_s, progress)
+        run = _Run(job, PLANES[name], ledger, time.monotonic() + settings.timeout_s, progress)
         run.places = settings.places
         if missing := PLANES[name].missing():
             return run.result(name, "not installed", f"it needs {', '.join(missing)}")
@@ -155,6 +155,8 @@ def _recorded(settings: Settings, folder: str) -> str:
     from bench.traces import load, parquet
 
     name, prompts = load.load(settings.trace_files, settings.trace, settings.seed)
+    if why := load.too_short(prompts, settings.steps, settings.prompts):
+        raise parquet.TraceError(settings.trace_files[0], why)
     prompts = load.cut(prompts, settings.steps, settings.prompts)
     if len(sizes := {len(prompt.samples) for prompt in prompts}) > 1:
         why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
@@ -175,13 +177,14 @@ class _Run:
     """The state of one run, kept so that a failed one still reports what is known."""
 
     def __init__(
-        self, job: Job, plane: Plane, ledger: Ledger, deadline: float, progress: Progress
+        self, job: Job, kind: type[Plane], ledger: Ledger, deadline: float, progress: Progress
     ) -> None:
         self._job = job
-        self._plane = plane
+        self._kind = kind
         self._ledger = ledger
         self._deadline = deadline
         self._progress = progress
+        self._hosts: dict[str, int] = {}  # where each process was started
         self._ready: Said = {}
         self._done: Said = {}
         self._opened = time.monotonic()  # the curve's zero where the workers never started
@@ -200,8 +203,9 @@ class _Run:
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
-        if self._job.tp > 1 and not self._plane.fans_out:
-            raise Unsupported(f"{self._plane.name} sends no batch to several ranks: leave --tp out")
+        if self._job.tp > 1 and not self._kind.fans_out:
+            raise Unsupported(f"{self._kind.name} sends no batch to several ranks: leave --tp out")
+        self._plane = self._kind(self._job)
         if not self._job.memory_limit_bytes:
             self._perform()
             return
@@ -247,12 +251,14 @@ class _Run:
         for host, limit in enumerate(self._limits):
             if (kills := limit.kills()) and limit.met_limit():
                 at = time.monotonic() - (self._started or self._opened)
-                return {"host": host, "processes": crew.killed(kills), "seconds": at}
+                here = [name for name in crew.killed(kills) if self._hosts[name] == host]
+                return {"host": host, "processes": here, "seconds": at}
         return None
 
     def _start(self, crew: Crew, service: Service) -> None:
         argv = self.places.wrap(service.host, service.argv) if self.places else service.argv
         argv = self._limits[service.host].wrap(argv) if self._limits else argv
+        self._hosts[service.name] = service.host
         crew.start(service.name, argv, service.env, service.speaks)
 
     def _services(self, crew: Crew) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, page, report
-from bench.options import count, names, share, size, speed, whole
+from bench import machine, outputs, page, report
+from bench.options import count, names, seconds, share, size, speed, whole
 from bench.planes import PLANES
 from bench.run import Settings, execute, variants
-from bench.traces import TASKS
+from bench.traces import TASKS, load
+from bench.traces.parquet import TraceError
 
+_PROMPTS = 16
 _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),  # as each plane says
     "on": (True,),
@@ -35,7 +37,9 @@ def register(commands: Any) -> None:
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
     run.add_argument("--hosts", type=count, default=2, help="hosts that share no memory")
-    run.add_argument("--prompts", type=count, default=16, help="groups in a step")
+    run.add_argument(
+        "--prompts", type=count, default=None, help="groups in a step; 16, or what a file has"
+    )
     run.add_argument("--steps", type=count, default=1)
     run.add_argument(
         "--staleness",
@@ -43,7 +47,7 @@ def register(commands: Any) -> None:
         default=0,
         help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
     )
-    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--seed", type=whole, default=0)
     run.add_argument("--trainers", type=count, default=2, help="trainer ranks")
     run.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of each trainer")
     run.add_argument(
@@ -73,9 +77,17 @@ def register(commands: Any) -> None:
     run.add_argument(
         "--memory-limit", type=size, default=None, help="of each host, by a cgroup: 3GiB"
     )
-    run.add_argument("--timeout", type=float, default=240.0, help="seconds that a run may take")
-    run.add_argument("--json", type=Path, default=None, help="write the report here")
+    run.add_argument("--timeout", type=seconds, default=240.0, help="seconds that a run may take")
+    run.add_argument("--json", type=outputs.report, default=None, help="write the report here")
     run.set_defaults(perform=_run)
+
+
+def _prompts(options: argparse.Namespace) -> int:
+    """Groups of a step where nobody says how many."""
+    if not options.trace_file:
+        return _PROMPTS
+    _, recorded = load.load(options.trace_file, options.trace[0], options.seed)
+    return min(_PROMPTS, load.fewest(recorded, options.steps)) or _PROMPTS
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
@@ -83,16 +95,19 @@ def _run(options: argparse.Namespace, command: str) -> int:
 
     A plane that is not installed is in the report, and no failure.
     """
+    if options.trace_file and len(options.trace) > 1:
+        raise TraceError(options.trace_file[0], "it is of one task: give one --trace with it")
     console = Console()
     runs: list[dict[str, Any]] = []
     described = machine.describe()
+    prompts = options.prompts or _prompts(options)
     several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
     for trace, columns, dedup in several:
         settings = Settings(
             trace=trace,
             planes=options.planes,
             hosts=options.hosts,
-            prompts=options.prompts,
+            prompts=prompts,
             seed=options.seed,
             trainers=options.trainers,
             dedup=dedup,

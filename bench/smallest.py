@@ -8,22 +8,20 @@ survived and the next smaller one that did not.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, page
+from bench import machine, outputs, page
 from bench.machine import memory_bytes
-from bench.options import count, names, size
+from bench.options import count, names, seconds, several, size, whole
 from bench.planes import PLANES
 from bench.report import progress
 from bench.run import Progress, Settings, execute
@@ -105,10 +103,10 @@ def register(commands: Any) -> None:
     parser.add_argument("--trace", choices=TASKS, default="video")
     planes = names(PLANES)
     parser.add_argument("--planes", type=planes, default=("dataplane", "controller"))
-    parser.add_argument("--prompts", type=_counts, default=[4, 8, 16], help="4,8,16")
+    parser.add_argument("--prompts", type=several(count), default=[4, 8, 16], help="4,8,16")
     parser.add_argument("--hosts", type=count, default=2)
     parser.add_argument("--trainers", type=count, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--least", type=size, default=_LEAST, help="no less is tried")
     parser.add_argument(
         "--most",
@@ -116,8 +114,8 @@ def register(commands: Any) -> None:
         default=memory_bytes() * 3 // 8,
         help="no more is tried; all hosts must fit into this machine; default: 3/8 of its memory",
     )
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a run may take")
-    parser.add_argument("--json", type=Path, default=None, help="write the cases here")
+    parser.add_argument("--timeout", type=seconds, default=60.0, help="seconds that a run may take")
+    parser.add_argument("--json", type=outputs.report, default=None, help="write the cases here")
     parser.set_defaults(perform=perform)
 
 
@@ -139,8 +137,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     for case in cases:
         told["memory"].append(case)
         if options.json:  # after each case: what is known survives a later failure
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(told, indent=2) + "\n")
+            outputs.write_json(options.json, told)
         if case["status"] != "ok":
             console.print(f"{case['status']}: {case['runs'][-1]['error']}", markup=False)
         if case["status"] == "not run":
@@ -176,7 +173,3 @@ def _cell(case: Case) -> str:
     if case["smallest_bytes"] is None:
         return f"> {case['most_bytes'] >> 20}"
     return f"{case['smallest_bytes'] >> 20}"
-
-
-def _counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]

@@ -14,14 +14,14 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 from rich.console import Console
 
-from bench import machine
+from bench import machine, outputs
+from bench.options import positive
 
 STEP_ROWS = 200
 GROUP = 4
@@ -183,8 +183,8 @@ def _line(one: Sample) -> str:
 
 def register(commands: Any) -> None:
     command = commands.add_parser("soak", help="steady load, and whether anything grows")
-    command.add_argument("--minutes", type=float, default=5.0)
-    command.add_argument("--json", type=Path, default=None, help="write the outcome here")
+    command.add_argument("--minutes", type=positive, default=5.0)
+    command.add_argument("--json", type=outputs.output, default=None, help="write the outcome here")
     command.set_defaults(perform=perform)
 
 
@@ -195,6 +195,5 @@ def perform(options: argparse.Namespace, command: str) -> int:
     console.print(json.dumps(outcome), markup=False, soft_wrap=True)
     if options.json:
         told = {"outcome": outcome, "machine": machine.describe(), "command": command}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        outputs.write_json(options.json, told)
     return 0 if outcome["ok"] else 1

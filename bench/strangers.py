@@ -24,6 +24,7 @@ import psutil
 import zmq
 
 import dataplane
+from bench.options import count, whole
 from dataplane.launch import config, rundir
 from dataplane.peer.gate import Gate
 from dataplane.transport.bulk_frames import CHALLENGE_BYTES, Join, Joined, decode_from_owner, encode
@@ -268,8 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.strangers")
     parser.add_argument("--name", help="the peer (default: the only one of this host)")
     parser.add_argument("--plane", help="the plane's name (default: uid and job id)")
-    parser.add_argument("--count", type=int, default=100_000, help="frames at each door")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=count, default=100_000, help="frames at each door")
+    parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args(argv)
     outcome = attack(Target.find(options.name, options.plane), options.count, options.seed)
     print(json.dumps(outcome))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench import machine, report
+from bench import machine, outputs, report
 from bench.compare import measure, table
 from bench.compare.contenders import CONTENDERS
-from bench.options import count, names, size, whole
+from bench.options import count, names, several, size, whole
 
 
 def register(commands: Any) -> None:
@@ -21,19 +18,15 @@ def register(commands: Any) -> None:
     defaults = measure.Settings()
     parser = commands.add_parser("compare", help="one batch through dataplane and other planes")
     parser.add_argument("--planes", type=names(CONTENDERS), default=defaults.planes)
-    parser.add_argument("--sizes", type=_several(size), default=defaults.sizes, help="64MiB,512MiB")
-    parser.add_argument("--hosts", type=_several(count), default=defaults.hosts, help="1,2")
+    parser.add_argument("--sizes", type=several(size), default=defaults.sizes, help="64MiB,512MiB")
+    parser.add_argument("--hosts", type=several(count), default=defaults.hosts, help="1,2")
     parser.add_argument("--rows", type=count, default=defaults.rows, help="in a batch")
     parser.add_argument("--rounds", type=count, default=defaults.rounds, help="new processes each")
     parser.add_argument("--repeats", type=count, default=defaults.repeats, help="in a round")
     parser.add_argument("--singles", type=whole, default=defaults.singles, help="rows one by one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
     parser.set_defaults(perform=_compare)
-
-
-def _several(parse: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
-    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 def _compare(options: argparse.Namespace, command: str) -> int:
@@ -54,9 +47,8 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     def keep(figures: measure.Report) -> None:
         """After each tree: what is known survives a later failure."""
         if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             told = {**figures, "machine": described, "command": command}
-            options.json.write_text(json.dumps(told, indent=2) + "\n")
+            outputs.write_json(options.json, told)
 
     with report.progress(console, "compare") as bar:
         figures = measure.measure(settings, bar, keep)

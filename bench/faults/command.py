@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine
+from bench import machine, outputs
 from bench.options import count, names
 
 SCENARIOS = (
@@ -34,7 +34,7 @@ def register(commands: Any) -> None:
     faults.add_argument("--only", type=names(SCENARIOS), default=SCENARIOS, metavar="NAME,…")
     faults.add_argument("--seconds", type=count, default=60, help="of a slow consumer")
     faults.add_argument("--frames", type=count, default=100_000, help="corrupt ones at each door")
-    faults.add_argument("--json", type=Path, default=None, help="write the outcomes here")
+    faults.add_argument("--json", type=outputs.output, default=None, help="write the outcomes here")
     faults.set_defaults(perform=perform)
 
 
@@ -61,8 +61,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
 
 def _write(path: Path | None, told: dict[str, Any]) -> None:
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(told, indent=2) + "\n")
+        outputs.write_json(path, told)
 
 
 def _missing() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.outputs import output
 from bench.page import picture
 from bench.page.document import load, write
 
@@ -16,11 +17,11 @@ def register(commands: Any) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser("report", help="one HTML page of JSON reports")
     parser.add_argument("files", type=Path, nargs="+", help="of run, memory, compare or perf")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="report.html")
+    parser.add_argument("-o", "--output", type=output, required=True, help="report.html")
     parser.add_argument(
         "--only", default="", help="figures by name and nothing else: throughput,memory"
     )
-    parser.add_argument("--png", type=Path, help="a picture of the page, by chromium")
+    parser.add_argument("--png", type=output, help="a picture of the page, by chromium")
     parser.set_defaults(perform=perform)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from bench import outputs
 from bench.page import latency, memory, sim, throughput
 from bench.page.compare import compare
 from bench.page.names import Figure, Run, gib, switch
@@ -38,8 +39,7 @@ def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> 
         kind, body = "", "".join([_head(reports), *map(_figure, found), _details(reports)])
     title = "dataplane bench"
     page = _PAGE.substitute(title=title, style=_STYLE.read_text(), kind=kind, body=body)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    outputs.write(path, page)
 
 
 def load(path: Path) -> Report:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -15,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, page
-from bench.options import count, speed
+from bench import machine, outputs, page
+from bench.options import count, several, speed
 from bench.report import progress
 from bench.sim.cluster import Cluster, carry
 from bench.sim.costs import Costs
@@ -56,12 +54,13 @@ _QUICK = Size(fits=[("math", 1, 2)], checks=[("math", 2, 2)], times=1, steps=1, 
 def register(commands: Any) -> None:
     """Add `sim` to the command line."""
     parser = commands.add_parser("sim", help="a model of larger clusters, fitted and checked here")
-    parser.add_argument("--hosts", type=_sizes, default=(8, 64, 512, 4096), help="8,64,512,4096")
+    sizes = (8, 64, 512, 4096)
+    parser.add_argument("--hosts", type=several(count), default=sizes, help="8,64,512,4096")
     parser.add_argument("--trace", choices=TASKS, default="image", help="of the clusters")
     parser.add_argument("--groups", type=count, default=2, help="of each host of a cluster, a step")
     parser.add_argument("--link", type=speed, default=200.0, help="of each host, Gbit/s")
     parser.add_argument("--quick", action="store_true", help="a few seconds: no figure to quote")
-    parser.add_argument("--json", type=Path, default=None, help="write what came out here")
+    parser.add_argument("--json", type=outputs.report, default=None, help="write the model here")
     parser.set_defaults(perform=perform)
 
 
@@ -76,8 +75,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
         for part in _simulate(size, cluster, lambda label: progress(console, label)):
             told |= part
             if options.json:  # after each part: what is known survives a later failure
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(told, indent=2) + "\n")
+                outputs.write_json(options.json, told)
     except RunFailed as exc:
         console.print(f"no model without this run: {exc}", markup=False)
         return 1
@@ -208,7 +206,3 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
             f"{peers['mean']:.2f} ({peers['max']})",
         )
     return shown
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))

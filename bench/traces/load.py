@@ -27,12 +27,7 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
     trace says all itself. Raises TraceError.
     """
     first = paths[0]
-    try:
-        with first.open("rb") as file:
-            magic = file.read(len(_PARQUET))
-    except OSError as exc:
-        raise TraceError(first, f"it cannot be read: {exc.strerror}") from exc
-    if magic == _PARQUET:
+    if is_parquet(first):
         if len(paths) > 1:
             raise TraceError(first, "a Parquet trace stands alone: it has all times in it")
         name, prompts = parquet.read(first)
@@ -40,8 +35,20 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
             raise TraceError(first, f"it is a trace of {name!r}, not of {task!r}")
         return name, prompts
     if task is None:
-        raise TraceError(first, "it does not say of which task it is: give --trace TASK")
-    return task, _recorded(paths, TASKS[task], seed)
+        raise TraceError(first, "it does not say of which task it is")
+    prompts = _recorded(paths, TASKS[task], seed)
+    if not prompts:
+        raise TraceError(first, "it tells of no group that is trained on")
+    return task, prompts
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as Parquet does. Raises TraceError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_PARQUET)) == _PARQUET
+    except OSError as exc:
+        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
 
 
 def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
@@ -53,6 +60,21 @@ def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
         if prompt.step < steps and taken[prompt.step] <= per_step:
             kept.append(dataclasses.replace(prompt, index=len(kept)))
     return kept
+
+
+def fewest(prompts: Sequence[Prompt], steps: int) -> int:
+    """Groups of the smallest of the first steps; 0 where there are fewer steps."""
+    counts = Counter(prompt.step for prompt in prompts)
+    return min(counts[step] for step in range(steps))
+
+
+def too_short(prompts: Sequence[Prompt], steps: int, per_step: int) -> str:
+    """What the trace lacks for a run of so many steps and groups a step; "" when it has enough."""
+    if not (least := fewest(prompts, steps)):
+        return f"it has {len({p.step for p in prompts})} steps, and --steps asks for {steps}"
+    if least < per_step:
+        return f"it has a step of {least} groups, and --prompts asks for {per_step}"
+    return ""
 
 
 def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:

@@ -83,11 +83,9 @@ def read(path: Path, samples: int) -> Recorded:
 
     Raises TraceError for the first line that is not of the file's form.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise TraceError(path, f"it cannot be read: {exc}") from exc
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    text = _text(path)
+    # Not splitlines: a string in JSON may hold what that takes for a line's end.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise TraceError(path, "it is empty")
     first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
@@ -100,6 +98,18 @@ def read(path: Path, samples: int) -> Recorded:
     if "output" in first:
         return _prompts(path, lines)
     raise TraceError(path, f"a record of {sorted(first)} is none of PolyTrace's forms", lines[0][0])
+
+
+def _text(path: Path) -> str:
+    try:
+        told = path.read_bytes()
+    except OSError as exc:
+        raise TraceError(path, f"it cannot be read: {exc.strerror}") from exc
+    try:
+        return told.decode()
+    except UnicodeDecodeError as exc:
+        line = told.count(b"\n", 0, exc.start) + 1
+        raise TraceError(path, f"it is no text (UTF-8): {exc.reason}", line) from exc
 
 
 def _is_whole(line: str) -> bool:

@@ -189,6 +189,10 @@ def test_the_command_prints_a_table_and_writes_the_report(
         ["--trace", "math", "--dedup", "perhaps"],
         ["--trace", "math", "--abort", "1"],
         ["--trace", "math", "--pace", "0"],
+        ["--trace", "math", "--seed", "-1"],
+        ["--trace", "math", "--timeout", "nan"],
+        ["--trace", "math", "--json", "/dev/null/report.json"],
+        ["--trace", "math", "--json", "page.html"],
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_starts(options: list[str]) -> None:

@@ -169,6 +169,7 @@ BAD = {
     "uneven sessions": (by_step(sessions(([1, 2], [3]))), 24),
     "text where lengths belong": (by_step("none"), 24),
     "broken JSON over many lines": ('{\n"1": {"input": [1,\n}', 3),
+    "a line that is no text": (f"{json.dumps(prompt_line())}\n\udcff", 2),
     "a step without a number": ('{\n"first": {"input": [1], "output": [1]}\n}', 2),
 }
 
@@ -176,7 +177,7 @@ BAD = {
 @pytest.mark.parametrize("text, line", BAD.values(), ids=BAD.keys())
 def test_a_bad_line_is_refused_with_file_and_line(text: str, line: int, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(TraceError) as refused:
         load([path], "video")
     assert refused.value.line == line
@@ -188,6 +189,12 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and nothing else")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\xfd")
+    lines(tmp_path / "validation.jsonl", prompt_line(validate=True))
+    (tmp_path / "steps.json").write_text("{}")
+    with pytest.raises(TraceError, match="no group"):
+        load([tmp_path / "validation.jsonl"], "video")
+    with pytest.raises(TraceError, match="no group"):
+        load([tmp_path / "steps.json"], "video")
     for name in ("other.parquet", "torn.parquet", "empty.jsonl", "bytes.jsonl", "absent.jsonl"):
         with pytest.raises(TraceError, match=name):
             load([tmp_path / name], "video")
@@ -230,6 +237,37 @@ def test_a_recorded_trace_is_run(tmp_path: Path) -> None:
     for run in json.loads(report.read_text())["runs"]:
         assert run["rows"] == run["rows_expected"] == 2 * 3 * 3
         assert run["samples"] == 3
+
+
+def test_a_line_ends_only_where_a_line_of_the_file_does(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl")
+    path.write_text(json.dumps(prompt_line(rank="a\u2028b"), ensure_ascii=False) + "\r\n")
+    assert len(load([path], "math")[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (["--trace", "math", "--steps", "3"], "it has 2 steps, and --steps asks for 3"),
+        (["--trace", "math", "--prompts", "4"], "a step of 3 groups, and --prompts asks for 4"),
+        (["--trace", "math,video"], "it is of one task"),
+    ],
+)
+def test_a_run_of_more_than_the_file_has_is_refused(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [prompt_line(step=step, local_index=i) for step in (1, 2) for i in range(3)]
+    path = lines(tmp_path / "p.jsonl", *told)
+    assert main(["run", "--trace-file", str(path), *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_that_names_no_task_is_shown_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "p.jsonl", prompt_line())
+    assert main(["trace-info", str(path)]) == 2
+    assert "--task" in capsys.readouterr().err
 
 
 def test_a_run_of_groups_of_several_sizes_is_refused(

@@ -1,0 +1,65 @@
+"""Files that commands write: tried before anything starts, and what is left of the trial."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from bench import outputs
+from bench.cli import main
+
+
+def test_a_folder_is_made_and_a_file_that_was_not_there_is_not_left(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.json"
+    assert outputs.report(str(path)) == path
+    assert path.parent.is_dir() and not any(path.parent.iterdir())
+
+
+def test_a_report_that_is_there_stays_until_there_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("of yesterday")
+    outputs.report(str(path))
+    assert path.read_text() == "of yesterday"
+
+
+@pytest.mark.parametrize("name", ["", "file/report.json", "page.html"])
+def test_what_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentTypeError):
+        outputs.report(str(tmp_path / name))
+
+
+def test_a_page_that_cannot_be_written_is_refused_with_its_report(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ArgumentTypeError, match=r"report\.html"):
+        outputs.report(str(tmp_path / "report.json"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["trace", "math", "-o"],
+        ["perf", "--json"],
+        ["compare", "--json"],
+        ["sim", "--json"],
+        ["memory", "--json"],
+        ["faults", "--json"],
+        ["soak", "--json"],
+    ],
+)
+def test_every_command_refuses_before_it_measures(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([*command, "/dev/null/out"])
+    assert refused.value.code == 2
+    assert "'/dev/null' is no folder" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_ends_a_command_with_a_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(outputs.NotWritten, match="No space left"):
+        outputs.write_json(Path("/dev/full"), {})

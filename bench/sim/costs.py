@@ -48,18 +48,22 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of one design. `activities` by role and activity of its workers, `service`: an operation of
-    the peer or controller and a byte that it moves, `start`: what a service does once per byte of
-    arena when a run starts, `idle`: the share of a core that a service takes for nothing, `watch`:
-    the share that the bench takes for each process that it watches, `delay_s`: of a hand-over."""
+    """Of one design, in processor seconds. `activities`: by role and activity of its workers.
+    Of the peers or the controller: an `operation`, a `crossing` (what a claim that another host
+    meets takes of all peers beside its operations), a byte that is moved, a byte of arena that
+    is touched for the first time. `idle`: the share of a core that a service takes for nothing,
+    `watch`: the share that the bench takes for each process that it watches. `delay_s`: nobody's
+    processor, of a hand-over; `crossing_delay_s`: of one between hosts, beside that."""
 
     activities: dict[str, dict[str, Price]]
     operation: float
+    crossing: float
     moved_byte: float
-    start_byte: float
+    touched_byte: float
     idle: float
     watch: float
     delay_s: float = 0.0
+    crossing_delay_s: float = 0.0
     factor: float = 1.0  # on all processor seconds, for a band
 
     def of(self, role: str, names: tuple[str, ...], work: Work) -> float:
@@ -69,6 +73,10 @@ class Costs(msgspec.Struct, frozen=True):
 
     def service(self, operations: int, nbytes: float = 0) -> float:
         return self.factor * (operations * self.operation + nbytes * self.moved_byte)
+
+    def crossed(self) -> float:
+        """Of one claim between hosts, of all peers that have a part in it."""
+        return self.factor * self.crossing
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,25 @@ from bench.sim.model import Claimed, Design, Model, Steps
 from bench.traces import Prompt
 
 _STAGES = ("reward", "reference", "train")
+_AHEAD_BYTES = 256 << 20
+
+
+class Pages:
+    """Those of an arena that were ever touched: some ahead of the highest use, as the peer's
+    janitor keeps them (dataplane/peer/janitor.py). It has touched the first before a run starts."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._arena_bytes = arena_bytes
+        self._ahead = min(_AHEAD_BYTES, arena_bytes // 4)
+        self._touched = self._ahead
+
+    def touch(self, used: int) -> int:
+        """Bytes to touch now that so many are in use."""
+        if self._touched - used > self._ahead // 2:
+            return 0
+        before = self._touched
+        self._touched = max(before, min(used + self._ahead, self._arena_bytes))
+        return self._touched - before
 
 
 class _Queue:
@@ -52,6 +71,7 @@ class Decentral(Design):
         self._owner: dict[int, int] = {}
         self._had: dict[int, dict[int, int]] = {}  # bytes of a group that each host has pulled
         self._held = [0] * hosts
+        self._pages = [Pages(self.job.arena_bytes) for _ in range(hosts if model.fresh else 0)]
         self.outcome.peak_bytes = [0] * hosts
 
     def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
@@ -83,14 +103,16 @@ class Decentral(Design):
             return []
         supplier, taken = queue.take(host, most)
         groups = [prompt for _, prompt in taken]
-        if supplier != host or waited:
-            yield from self._order(queue.home, host, supplier)
         if supplier != host:
+            yield from self._cross(queue.home, host, supplier)
             yield from self._pull(stage, supplier, host, groups)
+        elif waited:  # the home's order to its own host
+            yield self.hosts.round_trip()
         yield self.env.timeout(self.costs.delay_s)
         yield self.hosts.work(self.costs.of(stage, ("claim",), self._work(stage, groups)))
         touched = {host, supplier, *([queue.home] if supplier != host or waited else ())}
         self.outcome.peers[len(touched)] += 1
+        self.outcome.crossings += supplier != host
         self.outcome.claim_s.append(self.env.now - max(asked, taken[0][0]))
         return groups
 
@@ -109,12 +131,12 @@ class Decentral(Design):
             while queue.waiting:
                 queue.waiting.popleft()[1].succeed()
 
-    def _order(self, home: int, host: int, supplier: int) -> Steps:
-        """A demand to the home, an order to the supplier, its grant."""
-        yield self.hosts.operate(home, self.costs.service(1))
+    def _cross(self, home: int, host: int, supplier: int) -> Steps:
+        """A demand to the home, an order to the supplier, its grant: to each a third of it."""
+        for peer in (home, supplier, host):
+            yield self.hosts.operate(peer, self.costs.crossed() / 3)
         yield self.hosts.round_trip()
-        if supplier != host:
-            yield self.hosts.operate(supplier, self.costs.service(1))
+        yield self.env.timeout(self.costs.crossing_delay_s)
 
     def _pull(self, stage: str, supplier: int, host: int, groups: Sequence[Prompt]) -> Steps:
         """What this host has not pulled yet: both peers copy while the links carry."""
@@ -153,6 +175,8 @@ class Decentral(Design):
         self._held[host] += nbytes
         peak = self.outcome.peak_bytes
         peak[host] = max(peak[host], self._held[host])
+        if self._pages and (fresh := self._pages[host].touch(peak[host])):
+            self.hosts.copy(host, self.costs.touched_byte * fresh)  # in the background
 
     def _free(self, prompt: Prompt) -> None:
         """All stages are through: the group's bytes go, and pulled copies are evictable."""

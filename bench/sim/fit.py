@@ -22,7 +22,8 @@ from bench.sim.model import Design, Model
 from bench.sim.plan import Plan
 
 _SWEEPS = 3_000
-_DELAYS_S = (0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064)
+_DELAYS_S = tuple(n / 500 for n in range(33))
+_ARENA = "arena of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,25 @@ class Seen:
         ours += sum(seconds for name, seconds in told.items() if name != "machine")
         return float(max(0.0, (told["machine"] - ours) / self.run["seconds"]))
 
+    def touched_bytes(self) -> int:
+        """Pages of arenas that came into being between the start and the end."""
+        curve = self.run["memory_curve"]
+        started = sum(1 for at in curve["seconds"] if at <= 0)
+        return sum(
+            self.run["peak_memory_bytes"][name] - max(filter(None, held[:started]), default=0)
+            for name, held in curve["processes"].items()
+            if name.startswith(_ARENA)
+        )
+
+    def crossings(self) -> float:
+        """Claims that another host met, as far as can be expected: whoever asks first gets a
+        group, wherever it is. Each worker's last claim of a step only learns that it is over."""
+        hosts, workers = self.job.hosts, 2 * self.job.hosts + self.job.trainers
+        return (self.claims() - workers * self.job.steps) * (hosts - 1) / hosts
+
+    def claims(self) -> int:
+        return sum(self.times(role, "claim") for role in ("reward", "reference", "train"))
+
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""
         groups = (p for p in self.job.generate() if self.job.fate(p) == "trained")
@@ -71,22 +91,28 @@ class Seen:
     def operations(self) -> int:
         """Requests to services: puts, claims and answers."""
         puts = len(schedule(self.job, self.job.generate(), takes_pieces=True))
-        return puts + 2 * sum(self.times(r, "claim") for r in ("reward", "reference", "train"))
+        return puts + 2 * self.claims()
 
 
 def fit(seen: Sequence[Seen], design: type[Design], cores: int) -> Costs:
-    """The costs of one design, from runs of it; the delay comes last, from step times."""
-    operation, moved, start, idle = _service(seen)
+    """The costs of one design, from runs of it; the delays come last, from step times: that of
+    a hand-over where there is one host, that of a crossing where there are more."""
+    operation, crossing, moved, touched, idle = _service(seen)
     costs = Costs(
         activities=_activities(seen),
         operation=operation,
+        crossing=crossing,
         moved_byte=moved,
-        start_byte=start,
+        touched_byte=touched,
         idle=idle,
         watch=float(np.median([_watched(each) for each in seen])),
     )
-    tried = [msgspec.structs.replace(costs, delay_s=delay) for delay in _DELAYS_S]
-    return min(tried, key=lambda told: _error(seen, told, design, cores))
+    alone = [each for each in seen if each.job.hosts == 1]
+    several = [each for each in seen if each.job.hosts > 1]
+    for name, runs in (("delay_s", alone or several), ("crossing_delay_s", several)):
+        tried = [msgspec.structs.replace(costs, **{name: delay}) for delay in _DELAYS_S]
+        costs = min(tried, key=lambda told: _error(runs, told, design, cores))
+    return costs
 
 
 def predict(job: Job, costs: Costs, design: type[Design], cores: int, rivals: float = 0.0) -> float:
@@ -136,14 +162,14 @@ def _features(seen: Seen, role: str, activity: str) -> list[float]:
 
 
 def _service(seen: Sequence[Seen]) -> list[float]:
-    """An operation, a moved byte, a byte of arena at the start, a second of idling."""
+    """An operation, a crossing, a moved byte, a byte touched anew, a second of idling."""
     columns = []
     for each in seen:
         peers = "controller" not in each.run["workers"]
         moved = each.run["moved"]["across"] if peers else each.run["bytes_moved"]
-        arenas = each.job.arena_bytes * each.job.hosts if peers else 0
+        crossings, touched = (each.crossings(), each.touched_bytes()) if peers else (0.0, 0)
         idle = each.run["seconds"] * each.job.hosts if peers else 0.0
-        columns.append([each.operations(), moved, arenas, idle])
+        columns.append([each.operations(), crossings, moved, touched, idle])
     return least_squares(columns, [each.service_cpu_s() for each in seen])
 
 
@@ -159,4 +185,4 @@ def _error(seen: Sequence[Seen], costs: Costs, design: type[Design], cores: int)
         abs(predict(each.job, costs, design, cores, each.others_cores()) / each.step_s - 1)
         for each in seen
     )
-    return sum(errors) / len(seen)
+    return sum(errors) / max(1, len(seen))

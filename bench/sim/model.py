@@ -73,6 +73,7 @@ class Outcome:
         self.step_ends: list[float] = []
         self.claim_s: list[float] = []  # from rows ready and asked for to rows in hand
         self.peers: Counter[int] = Counter()  # claims by how many peers each touched
+        self.crossings = 0  # claims that another host met
         self.across_bytes = 0.0  # between hosts
         self.peak_bytes: list[int] = []  # held by each service at its fullest
 
@@ -118,13 +119,8 @@ class Model:
         self.outcome = Outcome()
         self._trained = [self.env.event() for _ in range(job.steps)]
         self._trainers = Counter[int]()
+        self.fresh = place.one_machine  # services that start with the run; a cluster's are old
         self._design = design(self)
-        if place.one_machine:  # on a cluster peers were there before
-            self._start_services()
-
-    def _start_services(self) -> None:
-        for host in range(self.job.hosts if self._design.name == "dataplane" else 0):
-            self.hosts.copy(host, self.costs.start_byte * self.job.arena_bytes)
 
     def run(self) -> Outcome:
         job = self.job

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import simpy
+from msgspec.structs import replace
 
 from bench.cli import main
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.sim.central import Central
 from bench.sim.costs import Costs, Place, Price, Work
-from bench.sim.decentral import Decentral
-from bench.sim.fit import least_squares
+from bench.sim.decentral import Decentral, Pages
+from bench.sim.fit import Seen, least_squares
 from bench.sim.model import Design, Model, Outcome
 from bench.sim.plan import Plan
 from bench.sim.share import Shared
@@ -35,7 +36,8 @@ def costs(price: Price = PER_BYTE, operation: float = 1e-3, moved_byte: float = 
         },
         operation=operation,
         moved_byte=moved_byte,
-        start_byte=0.0,
+        touched_byte=0.0,
+        crossing=0.0,
         idle=0.0,
         watch=0.0,
     )
@@ -106,6 +108,44 @@ def test_prices_are_found_again_and_never_negative() -> None:
     wanted = [3 * a + 0.5 * b for a, b in columns]
     assert least_squares(columns, wanted) == pytest.approx([3.0, 0.5])
     assert min(least_squares([[1, 2.0], [2, 1.0]], [1.0, -1.0])) >= 0
+
+
+def test_an_arena_is_touched_a_little_ahead_of_its_use_and_each_byte_once() -> None:
+    pages = Pages(1 << 28)  # a quarter of it is touched before anything is put
+    assert pages.touch(1 << 20) == 0
+    assert pages.touch(40 << 20) == 40 << 20
+    assert pages.touch(40 << 20) == 0
+    assert pages.touch(1 << 28) == (256 - 64 - 40) << 20
+    assert pages.touch(1 << 28) == 0
+
+
+def test_a_claim_between_hosts_costs_more_and_takes_longer() -> None:
+    told, free = job(steps=1), costs(Price(), 0.0, 0.0)
+    alone = job(steps=1, hosts=1, trainers=1)
+    for dear in (replace(free, crossing=0.1), replace(free, crossing_delay_s=0.1)):
+        assert (
+            run(told, Decentral, ONE_MACHINE, dear).step_s
+            > 0.05 + run(told, Decentral, ONE_MACHINE, free).step_s
+        )
+        one = run(alone, Decentral, ONE_MACHINE, dear)
+        assert one.crossings == 0
+        assert one.step_s == run(alone, Decentral, ONE_MACHINE, free).step_s
+
+
+def test_what_crossed_and_what_was_touched_is_read_from_a_run() -> None:
+    told = job(steps=1, hosts=4, trainers=4, prompts=8)
+    claims = {role: {"claim": {"times": 8 + 4}} for role in ("reward", "reference", "train")}
+    curve = {"arena of peer-host0": [None, 5, 9], "arena of peer-host1": [2, 3, 3], "reward-0": [7]}
+    seen = Seen(
+        told,
+        {
+            "latency_ms": claims,
+            "memory_curve": {"seconds": [-2.0, -0.1, 1.0], "processes": curve},
+            "peak_memory_bytes": {"arena of peer-host0": 9, "arena of peer-host1": 4},
+        },
+    )
+    assert seen.crossings() == 24 * 3 / 4
+    assert seen.touched_bytes() == (9 - 5) + (4 - 3)
 
 
 def test_a_price_is_of_a_time_its_rows_and_its_bytes() -> None:

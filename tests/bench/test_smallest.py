@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import limits
+from bench import limits, smallest
 from bench.cli import main
 from bench.limits import NoLimits, limited_hosts
+from bench.run import Settings
 from bench.smallest import limits_to_try
 
 MIB = 1 << 20
@@ -48,6 +50,58 @@ def test_the_answer_is_bracketed_by_a_run_that_survived_and_one_that_did_not(
         assert outcome[smallest] == "ok"
         below = max(limit for limit in outcome if limit < smallest)
         assert outcome[below] != "ok" and smallest / below < 1.6
+
+
+class Played:
+    """Runs that survive from so many bytes a prompt on, and are counted."""
+
+    def __init__(self, need: int, status: str = "ok") -> None:
+        self.need, self.status, self.tried = need, status, []
+
+    def __call__(
+        self, settings: Settings, plane: str, dedup: bool, bar: object
+    ) -> dict[str, object]:
+        self.tried.append((settings.prompts, settings.memory_limit_bytes))
+        enough = (settings.memory_limit_bytes or 0) >= self.need * settings.prompts
+        told = dict.fromkeys(smallest._KEPT)
+        return told | {"status": self.status if enough else "oom", "error": "it needs ray"}
+
+
+def found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, played: Played
+) -> tuple[int, list[dict[str, Any]]]:
+    monkeypatch.setattr(smallest, "execute", played)
+    path = tmp_path / "memory.json"
+    options = ["--prompts", "8,4", "--least", "256MiB", "--most", "2GiB", "--json", str(path)]
+    code = main(["memory", "--trace", "video", "--planes", "ray-driver", *options])
+    return code, json.loads(path.read_text())["memory"]
+
+
+def test_what_is_beyond_all_limits_with_few_prompts_is_tried_once_with_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(need=1024 * MIB)
+    code, cases = found(monkeypatch, tmp_path, played)
+    assert code == 0 and [case["smallest_bytes"] for case in cases] == [None] * 4
+    assert [limit for prompts, limit in played.tried if prompts == 8] == [2048 * MIB] * 2
+    assert "> 2048" in capsys.readouterr().out
+
+
+def test_a_plane_that_is_not_installed_is_reported_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(need=0, status="not installed")
+    code, cases = found(monkeypatch, tmp_path, played)
+    assert code == 0 and {case["status"] for case in cases} == {"not installed"}
+    assert len(played.tried) == len(cases)  # nobody asks twice
+    assert "ray-driver: not installed: it needs ray" in capsys.readouterr().out
+
+
+def test_a_plane_that_fails_for_another_reason_is_not_said_to_lack_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(monkeypatch, tmp_path, Played(need=0, status="error"))
+    assert "> 2048 (error)" in capsys.readouterr().out
 
 
 def test_where_no_limit_can_be_set_nothing_is_reported_as_measured(

@@ -184,8 +184,8 @@ class UcxReads(threading.Thread):
     def _advance(self, ucp: UcpWorker, fetch: Fetch) -> bool:
         """Whether anything of it has come."""
         try:
-            came = self._reap(ucp, fetch)
-            if fetch.left:
+            came = bool(fetch.under_way) and self._reap(ucp, fetch)
+            if fetch.left and (came or not fetch.under_way):
                 self._post(fetch)
         except DataplaneError as exc:
             self._end(ucp, fetch, exc)
@@ -205,7 +205,8 @@ class UcxReads(threading.Thread):
                     "be retried",
                     status=status,
                 )
-        self._count(fetch, -came)
+        if came:
+            self._count(fetch, -came)
         return came > 0
 
     def _post(self, fetch: Fetch) -> None:

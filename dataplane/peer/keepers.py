@@ -5,7 +5,7 @@ Embedded: at the first seed, always. With etcd: wherever etcd lets one, see `pee
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from dataplane.metadata.roster import Roster
@@ -57,6 +57,9 @@ class SeedKeeper:
         return
 
 
-def keeper_of(host: Host, first: str, servers: Sequence[str]) -> Keeper:
-    """servers: `host:port` of etcd's; without any the first seed keeps the roster."""
-    return EtcdKeeper(host, servers) if servers else SeedKeeper(host, first)
+def keeper_of(
+    host: Host, first: str, servers: Sequence[str], is_away: Callable[[str], bool]
+) -> Keeper:
+    """servers: `host:port` of etcd's; without any the first seed keeps the roster. is_away: whether
+    a peer that was there cannot be reached."""
+    return EtcdKeeper(host, servers, is_away) if servers else SeedKeeper(host, first)

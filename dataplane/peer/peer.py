@@ -186,7 +186,9 @@ class Peer:
         if config.client_bytes is None:  # else a put may have to wait for its client's views
             self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)
-        self.keeper = keeper_of(self.host, roster.members[0], config.roster)
+        self.keeper = keeper_of(
+            self.host, roster.members[0], config.roster, self.mesh.others.is_away
+        )
         self.succession = Succession(
             self.host,
             self.mesh,

@@ -15,6 +15,7 @@ from typing import Any
 from dataplane.errors import InvalidConfig, Unavailable
 
 CALL_S = 1.0
+OK, NOT_FOUND = 200, 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Kept:
     value: bytes
     created: int
     changed: int
+    lease: int = 0
+    """under which it was put, or 0"""
 
 
 class Etcd:
@@ -50,7 +53,8 @@ class Etcd:
             return None
         one = found[0]
         value = base64.b64decode(one.get("value", ""))
-        return Kept(value, int(one["create_revision"]), int(one["mod_revision"]))
+        created, changed = int(one["create_revision"]), int(one["mod_revision"])
+        return Kept(value, created, changed, int(one.get("lease", 0)))
 
     async def put_if(
         self, key: str, value: bytes, created: dict[str, int], changed: dict[str, int], lease: int
@@ -79,14 +83,15 @@ class Etcd:
         return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     async def revoke(self, lease: int) -> None:
-        await self._ask("lease/revoke", {"ID": str(lease)})
+        """End a lease, and what was put under it; one that has ended may as well."""
+        await self._ask("lease/revoke", {"ID": str(lease)}, or_status=NOT_FOUND)
 
-    async def _ask(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, call: str, body: dict[str, Any], or_status: int = OK) -> dict[str, Any]:
         for endpoint in list(self._endpoints):
             try:
                 async with self._http.post(f"http://{endpoint}/v3/{call}", json=body) as reply:
                     answer = await reply.json(content_type=None)
-                    if reply.status == 200 and isinstance(answer, dict):
+                    if reply.status in (OK, or_status) and isinstance(answer, dict):
                         return answer
                     failure = f"{reply.status}: {answer}"
             except self._failures as exc:

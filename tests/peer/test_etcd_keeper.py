@@ -1,0 +1,78 @@
+"""Who gets the authority's key, against an etcd that is a dict, where no lease ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.ports import free_addresses
+from dataplane.launch.config import parse_address
+from dataplane.metadata.roster import Roster
+from dataplane.peer.etcd_keeper import EtcdKeeper
+from dataplane.transport.etcd import Kept
+
+AUTHORITY_LEASE = 7
+
+
+class Dict:
+    """As much of `transport.etcd.Etcd` as a keeper needs."""
+
+    def __init__(self, key: str, authority: str) -> None:
+        self.kept = {key: Kept(authority.encode(), 1, 1, AUTHORITY_LEASE)}
+        self.leases = AUTHORITY_LEASE
+
+    async def get(self, key: str) -> Kept | None:
+        return self.kept.get(key)
+
+    async def grant(self, ttl_s: int) -> int:
+        self.leases += 1
+        return self.leases
+
+    async def put_if(self, key: str, value: bytes, created: Any, changed: Any, lease: int) -> int:
+        if key in self.kept:
+            return 0
+        self.kept[key] = Kept(value, 2, 2, lease)
+        return 2
+
+    async def revoke(self, lease: int) -> None:
+        self.kept = {key: kept for key, kept in self.kept.items() if kept.lease != lease}
+
+
+@pytest.mark.parametrize(
+    ("away", "listening", "taken"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+    ids=["its process has ended", "it only says nothing", "nobody has missed it"],
+)
+async def test_the_office_of_a_process_that_has_ended_is_taken_at_once(
+    away: bool, listening: bool, taken: bool
+) -> None:
+    here, there = free_addresses(2)
+    opened = asyncio.Event()
+
+    class Office:
+        is_open = False
+
+        async def open(self, roster: Roster, ask: bool) -> None:
+            opened.set()
+
+    roster = Roster.from_seeds([here, there])
+    host: Any = SimpleNamespace(
+        address=here, plane="p", founding=(1, 1), roster=roster, now=asyncio.get_running_loop().time
+    )
+    keeper = EtcdKeeper(host, ["127.0.0.1:1"], lambda address: away and address == there)
+    await keeper.etcd.close()
+    office: Any = Office()
+    etcd: Any = Dict(keeper._authority_key, there)
+    keeper.etcd = etcd
+    server = None
+    if listening:
+        name, port = parse_address(there)
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), name, port)
+    await keeper._look(office, host.now())
+    assert (keeper.address() == here, keeper.sure(), opened.is_set()) == (taken, taken, taken)
+    if server is not None:
+        server.close()
+        await server.wait_closed()

@@ -323,6 +323,10 @@ class Store:
         state.unnamed_groups.clear()
         return rows, groups
 
+    def forgotten(self) -> bytes:
+        """Drain tombstones that were pushed out (KEY records), once they are worth a message."""
+        return self._state.tombstones.drain()
+
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
 

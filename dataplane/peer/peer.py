@@ -312,6 +312,9 @@ class Peer:
         for groups, keys in enumerate(entry.store.unnamed()):
             if keys and not self.host.solo:
                 self.mesh.spawn(self.routing.forget(entry, keys, bool(groups)))
+        forgotten = entry.store.forgotten()
+        if forgotten and not self.host.solo:
+            self.mesh.spawn(self.routing.forget_dropped(entry, forgotten))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)

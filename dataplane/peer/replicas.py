@@ -164,6 +164,7 @@ class Replicas:
         """Values that the primary wrote get second copies here, for as long as rows name them."""
         freed = copy.store.freed()
         copy.store.unnamed()
+        copy.store.forgotten()
         if copy.values is None:
             return
         for one, *named in named_by(op):

@@ -25,7 +25,7 @@ from dataplane.errors import (
 from dataplane.metadata.names import hash_name, is_minted, key_shard
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.wire.limits import NO_GROUP, SHARDS
 from dataplane.wire.messages import Body, Done, Read
 from dataplane.wire.peering import Enter, Entered, Leave
@@ -53,6 +53,30 @@ class Routing:
         """Rows or groups with these given names are gone: the names leave the directory."""
         keys = column(raw, KEY)
         await self._forget(entry, keys, np.zeros(len(keys), bool), groups)
+
+    async def forget_dropped(self, entry: Entry, raw: bytes) -> None:
+        """Tombstones with these keys were pushed out: entries that lead here, to nothing, leave the
+        directory. A tombstone says no more whether it is of a row or a group."""
+        keys = column(raw, KEY)
+        for groups in (False, True):
+            while self.host.entries.get(entry.name) is entry:
+                roster = self.host.roster
+                try:
+                    here = await self._entered_here(entry, keys, groups)
+                except (StaleEpoch, Unavailable):
+                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
+                    continue
+                gone = keys[here & ~self._known_here(entry, keys, groups)]
+                await self._forget(entry, gone, np.zeros(len(gone), bool), groups)
+                break
+
+    async def _entered_here(
+        self, entry: Entry, keys: npt.NDArray[Any], groups: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these given names the directory has for a shard of this peer."""
+        shards = await self._ask(entry, keys, np.zeros(len(keys), bool), None, groups)
+        here: npt.NDArray[np.bool_] = np.isin(shards, self.host.roster.shards_of(self.host.address))
+        return here
 
     async def _forget(
         self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool

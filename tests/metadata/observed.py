@@ -21,6 +21,7 @@ def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
         apply(store, op, now)
     store.freed()
     store.unnamed()
+    store.forgotten()
 
 
 def observed(store: Store) -> dict[str, Any]:

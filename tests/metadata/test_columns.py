@@ -102,6 +102,16 @@ def test_the_oldest_tombstones_go_first_and_are_counted() -> None:
     assert len(tombstones) == 10
 
 
+def test_pushed_out_tombstones_are_drained_once_and_only_when_they_are_many() -> None:
+    tombstones = Tombstones(limit=10)
+    keys = pairs(hash_names(range(4106)))
+    tombstones.add(keys[:4105])
+    assert (tombstones.forgotten, tombstones.drain()) == (4095, b"")
+    tombstones.add(keys[4105:])
+    assert tombstones.drain() == keys[:4096].tobytes()
+    assert tombstones.drain() == b""
+
+
 @SEEDS
 def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
     """The plain lane and a filtered one, over thousands of changes, against two lists."""

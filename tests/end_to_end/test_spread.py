@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -84,6 +85,39 @@ def test_what_is_in_view_or_leased_stays_and_nobody_finds_it_gone(
     assert (theirs["x"][0] == 1).all()  # read from where it was put, after all the others moved
     mine.ack()
     theirs.ack()
+
+
+def test_when_the_host_that_they_moved_to_dies_those_rows_are_lost_by_name_and_no_others(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b", "c", arena="8MiB", arenas={"b": "16MiB", "c": "256MiB"})
+    planes = {name: cluster.connect(name) for name in "abc"}
+    until(lambda: planes["a"].stats()["roster"]["unprotected"] == 0, "backups are in sync")
+    part = planes["b"].partition("p", stages={"s": ["x"]}, place="spread")
+    keys = [f"k{n}" for n in range(40)]
+    for first in range(0, 40, 4):
+        part.put(rows(first, 4), key=keys[first : first + 4], timeout=20)
+    there = part.stats()["bytes_at"][planes["c"].stats()["address"]]
+    lost = planes["a"].partition("p").lost(30)
+    cluster.peers["c"].kill()
+    cluster.peers["c"].wait()
+    named = set(next(lost))
+    assert len(named) >= there // MIB > 10
+    part.seal()
+    seen: list[int] = []
+    with pytest.raises(dataplane.RowsLost):
+        for batch in part.stream("s", rows=1, fields=["x", "text", "meta"], timeout=30):
+            seen += check(batch)
+            del batch
+    assert sorted([*named, *(f"k{n}" for n in seen)]) == sorted(keys)
+    for name in "ab":
+        plane = planes[name]
+        until(
+            lambda plane=plane: arena(plane)["used_bytes"] == arena(plane)["cached_bytes"], "free"
+        )
+    for plane in planes.values():
+        with contextlib.suppress(dataplane.ConnectError):  # of the peer that was killed
+            plane.close()
 
 
 @pytest.mark.parametrize("producer", "ab")

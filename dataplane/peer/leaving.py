@@ -83,7 +83,7 @@ class Leaving:
         except (TimeoutError, Unavailable) as exc:
             log.error(
                 "ends without having handed everything over (%s): %d shards and %d bytes are left",
-                exc or f"not done within {LEAVE_S:g} s",
+                str(exc) or f"not done within {LEAVE_S:g} s",
                 len(self.host.roster.shards_of(self.host.address)),
                 self.host.space.stats()["used_bytes"],
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,23 @@ def _report(
         for (name, hosts), rounds in collected.items()
         for line in lines_of(name, hosts, merged(rounds))
     ]
-    return {"planes": planes, "results": results, "ratios": ratios(results), "rows": settings.rows}
+    return {
+        "planes": planes,
+        "results": results,
+        "ratios": ratios(results),
+        "rows": settings.rows,
+        "not_run": not_run(),
+    }
+
+
+def not_run() -> dict[str, str]:
+    """Forms of a get that cannot be made here, and why."""
+    form = tree.FORMS[-1]
+    return {} if find_spec(_FREE_FORM) else {form: f"it needs {_FREE_FORM}"}
 
 
 def plan(settings: Settings) -> Plan:
-    from importlib.util import find_spec
-
-    forms = tree.FORMS if find_spec(_FREE_FORM) else tree.FORMS[:-1]
+    forms = tuple(form for form in tree.FORMS if form not in not_run())
     return Plan(
         batches={f"{nbytes / _MIB:g} MiB": nbytes for nbytes in settings.sizes},
         rows=settings.rows,

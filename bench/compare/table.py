@@ -25,6 +25,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         "GB, or milliseconds a row.",
         style="dim",
     )
+    for form, why in report["not_run"].items():
+        console.print(f"{form}: not run: {why}", markup=False)
     for name, plane in report["planes"].items():
         if plane["status"] != "ok":
             console.print(f"{name}: {plane['status']}: {plane['error']}", markup=False)

@@ -34,6 +34,14 @@ def perform(options: argparse.Namespace, command: str) -> int:
     except (OSError, ValueError) as exc:  # a file that is no JSON is a ValueError too
         console.print(str(exc), markup=False, soft_wrap=True)
         return 2
+    except (LookupError, TypeError, AttributeError) as exc:
+        told = f"{type(exc).__name__}: {exc}"
+        console.print(
+            f"no page can be made: one of the files is no whole report of this version ({told})",
+            markup=False,
+            soft_wrap=True,
+        )
+        return 2
     if options.png:
         try:
             picture.take(options.output, options.png)

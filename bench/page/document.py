@@ -44,7 +44,10 @@ def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> 
 
 def load(path: Path) -> Report:
     """A report that a command of the bench wrote. ValueError where it is something else."""
-    told = json.loads(path.read_text())
+    try:
+        told = json.loads(path.read_text())
+    except ValueError as exc:
+        raise ValueError(f"{path} is no JSON: {exc}") from exc
     if not isinstance(told, dict) or "machine" not in told or "command" not in told:
         raise ValueError(f"{path} is no report of this bench: machine and command are missing")
     return told

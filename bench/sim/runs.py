@@ -52,7 +52,8 @@ class Observer:
 
         Raises RunFailed when the second one fails too.
         """
-        label = f"{settings.trace} / {plane}, {settings.hosts} hosts"
+        several = "s" if settings.hosts > 1 else ""
+        label = f"{settings.trace} / {plane}, {settings.hosts} host{several}"
         for _ in range(_TRIES):
             with self._bar(label) as shown:
                 run = execute(settings, plane, True, shown)

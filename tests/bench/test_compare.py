@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bench.cli import main
-from bench.compare import batch
+from bench.compare import batch, table
 from bench.compare.contenders import CONTENDERS
 from bench.compare.cpu import between
 from bench.compare.measure import Report, Settings, describe, measure, ratios
@@ -128,6 +129,16 @@ def test_content_that_differs_ends_the_planes_part_as_an_error(
     assert "WrongContent" in report["planes"]["dataplane"]["error"]
     assert report["results"] == []
     assert not leaks.children()
+
+
+def test_a_form_that_cannot_be_made_is_reported_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.compare.measure.find_spec", lambda name: None)
+    report = measure(Settings(planes=()), silent, lambda told: None)
+    assert report["not_run"] == {"packed": "it needs tensordict"}
+    table.show(Console(), report)
+    assert "packed: not run: it needs tensordict" in capsys.readouterr().out
 
 
 def test_a_ratio_says_how_many_times_quicker_dataplane_is() -> None:

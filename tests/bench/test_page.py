@@ -227,6 +227,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(tmp_path / "missing.json"), "-o", str(page)]) == 2
     assert not page.exists()
     assert "is no report of this bench" in capsys.readouterr().err
+    (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
+    assert main(["report", str(tmp_path / "cut.json"), "-o", str(page)]) == 2
+    assert "no whole report" in capsys.readouterr().err and not page.exists()
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
     options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "smallest"]
     assert main(options) == 2 and not page.exists()

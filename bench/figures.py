@@ -33,11 +33,11 @@ def latency(done: Said) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def own_cost(done: Said, memory_sampling_s: float) -> dict[str, float]:
-    """CPU-bound work of the bench itself inside the timed part, summed over the workers."""
+    """Processor seconds of the bench's own work in the timed part, summed over the workers."""
     cost = {"generate": 0.0, "digest": 0.0, "check": 0.0}
     for event in done.values():
         for name in cost:
-            cost[name] += event.get("seconds", {}).get(name, 0.0)
+            cost[name] += event.get("cpu_seconds", {}).get(name, 0.0)
     cost["memory_sampling"] = memory_sampling_s
     return cost
 

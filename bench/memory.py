@@ -86,7 +86,7 @@ class Sampler:
         self.peak_total_bytes = 0
         self.peak_host_bytes = [0] * len(limits)
         self.samples = 0
-        self.sampling_seconds = 0.0
+        self.sampling_seconds = 0.0  # of a processor
 
     def __enter__(self) -> Sampler:
         self._thread.start()
@@ -115,10 +115,10 @@ class Sampler:
 
     def _run(self) -> None:
         while True:
-            start = time.monotonic()
+            start, worked = time.monotonic(), time.thread_time()
             self.sample(processes=start >= self._processes_due)
             cost = time.monotonic() - start
-            self.sampling_seconds += cost
+            self.sampling_seconds += time.thread_time() - worked
             if self._stop.wait(max(self._interval_s - cost, 0)):
                 return
 

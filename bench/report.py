@@ -80,7 +80,9 @@ def show(console: Console, runs: list[dict[str, Any]], machine: dict[str, Any]) 
         costs = ", ".join(
             f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["bench_seconds"].items()
         )
-        console.print(f"{_label(run)}: the bench's own work took {costs}", style="dim")
+        console.print(
+            f"{_label(run)}: the bench's own work took {costs} of a processor", style="dim"
+        )
     for run in runs:
         if run["error"]:
             console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)

@@ -192,6 +192,7 @@ class _Run:
         self._ended: float | None = None
         self._moved = Moved()
         self._sampler = Sampler(dict)
+        self._sampled_before_s = 0.0
         self._limits: list[HostLimit] = []
         self.places: Places | None = None
         self.killed: dict[str, Any] | None = None
@@ -221,6 +222,7 @@ class _Run:
                 workers = self._workers(crew)
                 self._sampler.sample()  # a run may be over before the sampler looks again
                 before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
+                self._sampled_before_s = self._sampler.sampling_seconds
                 self._started = time.monotonic()
                 for worker in workers:
                     crew.tell(worker, "policy 0")
@@ -378,7 +380,9 @@ class _Run:
             },
             "cpu_seconds": self._cpu_seconds,
             "latency_ms": figures.latency(self._done),
-            "bench_seconds": figures.own_cost(self._done, sampler.sampling_seconds),
+            "bench_seconds": figures.own_cost(
+                self._done, sampler.sampling_seconds - self._sampled_before_s
+            ),
             "memory_samples": sampler.samples,
         }
 

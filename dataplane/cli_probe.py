@@ -14,6 +14,7 @@ import dataplane
 from dataplane.client import core
 from dataplane.errors import PeerNotFound
 from dataplane.launch import rundir
+from dataplane.transport import registry
 
 PROBE_S = 300.0
 Report = dict[str, Any]
@@ -39,15 +40,21 @@ def lacking(report: Report, transport: str) -> list[str]:
     found = []
     for peer in report["peers"]:
         here = peer["peer"]
+        devices = transport in registry.DEVICE_ONLY
         if "error" in peer:
             found.append(f"{here}: {peer['error']}")
+        elif devices:
+            if transport not in peer["devices"]["runs"]:
+                why = peer["devices"]["missing"].get(transport, "it has no device arena")
+                found.append(f"{here}: {why}")
         elif transport not in ("tcp", peer["runs"]):
             why = peer["missing"] or f"it runs {peer['runs']} (--transport {peer['requested']})"
             found.append(f"{here}: {why}")
         for way in peer.get("from", []):
-            tried = way.get("tried", {}).get(transport, {})
+            tried_on = (way.get("devices") or {}) if devices else way
+            tried = tried_on.get("tried", {}).get(transport, {})
             if not tried.get("exact"):
-                why = way.get("error") or tried.get("error") or way["why"]
+                why = way.get("error") or tried.get("error") or tried_on.get("why", "no devices")
                 found.append(f"{way['peer']} → {here}: {why}")
     return found
 
@@ -77,6 +84,10 @@ def lines(report: Report) -> Iterator[str]:
             f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, asked for {peer['requested']}, runs "
             f"{_carrier(peer['runs'], peer)}{missing}"
         )
+        if runs := peer["devices"]["runs"]:
+            yield f"  between devices it runs {', '.join(runs)}"
+        for name, why in peer["devices"]["missing"].items():
+            yield f"  between devices it does not run {name}: {why}"
         for way in peer["from"]:
             yield from _way(way, peer)
         if not peer["from"]:
@@ -88,17 +99,24 @@ def _way(way: Report, here: Report) -> Iterator[str]:
         yield f"  from {way['peer']}: {way['error']}"
         return
     yield f"  from {way['peer']}: {_carrier(way['transport'], way)}, because {way['why']}"
-    for name, tried in way["tried"].items():
-        if "error" in tried:
-            yield f"    {name}: fails: {tried['error']}"
-        else:
-            yield (
-                f"    {name}: {tried['GBps']:.2f} GB/s, {tried['latency_us']:.0f} µs, "
-                f"self-test {'passed' if tried['exact'] else 'not passed'}"
-            )
+    yield from _tried(way["tried"])
+    if devices := way["devices"]:
+        yield f"    between devices: {devices['transport']}, because {devices['why']}"
+        yield from _tried(devices["tried"], "device ")
     yield f"    its clock is {way['clock_ahead_s'] * 1000:+.1f} ms from that of {here['peer']}"
     if way["version"] != here["version"]:
         yield f"    versions differ: {way['version']} there, {here['version']} here"
+
+
+def _tried(trials: Report, kind: str = "") -> Iterator[str]:
+    for name, tried in trials.items():
+        if "error" in tried:
+            yield f"    {kind}{name}: fails: {tried['error']}"
+        else:
+            yield (
+                f"    {kind}{name}: {tried['GBps']:.2f} GB/s, {tried['latency_us']:.0f} µs, "
+                f"self-test {'passed' if tried['exact'] else 'not passed'}"
+            )
 
 
 def _carrier(transport: str, said: Report) -> str:

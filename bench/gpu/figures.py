@@ -95,8 +95,8 @@ class _Figures:
 
     def between_peers(self) -> dict[str, Any]:
         """How values came from the other peer's GPU, as the peers themselves say."""
-        (device,) = self._near.stats()["devices"][:1]
-        return {**device["to_others"], "staged_bytes": device["staged_bytes"]}
+        near, far = (plane.stats()["devices"][0] for plane in (self._near, self._far))
+        return {**far["to_others"], "staged_bytes": near["staged_bytes"]}
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -87,6 +87,8 @@ class Device(ABC):
     kind: ClassVar[str]
     identity: str
     """Names this device in every process of the host."""
+    number: int = 0
+    """By which libraries in this process call it."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Pool:
@@ -125,6 +127,9 @@ class Device(ABC):
     def finish(self, timeout_s: float) -> bool:
         """Waits until all that this process asked of the device is done, and says whether it is: a
         driver that can wait no other way waits for longer."""
+
+    def bind(self) -> None:  # noqa: B027
+        """Other libraries that this thread calls work with this device from now on."""
 
     @abstractmethod
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:

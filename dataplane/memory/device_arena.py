@@ -9,9 +9,11 @@ of. A client tells of what it wrote when its copy is done, so a value that is th
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import DEFAULT_SHARES
@@ -106,18 +108,32 @@ class DeviceArena:
     def fetch(self, starts: Bytes, lengths: Bytes, targets: Bytes) -> None:
         """Copy values to these addresses of host memory. For a thread: it returns when they are
         there. DeviceMissing where the device fails."""
+        first = self._address(0)
+        places = zip(targets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        self._copied((target, first + start, length) for target, start, length in places)
+        self.staged_bytes += int(lengths.sum())
+
+    def write(self, start: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy host memory there, as `fetch` copies from there."""
+        self._copied([(self._address(start), data.ctypes.data, data.nbytes)])
+
+    def read(self, start: int, into: npt.NDArray[np.uint8]) -> None:
+        """As `fetch`, for the peer itself: it does not count."""
+        self._copied([(into.ctypes.data, self._address(start), into.nbytes)])
+
+    def _address(self, start: int) -> int:
+        return self._pool.address - self.space.base + start
+
+    def _copied(self, copies: Iterable[tuple[int, int, int]]) -> None:
         event = self.device.event()
         try:
-            first = self._pool.address - self.space.base
-            places = zip(targets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-            for target, start, length in places:
-                self.device.copy(target, first + start, length)
+            for copy in copies:
+                self.device.copy(*copy)
             event.record()
             while not event.done():
                 time.sleep(POLL_S)
         finally:
             event.close()
-        self.staged_bytes += int(lengths.sum())
 
     def figures(self) -> dict[str, Any]:
         """The device's name, and in bytes: size = used + granted + free, exactly; staged: read by

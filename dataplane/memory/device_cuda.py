@@ -36,7 +36,7 @@ class CudaDevice(Device):
 
     def __init__(self, number: int = 0) -> None:
         self._runtime = _runtime()
-        self._number = number
+        self.number = number
         self._made: WeakSet[Pool | Event] = WeakSet()
         # Without making it current: that would take memory of a GPU that is only looked at.
         with self._said():
@@ -64,7 +64,7 @@ class CudaDevice(Device):
         )
 
     def __repr__(self) -> str:
-        return f"<CudaDevice {self._number} {self.identity}>"
+        return f"<CudaDevice {self.number} {self.identity}>"
 
     def allocate(self, nbytes: int) -> Pool:
         with self._current():
@@ -87,12 +87,12 @@ class CudaDevice(Device):
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(f"{handle.device} is no other GPU than this, {self.identity}")
         try:
-            other: int | None = CudaDevice.of(handle.device)._number
+            other: int | None = CudaDevice.of(handle.device).number
         except DeviceMissing:
             other = None  # only opening its memory tells
         if other is not None:
             with self._said():
-                if not self._runtime.deviceCanAccessPeer(self._number, other):
+                if not self._runtime.deviceCanAccessPeer(self.number, other):
                     raise DeviceMissing(f"GPU {self.identity} has no access to {handle.device}")
         return self._opened(handle)
 
@@ -139,7 +139,7 @@ class CudaDevice(Device):
         return None
 
     def _of_torch(self, value: Any, torch: Any) -> Located | None:
-        if value.device.type != "cuda" or value.device.index != self._number:
+        if value.device.type != "cuda" or value.device.index != self.number:
             return None
         if value.is_nested or value.layout is not torch.strided or value.is_quantized:
             return None
@@ -148,7 +148,7 @@ class CudaDevice(Device):
             dtype = dtype_of(str(tensor.dtype).removeprefix("torch."))
         except ProtocolError:
             return None
-        stream = torch.cuda.current_stream(self._number).cuda_stream
+        stream = torch.cuda.current_stream(self.number).cuda_stream
         return Located(tensor.data_ptr(), dtype, tuple(tensor.shape), stream, tensor)
 
     def _of_interface(self, value: Any) -> Located | None:
@@ -156,7 +156,7 @@ class CudaDevice(Device):
         told = value.__cuda_array_interface__
         address = int(told["data"][0])
         dtype = np.dtype(told["typestr"])
-        if dtype_name(dtype) is None or (address and self._number != self._of_address(address)):
+        if dtype_name(dtype) is None or (address and self.number != self._of_address(address)):
             return None
         if told.get("strides") is not None:
             import cupy
@@ -176,6 +176,10 @@ class CudaDevice(Device):
             self._runtime.deviceSynchronize()
         return True
 
+    def bind(self) -> None:
+        with self._said():
+            self._runtime.setDevice(self.number)
+
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
         with self._current():
             self._runtime.hostRegister(address, nbytes, _READ_ONLY if read_only else 0)
@@ -194,7 +198,7 @@ class CudaDevice(Device):
         try:
             yield
         except self._runtime.CUDARuntimeError as exc:
-            raise DeviceMissing(f"GPU {self._number}: {exc}", device=self._number) from exc
+            raise DeviceMissing(f"GPU {self.number}: {exc}", device=self.number) from exc
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -202,11 +206,11 @@ class CudaDevice(Device):
         with self._said():
             before = self._runtime.getDevice()
             try:
-                if before != self._number:
-                    self._runtime.setDevice(self._number)
+                if before != self.number:
+                    self._runtime.setDevice(self.number)
                 yield
             finally:
-                if before != self._number:
+                if before != self.number:
                     self._runtime.setDevice(before)
 
 
@@ -260,27 +264,27 @@ class _CudaPool(Pool):
 class _CudaEvent(Event):
     def __init__(self, device: CudaDevice, number: int, raw: bytes) -> None:
         self._device = device
-        self._number = number
+        self.number = number
         self.raw = raw
         device._made.add(self)
 
     def record(self, stream: int = 0) -> None:
         with self._device._current():
-            self._device._runtime.eventRecord(self._number, stream)
+            self._device._runtime.eventRecord(self.number, stream)
 
     def done(self) -> bool:
         with self._device._current():
-            status = self._device._runtime.eventQuery(self._number)
+            status = self._device._runtime.eventQuery(self.number)
         if status not in (_SUCCESS, _NOT_READY):
             raise DeviceMissing(f"an event failed with CUDA's status {status}", status=status)
         return bool(status == _SUCCESS)
 
     def wait(self, stream: int = 0) -> None:
         with self._device._current():
-            self._device._runtime.streamWaitEvent(stream, self._number)
+            self._device._runtime.streamWaitEvent(stream, self.number)
 
     def close(self) -> None:
-        number, self._number = self._number, 0
+        number, self.number = self.number, 0
         if number:
             with self._device._current():
                 self._device._runtime.eventDestroy(number)

@@ -1,7 +1,7 @@
-"""Values on devices of other peers of this host, copied from device to device for clients that read
-a device in place.
+"""Values on devices of other peers, brought from device to device for clients that read a device in
+place.
 
-What it cannot bring (values in host memory, no room on the device, no access) is left to `Pulls`.
+What it cannot bring (values in host memory, no room on the device, no way) is left to `Pulls`.
 What does not work is in the log and the stats. Copies on a device are a cache of that device: room
 for them is never waited for.
 """
@@ -21,12 +21,14 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.placement import place
+from dataplane.peer.device_paths import STAGED, DevicePath, DevicePaths
+from dataplane.peer.device_sampling import DeviceSampling
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.registry import CUDA_IPC
+from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
 from dataplane.wire.records import EXTENT, RANGE, U4, U8
 from dataplane.wire.tables import Owner
@@ -35,9 +37,6 @@ log = logging.getLogger(__name__)
 
 NEIGHBOURS = -1
 """The holder under which other peers' workers read the devices here."""
-FAILURES = 3
-"""In a row, before a peer's devices are read by way of the host until it starts anew."""
-
 Records = npt.NDArray[Any]
 
 
@@ -49,8 +48,13 @@ class DevicePulls:
         self.engine: BulkEngine | None = None
         self._choice = choice
         self._memory = host.space if isinstance(host.space, HostMemory) else None
-        self._refused: dict[Owner, str] = {}
-        self._failures: dict[Owner, int] = {}
+        self.paths: DevicePaths | None = None
+        """None: without devices"""
+        if self._memory is not None:
+            sampling = DeviceSampling(self._memory, lambda: pulls.room.beside)
+            pulls.sampling.of_devices = sampling
+            self.paths = DevicePaths(mesh, sampling, pulls.sampling, choice)
+        self._missing: dict[str, str] = {}
         self._remotes: dict[Owner, Remote] = {}
         mesh.others.on_away.append(self._gone)
 
@@ -60,13 +64,31 @@ class DevicePulls:
         return list(self.engine.address) if self.engine is not None else []
 
     def stats(self) -> dict[str, Any]:
-        """Whether it runs, and from whom values come by way of the host, with the reason."""
-        refused = {owner.peer: why for owner, why in self._refused.items()}
-        return {"runs": CUDA_IPC if self.engine is not None else "", "refused": refused}
+        """What was asked for, what the worker runs, why not more, and by peer what is used."""
+        return {
+            "requested": str(self._choice),
+            "runs": self.paths.runs if self.paths is not None else [],
+            "missing": self._missing,
+            "peers": self.paths.stats() if self.paths is not None else {},
+        }
 
-    async def start(self, made: Callable[..., BulkEngine]) -> None:
-        """Starts the worker, where there are devices and the choice allows it."""
-        if self._memory is None or not self._choice.allows(CUDA_IPC):
+    def check(self) -> None:
+        """TransportMissing where a transport is required that moves what this peer has not."""
+        if self._choice.required in DEVICE_ONLY and self._memory is None:
+            raise TransportMissing(
+                f"--transport {self._choice}: it moves device memory, and this peer has no device "
+                "arena: give it one with --device-arena",
+                transport=self._choice.required,
+            )
+
+    async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
+        """Starts the worker, where there are devices, with what the choice allows of CUDA IPC and
+        the engine that moves host memory between hosts. TransportMissing."""
+        if self._memory is None or self.paths is None:
+            return
+        names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else [])]
+        names = [name for name in names if self._choice.allows(name)]
+        if not names:
             return
         devices = self._memory.devices
         self._memory.reads_in_place(NEIGHBOURS, range(1, len(devices) + 1))
@@ -76,23 +98,33 @@ class DevicePulls:
             arena_bytes=last.base + last.size_bytes,
             pin=self._pin,
             unpin=self._unpin,
-            transport=CUDA_IPC,
+            beside=names,
             pools=self.host.pools,
         )
         try:
             await engine.start()
         except Unavailable as exc:
-            log.warning("devices of other peers are read by way of the host: %s", exc.message)
-            return
-        if engine.transport == CUDA_IPC:
-            self.engine = engine
+            self._missing = dict.fromkeys(names, exc.message)
         else:
-            log.warning("devices of other peers are read by way of the host: %s", engine.missing)
-            await engine.stop()
+            self._missing = {name: why for name, why in engine.beside.items() if why}
+        self.paths.runs = [name for name in names if name not in self._missing]
+        for name, why in self._missing.items():
+            log.warning("transport %s does not bring values from devices: %s", name, why)
+        if self.paths.runs:
+            self.engine = self.paths.engine = engine
+            return
+        await engine.stop()
+        if self._choice.required in DEVICE_ONLY:
+            why = self._missing[self._choice.required]
+            raise TransportMissing(
+                f"--transport {self._choice}: {why}", transport=self._choice.required
+            )
 
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.stop()
+        if self.paths is not None:
+            await self.paths.sampling.close()
 
     # reading from others
 
@@ -105,27 +137,39 @@ class DevicePulls:
         pins: list[int] = []
         memory = self._memory
         number = memory.first_read(holder) if memory is not None else 0
-        if memory is None or not number or self.engine is None or owner in self._refused:
+        if memory is None or self.paths is None or not number or self.engine is None:
             return local, pins
         self._pin_found(memory, number, owner, remote, needed, holder, local, pins)
         rest = np.flatnonzero(local["generation"] == 0)
+        way = STAGED
         try:
-            source = await self._remote(owner) if len(rest) else None
-            if source is not None:
-                fresh = await self._transfer(memory, number, source, remote[rest], needed[rest])
+            if len(rest):
+                source, way = await self._way(owner, number)
+            if way != STAGED:
+                fresh = await self._transfer(
+                    memory, number, source, way, remote[rest], needed[rest]
+                )
                 here = fresh["generation"] != 0
                 if here.any():
                     pins.append(memory.pin(holder, fresh[here]))
                     local[rest] = fresh
                     copies = memory.devices[number - 1].space.copies
                     copies.insert(owner.incarnation, remote[rest][here], fresh[here])
-                self._failures.pop(owner, None)
-        except DataplaneError as exc:
-            self._failed(owner, exc)
-        except BaseException:
+                self.paths.worked(owner)
+        except BaseException as exc:
+            if isinstance(exc, DataplaneError) and not self.paths.requires:
+                self.paths.failed(owner, exc)
+                return local, pins
             memory.unpin(holder, pins)
             raise
         return local, pins
+
+    async def ways(self, owner: Owner) -> DevicePath | None:
+        """The ways to the first device here, tried anew; None where one of the two has none."""
+        source, staged = await self._remotes_of(owner)
+        if source is None or self.paths is None or self.engine is None:
+            return None
+        return await self.paths.tried(source, staged, 1)
 
     def _pin_found(
         self,
@@ -147,16 +191,29 @@ class DevicePulls:
             local[hit] = found[hit]
             self.pulls.hits += len(hit)
 
-    async def _remote(self, owner: Owner) -> Remote | None:
-        """Where the owner's device worker listens; None where it has none."""
+    async def _way(self, owner: Owner, number: int) -> tuple[Remote, str]:
+        """Where the owner's device worker listens, and what brings values from there."""
+        source, staged = await self._remotes_of(owner)
+        if source is None or self.paths is None:
+            return staged, STAGED
+        self._remotes[owner] = source
+        return source, await self.paths.take(source, staged, number)
+
+    async def _remotes_of(self, owner: Owner) -> tuple[Remote | None, Remote]:
+        """The owner's device worker, where it has one, and the one for its host arena."""
         hello = await self.mesh.hello(owner.peer)
-        if hello.incarnation != owner.incarnation or not hello.device_bulk:
-            return None
-        remote = self._remotes[owner] = Remote(owner, tuple(hello.device_bulk))
-        return remote
+        there = hello.incarnation == owner.incarnation and bool(hello.device_bulk)
+        source = Remote(owner, tuple(hello.device_bulk)) if there else None
+        return source, Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
 
     async def _transfer(
-        self, memory: HostMemory, number: int, source: Remote, remote: Records, needed: Records
+        self,
+        memory: HostMemory,
+        number: int,
+        source: Remote,
+        way: str,
+        remote: Records,
+        needed: Records,
     ) -> Records:
         """Copies of those that are on a device there, generation 0 for the others; one reference
         to each."""
@@ -175,7 +232,7 @@ class DevicePulls:
             copies = np.zeros(len(remote), COPY)
             copies["range"], copies["generation"] = remote["range"], remote["generation"]
             copies["nbytes"], copies["dest"] = sizes, dest
-            outcome = await self.engine.read(source, copies, self.pulls.left_s(), CUDA_IPC)
+            outcome = await self.engine.read(source, copies, self.pulls.left_s(), way)
             written = np.zeros(len(sizes), EXTENT)
             written["offset"], written["length"] = dest, sizes
             fresh = memory.commit(PULLER, written, np.ones(len(sizes), U4), Admission.PULL)
@@ -187,20 +244,13 @@ class DevicePulls:
             memory.release(fresh[outcome.gone])
             fresh[outcome.gone] = nothing[outcome.gone]
         nbytes = int(needed[~outcome.gone].sum())
-        self.pulls.brought[CUDA_IPC].add(call_stage.get(), nbytes)
+        self.pulls.brought[way].add(call_stage.get(), nbytes)
         self.pulls.pulled_bytes += nbytes
         return fresh
 
-    def _failed(self, owner: Owner, exc: DataplaneError) -> None:
-        """What does not work at all is not tried again; what broke off, a few times."""
-        self._failures[owner] = self._failures.get(owner, 0) + 1
-        log.warning("a device of %s is read by way of the host: %s", owner.peer, exc.message)
-        if isinstance(exc, TransportMissing) or self._failures[owner] >= FAILURES:
-            self._refused[owner] = exc.message
-
     def _gone(self, owner: Owner) -> None:
-        self._refused.pop(owner, None)
-        self._failures.pop(owner, None)
+        if self.paths is not None:
+            self.paths.gone(owner)
         if self._memory is not None:
             for arena in self._memory.devices:
                 arena.space.copies.drop_owner(owner.incarnation)

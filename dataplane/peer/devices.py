@@ -6,7 +6,6 @@ Such a copy is kept like one of a spilled value, while there is room.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,12 +23,9 @@ from dataplane.peer.pulls import Pulls
 from dataplane.peer.room import Room, Units
 from dataplane.peer.threads import Threads
 
-log = logging.getLogger(__name__)
-
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
 Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
-NO_DEVICE_PATH = "no transport of this release moves device memory between hosts"
 FULL_ADVICE = 'put them with overflow="host", or give the peer a larger --device-arena'
 
 
@@ -60,9 +56,6 @@ class Devices:
             arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
             name = f" on device {device.identity}"
             self._rooms.append(Room(self._host, arena.space, name, FULL_ADVICE))
-            log.info(
-                "values%s go to other hosts by way of the host arena: %s", name, NO_DEVICE_PATH
-            )
         room.beside = self._rooms
         self.from_disk: Read | None = None
         """reads what is in the spill file, where there is one"""

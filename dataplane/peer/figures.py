@@ -278,6 +278,10 @@ def _moved(peer: Peer) -> Iterator[Family]:
     used = Counter((ways["requested"], way["transport"]) for way in ways["peers"].values())
     help = "Peers whose values come over a transport, once that was tried; what was asked for."
     yield gauge("dataplane_transport_peers", help, used, "requested", "transport")
+    ways = peer.device_pulls.stats()
+    used = Counter((ways["requested"], way["transport"]) for way in ways["peers"].values())
+    help = "Peers whose devices are read over a transport, once that was tried; what was asked for."
+    yield gauge("dataplane_device_transport_peers", help, used, "requested", "transport")
     jobs = {(b["transport"], how): b[f"jobs_{how}"] for b in bulk for how in ("done", "failed")}
     help = "Transfers into this arena."
     yield counter("dataplane_transport_jobs", help, jobs, "transport", "outcome")

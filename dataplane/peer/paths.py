@@ -209,6 +209,8 @@ def chosen(own: str, theirs: str, trials: dict[str, Trial], required: bool = Fal
 
 def candidates(choice: TransportChoice) -> list[str]:
     """Transports to start bulk workers with, best first. TransportMissing, without starting any."""
+    if choice.required in registry.DEVICE_ONLY:
+        return [TCP]
     if choice.required:
         if why := registry.missing(choice.required):
             raise TransportMissing(f"--transport {choice}: {why}", transport=choice.required)

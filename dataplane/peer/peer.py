@@ -234,6 +234,7 @@ class Peer:
         if self.config.spill is not None:
             self._spill_to(self.config.spill)
         candidates(self.config.transport)  # also where there is nobody yet to read from
+        self.device_pulls.check()
         if not self.host.solo:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
             token = self.config.token
@@ -248,9 +249,10 @@ class Peer:
                 pin=self.pulls.pin,
                 unpin=self.pulls.unpin,
             )
-            self.pulls.use(await start_engine(self.config.transport, made, self.config.bulk_tls))
+            engine = await start_engine(self.config.transport, made, self.config.bulk_tls)
+            self.pulls.use(engine)
             if not self.config.bulk_tls:
-                await self.device_pulls.start(made)
+                await self.device_pulls.start(made, engine.transport)
             self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
             await self.membership.admitted(ADMITTED_S)

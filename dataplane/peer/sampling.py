@@ -6,15 +6,14 @@ it brings values, and compares every byte. Nothing of it is kept.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import secrets
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from dataplane.launch.transport import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
 from dataplane.peer.host import Caller, Host
+from dataplane.peer.lent import Lent, pattern
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.room import Room
 from dataplane.transport.bulk_frames import COPY
@@ -34,12 +34,14 @@ from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import EXTENT, U4, U8
 from dataplane.wire.sampling import Sample, Sampled
 
+if TYPE_CHECKING:
+    from dataplane.peer.device_sampling import DeviceSampling
+
 log = logging.getLogger(__name__)
 
 PULLER = 0
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
-LENT_S = 30.0
 ROUNDS = 3
 REPEATS = 8
 """How often a sample is read at once for a rate: alone it would measure the exchanges before it."""
@@ -55,20 +57,17 @@ class Trial:
     exact: bool = False
     error: str = ""
 
+    def note(self, latency_s: float, nbytes: int, seconds: float) -> None:
+        """A round whose bytes arrived as they were sent."""
+        self.exact = True
+        self.latency_us = min(self.latency_us, latency_s * 1e6)
+        self.GBps = max(self.GBps, nbytes / seconds / 1e9)
+
     def shown(self) -> dict[str, Any]:
         if self.error:
             return {"exact": False, "error": self.error}
         latency_us = round(self.latency_us, 1)
         return {"exact": self.exact, "GBps": round(self.GBps, 3), "latency_us": latency_us}
-
-
-def pattern(seed: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a sample, see `Sampled`."""
-    index = np.arange(nbytes, dtype=np.uint32)
-    mixed = index * np.uint32(167) + np.uint32(seed)
-    mixed ^= index >> np.uint32(8)
-    mixed ^= index >> np.uint32(16)
-    return mixed.astype(np.uint8)
 
 
 def own_version() -> str:
@@ -85,11 +84,10 @@ class Sampling:
         self.room = room
         self.choice = choice
         self.engine: BulkEngine | None = None
-        self._lent: npt.NDArray[Any] | None = None
-        self._seed = 0
-        self._readers: set[str] = set()
-        self._ends: asyncio.TimerHandle | None = None
-        mesh.handlers[Sample] = self._lend
+        self.of_devices: DeviceSampling | None = None
+        """lends what lies on a device"""
+        self._lent = Lent(self._release)
+        mesh.handlers[Sample] = self._asked
 
     @property
     def size_bytes(self) -> int:
@@ -98,24 +96,34 @@ class Sampling:
 
     # the owner
 
-    def _lend(self, caller: Caller, body: Sample) -> Body:
+    def _asked(self, caller: Caller, body: Sample) -> Body | Awaitable[Body]:
+        devices = self.of_devices
+        lent = self._lent if devices is None or not body.device else devices.lent
         if body.done:
-            self._readers.discard(caller.address)
-            if not self._readers:
-                self._take_back()
+            lent.done(caller.address)
             return Done()
-        self._readers.add(caller.address)
-        if self._lent is None:
-            self._lent = self._written()
-        lent, engine, size = self._lent, self.engine, self.size_bytes
-        if self._ends is not None:
-            self._ends.cancel()
-        self._ends = asyncio.get_running_loop().call_later(LENT_S, self._take_back)
+        if not body.device:
+            return self._lend(caller)
+        return self._lend_on_device(caller) if devices is not None else self._sampled(Lent(id), 0)
+
+    def _lend(self, caller: Caller) -> Sampled:
+        if self._lent.range is None:
+            self._lent.range = self._written()
+        self._lent.to(caller.address)
+        return self._sampled(self._lent, self.size_bytes)
+
+    async def _lend_on_device(self, caller: Caller) -> Sampled:
+        assert self.of_devices is not None
+        nbytes = await self.of_devices.lend(caller.address)
+        return self._sampled(self.of_devices.lent, nbytes)
+
+    def _sampled(self, sample: Lent, nbytes: int) -> Sampled:
+        lent, engine = sample.range, self.engine
         return Sampled(
             range=0 if lent is None else int(lent[0]["range"]),
             generation=0 if lent is None else int(lent[0]["generation"]),
-            nbytes=0 if lent is None else size,
-            seed=self._seed,
+            nbytes=0 if lent is None else nbytes,
+            seed=sample.seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
             requested=str(self.choice),
@@ -126,18 +134,19 @@ class Sampling:
 
     def _written(self) -> npt.NDArray[Any] | None:
         """A range of known bytes with one reference, ours; None where there is no room at once."""
-        place_at = self._reserved()
+        place_at = self.reserved()
         if place_at is None:
             return None
         dest, extents = place_at
-        size, self._seed = self.size_bytes, secrets.randbits(31)
-        self.host.arena.view[dest : dest + size] = pattern(self._seed, size).data
+        size = self.size_bytes
+        self.host.arena.view[dest : dest + size] = pattern(self._lent.new_seed(), size).data
         written = np.array([(dest, size)], EXTENT)
         lent = self.host.space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
         self._give_back_rest(dest + size, extents)
         return lent
 
-    def _reserved(self) -> tuple[int, npt.NDArray[Any]] | None:
+    def reserved(self) -> tuple[int, npt.NDArray[Any]] | None:
+        """Where a sample has room now, and the extents to give back."""
         sizes = np.array([self.size_bytes], U8)
         granted = self.room.at_once(PULLER, Admission.PULL, [sizes])
         if granted is None:
@@ -149,17 +158,12 @@ class Sampling:
         if used < end:
             self.host.space.give_back(PULLER, np.array([(used, end - used)], EXTENT))
 
-    def _take_back(self) -> None:
-        self._readers.clear()
-        self.close()
-        lent, self._lent = self._lent, None
-        if lent is not None and self.host.space.release(lent):
+    def _release(self, lent: npt.NDArray[Any]) -> None:
+        if self.host.space.release(lent):
             self.room.pump()
 
     def close(self) -> None:
-        if self._ends is not None:
-            self._ends.cancel()
-            self._ends = None
+        self._lent.close()
 
     # the reader
 
@@ -180,7 +184,7 @@ class Sampling:
         self, source: Remote, sampled: Sampled, transports: list[str]
     ) -> dict[str, Trial]:
         """Each transport in turn, a few rounds. Empty where there is no room for it."""
-        reserved = self._reserved() if sampled.nbytes else None
+        reserved = self.reserved() if sampled.nbytes else None
         if reserved is None:
             return {}
         dest, extents = reserved
@@ -216,19 +220,30 @@ class Sampling:
             trial.error = "the bytes that arrived are not those that were sent"
             log.error("transport %s from %s: %s", name, source.owner.peer, trial.error)
             return
-        trial.exact = True
-        trial.latency_us = min(trial.latency_us, small * 1e6)
-        trial.GBps = max(trial.GBps, REPEATS * len(expected) / whole / 1e9)
+        trial.note(small, REPEATS * len(expected), whole)
 
     async def _timed(
         self, source: Remote, sampled: Sampled, name: str, dest: int, nbytes: int, times: int
     ) -> float:
         assert self.engine is not None
-        copies = np.zeros(times, COPY)
-        copies["range"], copies["generation"] = sampled.range, sampled.generation
-        copies["nbytes"], copies["dest"] = nbytes, dest
-        began = time.perf_counter()
-        outcome = await self.engine.read(source, copies, TRY_S, name)
-        if outcome.gone.any():
-            raise DataplaneError("the sample was gone before it could be read: try again")
-        return time.perf_counter() - began
+        return await timed(self.engine, source, sampled, name, dest, nbytes, times)
+
+
+async def timed(
+    engine: BulkEngine,
+    source: Remote,
+    sampled: Sampled,
+    name: str,
+    dest: int,
+    nbytes: int,
+    times: int,
+) -> float:
+    """Seconds that so many bytes of a sample take, read so many times at once. DataplaneError."""
+    copies = np.zeros(times, COPY)
+    copies["range"], copies["generation"] = sampled.range, sampled.generation
+    copies["nbytes"], copies["dest"] = nbytes, dest
+    began = time.perf_counter()
+    outcome = await engine.read(source, copies, TRY_S, name)
+    if outcome.gone.any():
+        raise DataplaneError("the sample was gone before it could be read: try again")
+    return time.perf_counter() - began

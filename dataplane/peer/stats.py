@@ -12,8 +12,8 @@ from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.budgets import Budgets
 from dataplane.peer.claims import Claims
+from dataplane.peer.device_paths import STAGED
 from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.devices import NO_DEVICE_PATH
 from dataplane.peer.door import Door
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
@@ -112,19 +112,15 @@ class Reporting:
         }
 
     def _devices(self) -> list[dict[str, Any]]:
-        """What each device holds, and how its values get to other hosts: what was asked for, and
-        what is used."""
+        """What each device holds, and what moves values between it and those of other peers: what
+        was asked for, what runs, and what brings them from each other peer. Without a way between
+        devices they go by way of the host arenas."""
         space, paths = self.host.space, self.pulls.paths
         if not isinstance(space, HostMemory):
             return []
-        effective = "host arena" if paths.engine is None else f"host arena, then {paths.own}"
-        path = {
-            "requested": str(paths.choice),
-            "effective": effective,
-            "why": NO_DEVICE_PATH,
-            "same_host": self.device_pulls.stats(),
-        }
-        return [{**figures, "to_others": path} for figures in space.device_figures()]
+        staged = STAGED if paths.engine is None else f"{STAGED}, then {paths.own}"
+        between = {**self.device_pulls.stats(), "else": staged}
+        return [{**figures, "to_others": between} for figures in space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
         if self.pulls.engine is None:
@@ -155,6 +151,7 @@ class Reporting:
             "version": own_version(),
             "arena_bytes": host.space.size_bytes,
             **{k: v for k, v in self.pulls.paths.stats().items() if k != "peers"},
+            "devices": {k: v for k, v in self.device_pulls.stats().items() if k != "peers"},
             "from": ways,
         }
 
@@ -165,9 +162,12 @@ class Reporting:
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
             path, about = await self.pulls.paths.tried(source)
+            between_devices = await self.device_pulls.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
-        return {"peer": hello.name, "address": address, **about, **path.shown()}
+        devices = between_devices.shown() if between_devices is not None else None
+        shown = {**about, **path.shown(), "devices": devices}
+        return {"peer": hello.name, "address": address, **shown}
 
     def _budgets(self) -> dict[str, dict[str, int]]:
         """Of partitions that have one, what they use of it here."""

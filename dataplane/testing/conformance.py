@@ -46,14 +46,16 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.mark.asyncio
 class TransportConformance:
-    """Set `transport` to the name of the one to try; tls: with `--bulk-tls`, for TCP."""
+    """Set `transport` to the name of the one to try; tls: with `--bulk-tls`, for TCP; device:
+    between device arenas, those of twins in host memory."""
 
     transport: ClassVar[str] = "tcp"
     tls: ClassVar[bool] = False
+    device: ClassVar[bool] = False
 
     @pytest_asyncio.fixture
     async def start(self) -> AsyncIterator[StartHost]:
-        async with hosts(self.transport, self.tls) as start:
+        async with hosts(self.transport, self.tls, self.device) as start:
             yield start
 
     async def test_the_workers_run_it(self, start: StartHost) -> None:

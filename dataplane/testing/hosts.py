@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import TransferFailed
+from dataplane.memory.device_twin import TwinDevice
 from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.identity import Identity, new_identity
@@ -37,6 +38,7 @@ class Host:
         key: bytes,
         transport: str,
         identity: Identity | None = None,
+        device: TwinDevice | None = None,
     ) -> None:
         self.owner = Owner(name, 7)
         self.transport = transport
@@ -44,6 +46,12 @@ class Host:
         os.ftruncate(self.fd, arena_bytes)
         self.map = mmap.mmap(self.fd, arena_bytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
+        self.device = device
+        pools = []
+        if device is not None:
+            pool = device.allocate(arena_bytes)
+            self.bytes = np.asarray(pool.view(0, arena_bytes))
+            pools.append(pool.handle)
         self.extents: Records = np.zeros(1 << 17, EXTENT)
         self.generations = np.zeros(1 << 17, np.uint32)
         self.held: set[int] = set()
@@ -60,6 +68,7 @@ class Host:
             workers=workers,
             transport=transport,
             identity=identity,
+            pools=pools,
         )
 
     @property
@@ -102,6 +111,8 @@ class Host:
 
     def close(self) -> None:
         del self.bytes
+        if self.device is not None:
+            self.device.close()
         self.map.close()
         os.close(self.fd)
 
@@ -126,10 +137,13 @@ class StartHost(Protocol):
 
 
 @asynccontextmanager
-async def hosts(transport: str = TCP, tls: bool = False) -> AsyncIterator[StartHost]:
+async def hosts(
+    transport: str = TCP, tls: bool = False, device: bool = False
+) -> AsyncIterator[StartHost]:
     """A function that starts a host; all are stopped at the end, and every pin must be back.
 
     tls: all of them speak TLS alone, but for those that are started with another `tls`.
+    device: their memory is a device arena each, of a twin of its own.
     """
     every = tls
     started: list[Host] = []
@@ -142,7 +156,8 @@ async def hosts(transport: str = TCP, tls: bool = False) -> AsyncIterator[StartH
         tls: bool | None = None,
     ) -> Host:
         identity = new_identity() if (every if tls is None else tls) else None
-        host = Host(name, arena_bytes, workers, key, transport, identity)
+        twin = TwinDevice(f"twin:{len(started)}") if device else None
+        host = Host(name, arena_bytes, workers, key, transport, identity, twin)
         started.append(host)
         await host.engine.start()
         return host

@@ -167,6 +167,7 @@ class Configure(Frame, tag=10):
 
     tls: private key and certificate in PEM of a peer that speaks TLS alone; empty: it speaks none.
     pools: the region is these device arenas, one behind the other up to its end; [] for the arena.
+    beside: more engines to run, of the same region.
     """
 
     owner: Owner
@@ -174,6 +175,7 @@ class Configure(Frame, tag=10):
     transport: str = "tcp"
     tls: bytes = b""
     pools: list[PoolHandle] = []
+    beside: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Configure {self.transport} for {self.owner.peer}>"
@@ -218,11 +220,15 @@ class Forget(Frame, tag=14):
 
 
 class Ready(Frame, tag=20):
-    """The arena is mapped and the worker serves. missing: why not with the engine asked for."""
+    """The arena is mapped and the worker serves. missing: why not with the engine asked for.
+
+    beside: the same for each engine beside it, "" where it runs.
+    """
 
     pid: int
     transport: str = "tcp"
     missing: str = ""
+    beside: dict[str, str] = {}
 
 
 class PinAsked(Frame, tag=21):

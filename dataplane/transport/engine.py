@@ -57,6 +57,7 @@ class BulkEngine:
     identity: the workers speak TLS alone, with this certificate, and run nothing beside TCP.
     pools: the workers move between these device arenas and not in the arena; `arena_bytes` is then
     where the last of them ends, in addresses of the host.
+    beside: more engines for the workers to run; `beside` tells how that went.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class BulkEngine:
         transport: str = TCP,
         identity: Identity | None = None,
         pools: Sequence[PoolHandle] = (),
+        beside: Sequence[str] = (),
     ) -> None:
         if identity is not None and transport != TCP:
             raise InvalidConfig(f"{transport} moves bytes unencrypted: it cannot run with TLS")
@@ -80,7 +82,7 @@ class BulkEngine:
         self._arena_bytes = arena_bytes
         self._host = host
         pem = identity.pem if identity else b""
-        self._configure = Configure(owner, key, transport, pem, list(pools))
+        self._configure = Configure(owner, key, transport, pem, list(pools), list(beside))
         self._identity = identity
         self.left_out = ""
         """why no other engine was tried; said where `missing` is"""
@@ -121,6 +123,15 @@ class BulkEngine:
         """Why the workers do not run the engine asked for; "" where they do."""
         said = (link.missing for link in self._links if link and link.missing)
         return next(said, self.left_out)
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """Of each engine beside `transport` why a worker does not run it; "" where they all do."""
+        told = [link.beside for link in self._links if link is not None]
+        return {
+            name: next((one[name] for one in told if one.get(name)), "")
+            for name in self._configure.beside
+        }
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from dataplane.errors import DeadlineExceeded, ProtocolError, TransferFailed, TransportMissing
+from dataplane.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from dataplane.transport.asked import sources_of
 from dataplane.transport.bulk_frames import (
     GONE,
@@ -57,9 +57,6 @@ class Holds:
         self, stream: BulkStream, hold: Hold, pieces: Records, nonce: bytes, deadline: float
     ) -> None:
         """From a request whose ticket holds to the confirmation."""
-        name = self._transport.capabilities.name
-        if hold.transport != name:
-            raise TransportMissing(f"this peer's bulk worker runs {name}, not {hold.transport}")
         if len(hold.card) > MAX_CARD_BYTES:
             raise ProtocolError(f"a card of {len(hold.card)} bytes, the limit is {MAX_CARD_BYTES}")
         pinned = self._desk.pin(ranges_of(pieces), deadline)

@@ -98,6 +98,8 @@ class WorkerLink(asyncio.Protocol):
         """what the worker runs beside TCP, if it does"""
         self.missing = ""
         """why not what it was asked for"""
+        self.beside: dict[str, str] = {}
+        """the same for each engine beside it, "" where it runs"""
 
     def __repr__(self) -> str:
         state = "ended" if self.ended.done() else "ready" if self.usable else "starting"
@@ -220,8 +222,8 @@ class WorkerLink(asyncio.Protocol):
                     pinning.cancel()
                 if (pin := self._pins.pop(ask, None)) is not None:
                     self._unpin(pin)
-            case Ready(transport=transport, missing=missing):
-                self.transport, self.missing = transport, missing
+            case Ready(transport=transport, missing=missing, beside=beside):
+                self.transport, self.missing, self.beside = transport, missing, beside
                 if not self.ready.done():
                     self.ready.set_result(None)
 

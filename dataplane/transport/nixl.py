@@ -1,9 +1,12 @@
-"""NIXL as a transport: one-sided reads of the owner's arena by lists of addresses.
+"""NIXL as a transport: one-sided reads of the owner's memory by lists of addresses.
 
 Runs in a bulk worker, all of it in one thread: NIXL tells nothing of its own accord, so somebody
 must poll, and its agent is then never used from two threads. Large reads go in pieces, in turn, so
 that a small one does not wait for them. A piece that was posted is polled to its end, whatever
 becomes of the read: NIXL cannot promise that a piece given up writes nothing any more.
+
+The region is the arena, or device arenas that this process opened by their handles. Which of them
+a driver lets a network card register, only trying it tells.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from dataplane.transport.seam import (
     Transport,
 )
 from dataplane.transport.slices import cut
+from dataplane.transport.stretches import OpenRegion, Stretch, Stretches
 from dataplane.transport.ucx_settings import settle
 from dataplane.wire.tables import Owner
 
@@ -59,17 +63,27 @@ CHECK_S = 0.05
 SPARE_LIVES = 4
 """Earlier lives of an owner's workers that are kept loaded."""
 BACKEND = "UCX"
-_MEMORY = "DRAM"
+HOST_MEMORY, GPU_MEMORY = "DRAM", "VRAM"
 
 logger = logging.getLogger(__name__)
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """address: of the region in the owner's process. metadata: of its NIXL agent."""
+    """metadata: of the owner's NIXL agent. address: of the arena there; of device memory
+    `stretches` has all, and `on_gpu` says whether NIXL knows it as such."""
 
     address: int
     nbytes: int
     metadata: bytes
+    stretches: list[Stretch] = []
+    on_gpu: bool = False
+
+    @property
+    def memory(self) -> str:
+        return GPU_MEMORY if self.on_gpu else HOST_MEMORY
+
+    def region(self) -> Stretches:
+        return Stretches(self.stretches or [Stretch(0, self.address, self.nbytes)])
 
 
 _cards = msgspec.msgpack.Decoder(Card)
@@ -78,10 +92,11 @@ _cards = msgspec.msgpack.Decoder(Card)
 class _Read:
     """A read on its way: the pieces that are left, and the one that is posted."""
 
-    def __init__(self, request: ReadRequest, held: Held) -> None:
+    def __init__(self, request: ReadRequest, held: Held, own: Stretches) -> None:
         self.request = request
         self.held = held
-        self.pieces = deque(_pieces(request, held))
+        self.card = _card(held.key)
+        self.pieces = deque(_pieces(request, held, own, self.card.region()))
         self.handle: Any = None
         self.error: DataplaneError | None = None
         self.done = threading.Event()
@@ -102,7 +117,7 @@ class NixlTransport(Transport):
 
     capabilities = Capabilities(
         name="nixl",
-        memory=frozenset({"host"}),
+        memory=frozenset({"host", "cuda"}),
         one_sided=True,
         needs_target_progress=True,
     )
@@ -113,27 +128,34 @@ class NixlTransport(Transport):
         self._agent = _agent(f"{owner.peer}-{self._generation:x}")
         self._arrivals: queue.SimpleQueue[_Read | Remote | None] = queue.SimpleQueue()
         self._reads: list[_Read] = []
-        self._known: dict[Owner, OrderedDict[int, tuple[str, Card]]] = {}
+        self._known: dict[Owner, OrderedDict[int, str]] = {}
         self._holds = 0
         self._answers_until = 0.0
         self._closed = False
 
     def register(self, region: Region) -> RegionKey:
-        self._region = region
+        self._own = OpenRegion(region)
+        self._memory = GPU_MEMORY if self._own.on_gpu else HOST_MEMORY
+        stretches = self._own.stretches
+        self._own.bind()
         try:
             self._agent.register_memory(
-                [(region.address, region.nbytes, region.device, "")], _MEMORY, [BACKEND]
+                [(one.address, one.nbytes, one.device, "") for one in stretches.all],
+                self._memory,
+                [BACKEND],
             )
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot register the arena: {exc!r}") from exc
+            raise TransportMissing(f"nixl cannot register the memory here: {exc!r}") from exc
         threading.Thread(target=self._live, name="nixl", daemon=True).start()
         card = Card(region.address, region.nbytes, metadata)
+        if region.pools:
+            card = Card(0, 0, metadata, list(stretches.all), self._own.on_gpu)
         return RegionKey(self._generation, msgspec.msgpack.encode(card))
 
     def read(self, request: ReadRequest) -> None:
         assert request.held is not None
-        read = _Read(request, request.held)
+        read = _Read(request, request.held, self._own.stretches)
         self._arrivals.put(read)
         read.done.wait()
         if read.error is not None:
@@ -155,6 +177,7 @@ class NixlTransport(Transport):
 
     def _live(self) -> None:
         try:
+            self._own.bind()
             self._run()
         except BaseException:
             # Reads would wait for ever. The peer starts another worker.
@@ -219,10 +242,9 @@ class NixlTransport(Transport):
 
     def _post(self, read: _Read) -> bool:
         local, remote = read.pieces.popleft()
-        name, card = self._loaded(read.request.remote, read.held.key)
-        local[:, 0] += np.uint64(self._region.address)
-        remote[:, 0] += np.uint64(card.address)
-        descriptors = (self._agent.get_xfer_descs(side, _MEMORY) for side in (local, remote))
+        name = self._loaded(read)
+        sides = (local, self._memory), (remote, read.card.memory)
+        descriptors = (self._agent.get_xfer_descs(*side) for side in sides)
         read.handle = self._agent.initialize_xfer("READ", *descriptors, name, b"", [BACKEND])
         return self._poll(read, self._agent.transfer(read.handle))
 
@@ -247,21 +269,18 @@ class NixlTransport(Transport):
             peer=owner.peer,
         )
 
-    def _loaded(self, remote: Remote, key: RegionKey) -> tuple[str, Card]:
+    def _loaded(self, read: _Read) -> str:
         """The remote agent of this generation; the oldest of too many is let go."""
+        remote, generation = read.request.remote, read.held.key.generation
         known = self._known.setdefault(remote.owner, OrderedDict())
-        if key.generation not in known:
+        if generation not in known:
             while len(known) >= len(remote.addresses) + SPARE_LIVES:
                 self._unload(remote.owner, next(iter(known)))
-            known[key.generation] = self._load(remote, key)
-        known.move_to_end(key.generation)
-        return known[key.generation]
+            known[generation] = self._load(remote, read.card)
+        known.move_to_end(generation)
+        return known[generation]
 
-    def _load(self, remote: Remote, key: RegionKey) -> tuple[str, Card]:
-        try:
-            card = _cards.decode(key.card)
-        except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"not a card of nixl: {exc}") from exc
+    def _load(self, remote: Remote, card: Card) -> str:
         try:
             name = self._agent.add_remote_agent(card.metadata)
         except Exception as exc:
@@ -270,7 +289,7 @@ class NixlTransport(Transport):
                 "network with this host's",
                 peer=remote.owner.peer,
             ) from exc
-        return name.decode() if isinstance(name, bytes) else name, card
+        return name.decode() if isinstance(name, bytes) else str(name)
 
     def _unload(self, owner: Owner, generation: int) -> None:
         known = self._known.get(owner, OrderedDict())
@@ -279,29 +298,39 @@ class NixlTransport(Transport):
             self._known.pop(owner, None)
         if loaded is not None:
             try:
-                self._agent.remove_remote_agent(loaded[0])
+                self._agent.remove_remote_agent(loaded)
             except Exception as exc:
-                logger.debug("nixl: %s could not be let go: %r", loaded[0], exc)
+                logger.debug("nixl: %s could not be let go: %r", loaded, exc)
+
+
+def _card(key: RegionKey) -> Card:
+    try:
+        return _cards.decode(key.card)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"not a card of nixl: {exc}") from exc
 
 
 def _pieces(
-    request: ReadRequest, held: Held
+    request: ReadRequest, held: Held, own: Stretches, theirs: Stretches
 ) -> list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
-    """Local and remote (offset, length, device) rows of each piece; neighbours are joined."""
+    """Local and remote (address, length, device) rows of each piece; neighbours are joined."""
     copies = request.copies.copy()
     copies["start"] = held.sources
-    ends = [copies[name][:-1] + copies["nbytes"][:-1] for name in ("start", "dest")]
-    apart = (copies["start"][1:] != ends[0]) | (copies["dest"][1:] != ends[1])
+    apart = np.zeros(len(copies) - 1, bool)
+    for name, stretches in (("start", theirs), ("dest", own)):
+        places = copies[name]
+        apart |= places[1:] != places[:-1] + copies["nbytes"][:-1]
+        apart |= np.diff(stretches.which(places)) != 0
     heads = np.flatnonzero(np.concatenate([[True], apart]))
     joined = copies[heads]
     joined["nbytes"] = np.add.reduceat(copies["nbytes"], heads)
-    pieces = []
-    for part in cut(joined, PIECE_BYTES, MAX_PULL_ITEMS):
-        local, remote = (np.zeros((len(part.copies), 3), np.uint64) for _ in range(2))
-        local[:, 0], remote[:, 0] = part.copies["dest"], part.copies["start"]
-        local[:, 1] = remote[:, 1] = part.copies["nbytes"]
-        pieces.append((local, remote))
-    return pieces
+    return [
+        (
+            own.descriptors(part.copies["dest"], part.copies["nbytes"]),
+            theirs.descriptors(part.copies["start"], part.copies["nbytes"]),
+        )
+        for part in cut(joined, PIECE_BYTES, MAX_PULL_ITEMS)
+    ]
 
 
 def _agent(name: str) -> Any:

@@ -15,7 +15,8 @@ from dataplane.transport.seam import Transport
 GROUP = "dataplane.transports"
 TCP = "tcp"
 CUDA_IPC = "cuda_ipc"
-"""Beside the others, between device arenas of one host: nobody chooses it for host memory."""
+DEVICE_ONLY = (CUDA_IPC,)
+"""Beside the others, between device arenas; who requires one of them has TCP for host memory."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (
@@ -31,9 +32,9 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def names() -> list[str]:
-    """All but TCP, in the order in which `auto` tries them: ours first."""
+    """For host memory, beside TCP, in the order in which `auto` tries them: ours first."""
     theirs = {entry.name for entry in entry_points(group=GROUP)}
-    return [*OWN, *sorted(theirs - OWN.keys() - {TCP})]
+    return [*OWN, *sorted(theirs - OWN.keys() - {TCP, *DEVICE_ONLY})]
 
 
 def missing(name: str) -> str:
@@ -43,9 +44,11 @@ def missing(name: str) -> str:
         if any(find_spec(module) is not None for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed: {install}"
-    if name in (TCP, CUDA_IPC) or any(entry.name == name for entry in entry_points(group=GROUP)):
+    if name in (TCP, *DEVICE_ONLY) or any(
+        entry.name == name for entry in entry_points(group=GROUP)
+    ):
         return ""
-    known = ", ".join([TCP, *names()])
+    known = ", ".join([TCP, *names(), *DEVICE_ONLY])
     return f"no installed package brings a transport {name!r} (there are: {known})"
 
 

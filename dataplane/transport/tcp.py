@@ -7,6 +7,7 @@ started again keeps its address, and connections made meanwhile wait in the back
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 
 from dataplane.transport.holds import Holds
 from dataplane.transport.seam import (
@@ -29,7 +30,7 @@ from dataplane.wire.tables import Owner
 class TcpTransport(Transport):
     """Both sides of bulk transfer over TCP, see `tcp_owner` and `tcp_reader`.
 
-    Its connections also carry the holds of the other engine, where the worker has one.
+    Its connections also carry the holds of the other engines that the worker has.
     tls: see `Configure`; with it nothing is read or served in the clear.
     """
 
@@ -67,8 +68,8 @@ class TcpTransport(Transport):
         )
         return RegionKey(0)
 
-    def serve(self, holds: Holds | None) -> None:
-        """Takes requests from now on; holds: for the worker's other engine."""
+    def serve(self, holds: Mapping[str, Holds]) -> None:
+        """Takes requests from now on; holds: for the worker's other engines."""
         self._server.start(holds)
 
     def read(self, request: ReadRequest) -> Mask:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -99,14 +99,14 @@ class RangeServer:
         self._inbound: set[_Inbound] = set()
         self._changed = threading.Condition()
         self._closed = False
-        self._holds: Holds | None = None
+        self._holds: Mapping[str, Holds] = {}
         self._refusals = Refusals(logger, "bulk transfer")
 
     def __repr__(self) -> str:
         busy = sum(inbound.busy for inbound in list(self._inbound))
         return f"<RangeServer {len(self._inbound)} connections, {busy} busy>"
 
-    def start(self, holds: Holds | None = None) -> None:
+    def start(self, holds: Mapping[str, Holds]) -> None:
         self._holds = holds
         threading.Thread(target=self._accept, name="bulk-accept", daemon=True).start()
 
@@ -260,10 +260,14 @@ class RangeServer:
         deadline = time.monotonic() + expiry_ms / 1000
         if isinstance(asked, Pull):
             self._pulled(stream, pieces, deadline)
-        elif self._holds is None:
-            raise TransportMissing(f"this peer's bulk worker does not run {asked.transport}")
+        elif asked.transport not in self._holds:
+            runs = ", ".join(("tcp", *self._holds))
+            raise TransportMissing(
+                f"this peer's bulk worker runs {runs}, not {asked.transport}",
+                transport=asked.transport,
+            )
         else:
-            self._holds.answer(stream, asked, pieces, nonce, deadline)
+            self._holds[asked.transport].answer(stream, asked, pieces, nonce, deadline)
 
     def _pulled(self, stream: BulkStream, pieces: Records, deadline: float) -> None:
         pinned = self._desk.pin(ranges_of(pieces), deadline)

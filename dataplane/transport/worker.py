@@ -236,14 +236,19 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     tcp = TcpTransport(socket.socket(fileno=listen_fd), first.owner, first.key, desk, first.tls)
     tcp.register(region if not region.pools else NOTHING)
     reads: dict[str, Reads] = {TCP: tcp}
-    holds, missing = None, ""
-    if first.transport != TCP:
+    holds: dict[str, Holds] = {}
+    missing: dict[str, str] = {}
+    for name in (first.transport, *first.beside):
+        missing[name] = ""
         try:
-            reads[first.transport], holds = _engine(first, region, desk)
+            if name != TCP:
+                reads[name], holds[name] = _engine(name, first, region, desk)
         except TransportMissing as exc:
-            missing = exc.message
+            missing[name] = exc.message
     tcp.serve(holds)
-    control.send(Ready(os.getpid(), TCP if holds is None else first.transport, missing))
+    runs = first.transport if first.transport in holds else TCP
+    beside = {name: missing[name] for name in first.beside}
+    control.send(Ready(os.getpid(), runs, missing[first.transport], beside))
     Worker(control, region, desk, reads).serve()
 
 
@@ -259,9 +264,16 @@ def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_byte
     return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
 
 
-def _engine(first: Configure, region: Region, desk: PeerDesk) -> tuple[HeldReads, Holds]:
-    """Both sides of the engine that the worker runs beside TCP."""
-    engine = load(first.transport)(first.owner)
+def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tuple[HeldReads, Holds]:
+    """Both sides of an engine that the worker runs beside TCP."""
+    found = load(name)
+    if region.kind not in found.capabilities.memory:
+        raise TransportMissing(
+            f"{name} moves {' and '.join(sorted(found.capabilities.memory))} memory, and this is "
+            f"{region.kind} memory",
+            transport=name,
+        )
+    engine = found(first.owner)
     own = engine.register(region)
     return (
         HeldReads(engine, own, first.key),

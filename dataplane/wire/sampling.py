@@ -10,9 +10,11 @@ from dataplane.wire.messages import Body
 
 class Sample(Body, tag=160):
     """Asks for bytes to try transports on. The owner keeps them for 30 s, or until it is told that
-    the reader is done with them (answered by `Done`)."""
+    the reader is done with them (answered by `Done`). device: bytes on a device, which its device
+    workers serve; an owner without any lends none."""
 
     done: bool = False
+    device: bool = False
 
 
 class Sampled(Body, tag=161):

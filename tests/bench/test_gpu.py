@@ -55,7 +55,8 @@ def test_every_figure_of_a_gpu_is_measured_beside_its_ceiling() -> None:
         assert told[name]["GBps"] > 0 and told[name]["of_ceiling"] > 0
     assert set(told["ceiling"]) == {"device_copy_GBps", "pinned_copy_GBps"}
     assert all(told["claim_ms"][name] > 0 for name in ("small", "large", "host", "view"))
-    assert told["between_peers"]["same_host"] == {"runs": "cuda_ipc", "refused": {}}
+    (path,) = told["between_peers"]["peers"].values()
+    assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
     assert told["between_peers"]["staged_bytes"] == 0
     rows = told["rows"]
     large = [made.tobytes() for made in twin.made if made.nbytes == MIB]

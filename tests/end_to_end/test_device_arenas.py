@@ -154,7 +154,7 @@ def test_values_on_a_device_of_another_host_are_pulled(
         staged = on_device(a)["staged_bytes"]
         assert staged >= sum(array.nbytes for array in arrays)
         path = on_device(a)["to_others"]
-        assert (path["requested"], path["effective"]) == ("auto", "host arena, then tcp")
+        assert (path["requested"], path["else"]) == ("auto", "host arena, then tcp")
         shown = scrape(address)
         assert shown.value("dataplane_device_staged_bytes_total", device="twin:0") == staged
         assert shown.value("dataplane_device_free_bytes", device="twin:0") == 32 * MIB
@@ -178,7 +178,8 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
         assert same(batch["tiny"], [tiny[row] for row in order])
         assert list(batch["text"]) == [str(row) for row in order]
         assert on_device(a)["staged_bytes"] == 0, "something went by way of the host"
-        assert on_device(a)["to_others"]["same_host"] == {"runs": "cuda_ipc", "refused": {}}
+        (path,) = on_device(b)["to_others"]["peers"].values()
+        assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
         cached = on_device(b)["cached_bytes"]
         assert cached >= sum(array.nbytes for array in arrays)
         again = b.partition("p").get(keys=list(range(12)))
@@ -539,6 +540,8 @@ def test_gpu_memory_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
     for text in ("gpu:2GiB", "twin:", "twin:12KiB", "many"):
         wrong = started(run_dir, "--device-arena", text)
         assert wrong.returncode == 2 and "Traceback" not in wrong.stderr, wrong.stderr
+    alone = started(run_dir, "--transport", "required:cuda_ipc")
+    assert alone.returncode == 2 and "--device-arena" in alone.stderr, alone.stderr
 
 
 def test_a_client_that_outlives_its_peer_leaves_no_device_open(

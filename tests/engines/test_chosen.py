@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dataplane.memory.device_twin import TwinArray, TwinDevice
 from dataplane.testing import hosts
 from dataplane.transport import registry
 from tests.end_to_end.conftest import PLANE, Cluster, cluster
@@ -36,6 +37,31 @@ async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: 
             doors = {f"{c.laddr.ip}:{c.laddr.port}" for c in inet if c.status == psutil.CONN_LISTEN}
             assert doors == set(host.engine.address)
             assert not [c for c in inet if c.status == psutil.CONN_NONE], "a datagram socket"
+
+
+def test_peers_carry_values_from_device_to_device_over_an_engine(
+    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin's device arenas are host memory to NIXL, and nothing else of the way is different:
+    the owner's and the reader's workers open them by handle, and no host arena has the values."""
+    if why := registry.missing("nixl"):
+        pytest.skip(why)
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nixl")
+    device = TwinDevice()
+    cluster.start("a", "b", devices={"a": "twin:2x32MiB", "b": "twin:64MiB"})
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        arrays = [np.random.default_rng(row).integers(0, 256, MIB, np.uint8) for row in range(8)]
+        part = here.partition("p", free="drop")
+        part.put({"x": [device.array(one) for one in arrays]}, key=list(range(8)))
+        found = there.partition("p").get(keys=list(range(8)))["x"]
+        assert all(isinstance(one, TwinArray) for one in found)
+        assert all(np.array_equal(one.get(), two) for one, two in zip(found, arrays, strict=True))
+        (into,) = there.stats()["devices"]
+        (path,) = into["to_others"]["peers"].values()
+        assert path["transport"] == "nixl" and path["tried"]["nixl"]["exact"]
+        assert into["to_others"]["runs"] == ["nixl"] and into["cached_bytes"] >= 8 * MIB
+        assert not any(one["staged_bytes"] for one in here.stats()["devices"])
+    device.close()
 
 
 def test_peers_carry_values_over_an_engine_that_is_required(

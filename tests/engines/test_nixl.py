@@ -12,3 +12,10 @@ pytestmark = pytest.mark.skipif(bool(registry.missing("nixl")), reason=registry.
 
 class TestNixl(TransportConformance):
     transport = "nixl"
+
+
+class TestNixlBetweenDevices(TransportConformance):
+    """Device arenas of the twin, which NIXL takes for what they are: host memory."""
+
+    transport = "nixl"
+    device = True

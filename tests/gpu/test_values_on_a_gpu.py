@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dataplane
+from dataplane.transport import registry
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +136,38 @@ def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
     all_free(plane)
 
 
+@pytest.mark.parametrize("engine", ["nixl"])
+def test_what_an_engine_does_with_gpu_memory_is_tried_and_said(
+    run_dir: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Whether the driver lets it register a pool that was opened by handle, only this tells."""
+    torch = pytest.importorskip("torch")
+    if why := registry.missing(engine):
+        pytest.skip(f"not run: {why}")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
+    cluster = Cluster(run_dir)
+    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
+    try:
+        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
+        with (
+            dataplane.connect("a", plane=PLANE, devices="required") as a,
+            dataplane.connect("b", plane=PLANE, devices="required") as b,
+        ):
+            a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
+            found = b.partition("p").get(keys=list(range(8))).torch("x", device="cuda")
+            assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
+            ways = figures(b)["to_others"]
+            print(ways)
+            if engine in ways["runs"]:
+                (path,) = ways["peers"].values()
+                assert path["tried"][engine].get("exact") or path["tried"][engine]["error"]
+                assert (path["transport"] == engine) == path["tried"][engine].get("exact", False)
+            else:
+                assert ways["missing"][engine]
+    finally:
+        cluster.stop()
+
+
 def test_values_go_from_one_peer_to_another_on_the_same_gpu(run_dir: Any) -> None:
     torch = pytest.importorskip("torch")
     cluster = Cluster(run_dir)
@@ -149,7 +182,8 @@ def test_values_go_from_one_peer_to_another_on_the_same_gpu(run_dir: Any) -> Non
             rows = b.partition("p").get(keys=list(range(8)))
             found = rows.torch("x", device="cuda")
             assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
-            assert figures(a)["to_others"]["same_host"] == {"runs": "cuda_ipc", "refused": {}}
+            (path,) = figures(b)["to_others"]["peers"].values()
+            assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
             assert figures(a)["staged_bytes"] == 0 and figures(b)["cached_bytes"] > 0
             del rows
     finally:

@@ -33,7 +33,8 @@ class TestTwoSided(TransportConformance):
 class TestDeviceMemory(TransportConformance):
     """`cuda_ipc` over the twin."""
 
-    transport = "twin_ipc"
+    transport = "cuda_ipc"
+    device = True
 
 
 @pytest.mark.parametrize(

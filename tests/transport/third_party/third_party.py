@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from dataplane.errors import TransferFailed
@@ -28,10 +27,8 @@ from dataplane.transport import (
     SendRequest,
     Transport,
 )
-from dataplane.transport.cuda_ipc import CudaIpcTransport
-from dataplane.transport.seam import PlacedPool
 from dataplane.transport.stream import iovecs
-from dataplane.wire.tables import Owner, PoolHandle
+from dataplane.wire.tables import Owner
 
 HOST = frozenset({"host"})
 Bytes = np.ndarray
@@ -113,19 +110,6 @@ class Shelf(Transport):
 
     def close(self) -> None:
         pass
-
-
-class TwinIpc(CudaIpcTransport):
-    """CUDA IPC with the twin's pools: the host's arena is one."""
-
-    capabilities = Capabilities(
-        "twin_ipc", frozenset({"cuda"}), one_sided=True, needs_target_progress=False
-    )
-
-    def register(self, region: Region) -> RegionKey:
-        raw = msgspec.msgpack.encode((os.getpid(), region.fd, os.fstat(region.fd).st_ino))
-        pool = PlacedPool(0, PoolHandle("twin", "twin:0", raw, 0, region.nbytes))
-        return super().register(Region(0, region.nbytes, "cuda", pools=(pool,)))
 
 
 class Post(Transport):

@@ -1,0 +1,85 @@
+"""A region as engines register it: stretches of addresses, the arena or each device arena.
+
+Runs in a bulk worker. Device arenas are opened by their handles, which keeps them mapped for as
+long as the region is. Offsets are those of the region, in which device arenas follow each other; no
+piece of a transfer may cross from one stretch into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DeviceMissing, ProtocolError, TransportMissing
+from dataplane.memory.device import Device, Pool, device_of
+from dataplane.transport.seam import Offsets, Region
+from dataplane.wire.tables import PoolHandle
+
+Numbers = npt.NDArray[np.intp]
+
+
+class Stretch(msgspec.Struct, array_like=True, frozen=True):
+    """`nbytes` from `start` in the region are at `address` in its process. device: the number of
+    its GPU there; 0 for host memory too."""
+
+    start: int
+    address: int
+    nbytes: int
+    device: int = 0
+
+
+class Stretches:
+    """Of one region, ours or another's."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.all = tuple(sorted(stretches, key=lambda one: one.start))
+        columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
+        self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
+
+    def which(self, offsets: Offsets) -> Numbers:
+        """The stretch in which each of these offsets would be."""
+        found: Numbers = np.searchsorted(self._starts, offsets, side="right") - 1
+        return np.maximum(found, 0)
+
+    def descriptors(self, offsets: Offsets, nbytes: Offsets) -> npt.NDArray[np.uint64]:
+        """A row of address, length, device for each piece. ProtocolError for one outside."""
+        at = self.which(offsets)
+        inside = offsets - self._starts[at]
+        sizes = self._sizes[at]
+        outside = (offsets < self._starts[at]) | (inside > sizes)
+        outside |= nbytes > sizes - np.minimum(inside, sizes)
+        if outside.any():
+            raise ProtocolError(f"{int(outside.sum())} pieces lie outside a region's memory")
+        return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
+
+
+class OpenRegion:
+    """The region of this worker. TransportMissing where its device arenas cannot be opened here."""
+
+    def __init__(self, region: Region) -> None:
+        self.devices: list[Device] = []
+        self._pools: list[Pool] = []
+        self.on_gpu = any(placed.handle.kind == "cuda" for placed in region.pools)
+        """else it is host memory to every engine, a twin's too"""
+        try:
+            stretches = [self._opened(placed.start, placed.handle) for placed in region.pools]
+        except DeviceMissing as exc:
+            raise TransportMissing(f"the device arena cannot be opened: {exc.message}") from exc
+        if not region.pools:
+            stretches = [Stretch(0, region.address, region.nbytes)]
+        self.stretches = Stretches(stretches)
+
+    def _opened(self, start: int, handle: PoolHandle) -> Stretch:
+        device = device_of(handle)
+        pool = device.open(handle)
+        self.devices.append(device)
+        self._pools.append(pool)
+        return Stretch(start, pool.address, pool.nbytes, device.number)
+
+    def bind(self) -> None:
+        """This thread may call an engine that finds the devices' contexts by itself."""
+        for device in reversed(self.devices):
+            device.bind()

@@ -1,7 +1,8 @@
 """Device memory of a peer: `--device-arena`, and the devices that it names.
 
 `2GiB`: so much of each GPU that the peer sees. `twin:64MiB`: of the twin in host memory, for tests
-and trials on machines without a GPU, `twin:2x64MiB` of two of them; nothing else ever chooses it.
+and trials on machines without a GPU, `twin:2x64MiB` of two of them, `twin@1:64MiB` of the second
+one, as if another peer had the first; nothing else ever chooses it.
 """
 
 from __future__ import annotations
@@ -20,31 +21,34 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 1 << 20
 MAX_DEVICES = 16
-TWIN = "twin"
+_TWIN = re.compile(r"twin(?:@([0-9]))?")
 _SEVERAL = re.compile(r"([1-9])x(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """nbytes: of each device. twins: how many in host memory, instead of the GPUs."""
+    """nbytes: of each device. twins: how many in host memory, instead of the GPUs, from `first`."""
 
     nbytes: int
     twins: int = 0
+    first: int = 0
 
 
 def parse_device_arena(text: str) -> DeviceMemory:
     """`2GiB`, `twin:64MiB`, `twin:2x64MiB`. InvalidConfig for anything else."""
     head, colon, tail = text.partition(":")
-    if colon and head != TWIN:
+    twin = _TWIN.fullmatch(head)
+    if colon and twin is None:
         raise InvalidConfig(
             f"{text!r} is no device arena: write a size such as 2GiB, which each GPU gives, or "
             "twin:64MiB for a stand-in in host memory (--device-arena or DATAPLANE_DEVICE_ARENA)"
         )
-    twins = 0
-    if colon:
+    twins, first = 0, 0
+    if twin is not None and colon:
+        first = int(twin[1] or 0)
         several = _SEVERAL.fullmatch(tail)
         twins, tail = (int(several[1]), several[2]) if several else (1, tail)
-    memory = DeviceMemory(parse_size(tail if colon else text), twins)
+    memory = DeviceMemory(parse_size(tail if colon else text), twins, first)
     if memory.nbytes < MIN_BYTES:
         raise InvalidConfig(
             f"a device arena of {memory.nbytes} bytes is too small: give at least "
@@ -68,7 +72,8 @@ def devices_of(memory: DeviceMemory) -> list[Device]:
     if memory.twins:
         from dataplane.memory.device_twin import TwinDevice
 
-        return [TwinDevice(f"twin:{number}") for number in range(memory.twins)]
+        numbers = range(memory.first, memory.first + memory.twins)
+        return [TwinDevice(f"twin:{number}") for number in numbers]
     from dataplane.memory.device_cuda import CudaDevice
 
     count = CudaDevice.count()

@@ -28,7 +28,7 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
+from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
 from dataplane.transport.seam import Remote
 from dataplane.wire.records import EXTENT, RANGE, U4, U8
 from dataplane.wire.tables import Owner
@@ -82,11 +82,11 @@ class DevicePulls:
             )
 
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
-        """Starts the worker, where there are devices, with what the choice allows of CUDA IPC and
-        the engine that moves host memory between hosts. TransportMissing."""
+        """Starts the worker, where there are devices, with what the choice allows of CUDA IPC, the
+        engine that moves host memory between hosts, and NCCL. TransportMissing."""
         if self._memory is None or self.paths is None:
             return
-        names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else [])]
+        names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else []), NCCL]
         names = [name for name in names if self._choice.allows(name)]
         if not names:
             return

@@ -7,6 +7,7 @@
 | the worker process; which transports there are | worker, registry |
 | TCP: both sides, its connections, one stream | tcp, tcp_reader, tcp_owner, connections, stream |
 | other engines: the reader holds, reads and confirms; the owner holds | holding, holds |
+| a region as engines register it; two ranks, also of NCCL | stretches, communicators, nccl_gpu |
 | frames and records, tickets, what may be asked, cutting | bulk_frames, tickets, asked, slices |
 """
 

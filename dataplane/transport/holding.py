@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -133,17 +134,24 @@ class HeldReads:
 
     def _part(self, reading: _Reading, part: Slice, address: Endpoint) -> Mask:
         """Again on another connection where a pooled one was closed for being idle."""
-        while (gone := self._try(reading, part, address)) is None:
-            pass
-        return gone
+        while True:
+            with self._turn(reading.request, address) as card:
+                gone = self._try(reading, part, address, card)
+            if gone is not None:
+                return gone
 
-    def _try(self, reading: _Reading, part: Slice, address: Endpoint) -> Mask | None:
+    def _turn(self, request: ReadRequest, address: Endpoint) -> AbstractContextManager[bytes]:
+        if self._transport.capabilities.one_sided:
+            return nullcontext(b"")
+        return self._transport.turn(request, address, self._own)
+
+    def _try(self, reading: _Reading, part: Slice, address: Endpoint, card: bytes) -> Mask | None:
         lane: Lane = "small" if part.nbytes <= SMALL_LANE_BYTES else "large"
         deadline = reading.request.deadline
         connection = self._connections.borrow(address, lane, deadline, reading)
         clean, fresh = False, connection.sequence == 0
         try:
-            held = self._hold(connection, part, reading)
+            held = self._hold(connection, part, reading, card)
             if held is None:
                 if fresh or reading.stopped:
                     raise ConnectionResetError("the connection ended before the answer")
@@ -158,13 +166,13 @@ class HeldReads:
                 self._connections.discard(connection)
 
     def _hold(
-        self, connection: Connection, part: Slice, reading: _Reading
+        self, connection: Connection, part: Slice, reading: _Reading, card: bytes
     ) -> tuple[RegionKey, Offsets, int] | None:
         """What the owner holds: its region, the offsets there, this transfer's tag."""
         deadline, owner = reading.request.deadline, reading.request.remote.owner
         expiry_ms = max(1, int((deadline - time.monotonic()) * 1000))
         engine = self._transport.capabilities
-        tag, card = (0, b"") if engine.one_sided else (secrets.randbits(48), self._own.card)
+        tag = 0 if engine.one_sided else secrets.randbits(48)
         pieces, nonce = pieces_of(part.copies).tobytes(), connection.nonce()
         bound = held_bytes(pieces, engine.name, card)
         ticket = issue(self._key, owner, expiry_ms, nonce, bound)

@@ -14,8 +14,8 @@ from dataplane.transport.seam import Transport
 
 GROUP = "dataplane.transports"
 TCP = "tcp"
-CUDA_IPC = "cuda_ipc"
-DEVICE_ONLY = (CUDA_IPC,)
+CUDA_IPC, NCCL = "cuda_ipc", "nccl"
+DEVICE_ONLY = (CUDA_IPC, NCCL)
 """Beside the others, between device arenas; who requires one of them has TCP for host memory."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
@@ -78,5 +78,9 @@ def _load(name: str) -> object:
         from dataplane.transport.cuda_ipc import CudaIpcTransport
 
         return CudaIpcTransport
+    if name == NCCL:
+        from dataplane.transport.nccl import NcclTransport
+
+        return NcclTransport
     (entry,) = [one for one in entry_points(group=GROUP) if one.name == name][:1]
     return entry.load()

@@ -9,14 +9,17 @@ file with a subclass of `Transport`, named in the entry point group `dataplane.t
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.errors import DeadlineExceeded, TransferFailed
 from dataplane.wire.tables import Owner, PoolHandle
 
 MemoryKind = Literal["host", "cuda"]
@@ -131,6 +134,7 @@ class ReadRequest:
     """COPY records to bring from `remote` into the local region before `deadline` (monotonic).
 
     `cancelled` is set before `Transport.cancel` is called, which may be before `read` began.
+    check: as `Held.check`, for whoever waits before anything is held.
     """
 
     job: int
@@ -140,12 +144,18 @@ class ReadRequest:
     held: Held | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
+    def check(self) -> None:
+        if self.cancelled.is_set():
+            raise TransferFailed("the read was cancelled")
+        if time.monotonic() >= self.deadline:
+            raise DeadlineExceeded("other transfers took all the time there was")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendRequest:
     """What the owner sends in a two-sided transfer: stretches of its region, in order.
 
-    key: of the reader's region. tag and check: as in `Held`.
+    key: of the reader's region; its card is what `Transport.turn` gave. tag and check: see `Held`.
     """
 
     key: RegionKey
@@ -210,6 +220,17 @@ class Transport(ABC):
         whose ranges are gone (only where it `takes_pins`).
         Raises TransferFailed, Unavailable, DeadlineExceeded, or what the owner refused with.
         """
+
+    def turn(
+        self, request: ReadRequest, endpoint: Endpoint, own: RegionKey
+    ) -> AbstractContextManager[bytes]:
+        """Around one two-sided transfer, from before its ranges are held at that worker of the
+        owner until that one has confirmed it. Gives the card that the owner will send by.
+
+        An engine that cannot tell transfers apart lets them through one by one. `read` is called
+        inside, in the same thread, or not at all.
+        """
+        return nullcontext(own.card)
 
     def send(self, request: SendRequest) -> None:
         """The owner's part of a two-sided transfer; blocks until the bytes may be reused."""

@@ -57,9 +57,13 @@ class Stretches:
 
 
 class OpenRegion:
-    """The region of this worker. TransportMissing where its device arenas cannot be opened here."""
+    """The region of this worker. TransportMissing where its device arenas cannot be opened here.
 
-    def __init__(self, region: Region) -> None:
+    by_one: the first device reaches the memory of all, and none of the others is asked.
+    """
+
+    def __init__(self, region: Region, by_one: bool = False) -> None:
+        self._by_one = by_one
         self.devices: list[Device] = []
         self._pools: list[Pool] = []
         self.on_gpu = any(placed.handle.kind == "cuda" for placed in region.pools)
@@ -73,9 +77,14 @@ class OpenRegion:
         self.stretches = Stretches(stretches)
 
     def _opened(self, start: int, handle: PoolHandle) -> Stretch:
-        device = device_of(handle)
-        pool = device.open(handle)
-        self.devices.append(device)
+        if self._by_one and self.devices:
+            device = self.devices[0]
+            same = handle.device == device.identity
+            pool = device.open(handle) if same else device.reach(handle)
+        else:
+            device = device_of(handle)
+            pool = device.open(handle)
+            self.devices.append(device)
         self._pools.append(pool)
         return Stretch(start, pool.address, pool.nbytes, device.number)
 

@@ -18,6 +18,7 @@ import pytest
 
 import dataplane
 from dataplane import aio
+from dataplane.errors import TransportMissing
 from dataplane.memory.device_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.end_to_end.scrape import free_address, scrape
@@ -196,6 +197,27 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
             own.put({field: given(device, values(5, 900_000))}, key=list(range(5)), timeout=20)
         assert on_device(b)["cached_bytes"] < cached, "copies are in the way of values"
         assert same(b.partition("p").get(keys=[3, 4])["hidden"], arrays[3:5])
+
+
+def test_ranks_that_are_required_bring_values_to_other_devices_and_say_what_is_missing(
+    cluster: Cluster, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nccl` with the twin's ranks, of which no two may be on one device either."""
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
+    memory = {"a": "twin:32MiB", "b": "twin@1:32MiB", "c": "twin:32MiB"}
+    cluster.start("a", "b", "c", arena="64MiB", devices=memory)
+    arrays = values(6, 200_000)
+    with cluster.connect("a") as a, cluster.connect("b") as b, cluster.connect("c") as c:
+        a.partition("p", free="drop").put({"x": given(device, arrays)}, key=list(range(6)))
+        rows = b.partition("p").get(keys=list(range(6)))
+        assert all(one.device.identity == "twin:1" for one in rows["x"])
+        assert same(rows["x"], arrays)
+        ways = on_device(b)["to_others"]
+        (path,) = ways["peers"].values()
+        assert (path["transport"], ways["runs"]) == ("nccl", ["nccl"])
+        assert path["tried"]["nccl"]["exact"] and on_device(a)["staged_bytes"] == 0
+        with pytest.raises(TransportMissing, match="NCCL takes one rank a GPU"):
+            c.partition("p").get(keys=[0, 1])
 
 
 def test_a_peer_whose_device_is_full_reads_others_by_way_of_the_host(
@@ -540,8 +562,9 @@ def test_gpu_memory_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
     for text in ("gpu:2GiB", "twin:", "twin:12KiB", "many"):
         wrong = started(run_dir, "--device-arena", text)
         assert wrong.returncode == 2 and "Traceback" not in wrong.stderr, wrong.stderr
-    alone = started(run_dir, "--transport", "required:cuda_ipc")
-    assert alone.returncode == 2 and "--device-arena" in alone.stderr, alone.stderr
+    for transport in ("cuda_ipc", "nccl"):
+        alone = started(run_dir, "--transport", f"required:{transport}")
+        assert alone.returncode == 2 and "--device-arena" in alone.stderr, alone.stderr
 
 
 def test_a_client_that_outlives_its_peer_leaves_no_device_open(

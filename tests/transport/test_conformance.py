@@ -37,6 +37,13 @@ class TestDeviceMemory(TransportConformance):
     device = True
 
 
+class TestRanks(TransportConformance):
+    """`nccl` over the twin, whose ranks are those of NCCL but for the library."""
+
+    transport = "nccl"
+    device = True
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [("nowhere", "no installed package brings"), ("stranger", "not a subclass of Transport")],

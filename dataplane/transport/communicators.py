@@ -1,0 +1,238 @@
+"""Two ranks that send memory to each other in order: what `nccl` needs of a library.
+
+There are two: `nccl_gpu` over NCCL itself, and `HostRanks`, which moves host memory over a socket
+with the same order of things and runs everywhere. Neither tells one transfer from another: what one
+rank asks for first meets what the other asks for first, in pieces of the same lengths. A rank that
+waits for one that does not come can only be aborted, and a pair that was aborted is made anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import secrets
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from dataplane.errors import DataplaneError, TransferFailed
+
+Stretches = Sequence[tuple[int, int]]
+"""Address and length of each piece, in order."""
+JOIN_S = 30.0
+JOINS = 8
+"""Joins under way at once; one whose other rank does not come may never end."""
+CHECK_S = 0.02
+
+
+class Communicator(ABC):
+    """One of two ranks. Work is done in a thread of its own, in the order in which it is asked for;
+    one transfer is under way at a time."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._failure: BaseException | None = None
+        self.aborted = False
+        self._thread = threading.Thread(target=self._run, name="communicator", daemon=True)
+        self._thread.start()
+
+    def send(self, stretches: Stretches) -> None:
+        """Asks for these bytes to be sent; `done` tells when they were."""
+        self._ask(lambda: self._move(stretches, sends=True))
+
+    def receive(self, stretches: Stretches) -> None:
+        """Asks for these bytes to be received; `done` tells when they were."""
+        self._ask(lambda: self._move(stretches, sends=False))
+
+    def done(self, timeout_s: float) -> bool:
+        """Whether all that was asked for is done, waiting for so long. TransferFailed where the
+        pair is broken."""
+        done = self._idle.wait(timeout_s)
+        if self._failure is not None or self.aborted:
+            raise TransferFailed(f"the pair of ranks broke: {self._failure!r}; it may be retried")
+        return done
+
+    def abort(self) -> None:
+        """Ends both ranks' work; when it returns nothing of this one reads or writes memory."""
+        self.aborted = True
+        self._break()
+        self._asked.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        self._idle.clear()
+        self._asked.put(work)
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not None:
+            try:
+                if not self.aborted:
+                    work()
+            except BaseException as exc:
+                self._failure = exc
+            self._idle.set()
+
+    @abstractmethod
+    def _move(self, stretches: Stretches, sends: bool) -> None:
+        """Blocks until it is done, or `_break` is called."""
+
+    @abstractmethod
+    def _break(self) -> None:
+        """Makes `_move` end soon, with whatever error. Any thread, also more than once."""
+
+
+class Ranks(Protocol):
+    """What pairs are made of."""
+
+    def unique_id(self) -> bytes:
+        """Names a pair that two ranks will join, one of them in this process, as rank 0."""
+        ...
+
+    def join(self, unique_id: bytes, rank: int) -> Communicator:
+        """Blocks until the other rank joins too. TransferFailed."""
+        ...
+
+    def forget(self, unique_id: bytes) -> None:
+        """Nobody needs this pair: a join may end. Any thread, for any name."""
+        ...
+
+
+_joins = threading.BoundedSemaphore(JOINS)
+
+
+def joined(ranks: Ranks, unique_id: bytes, rank: int, check: Callable[[], None]) -> Communicator:
+    """`Ranks.join` as long as `check` does not raise: what comes of it later is aborted."""
+    while not _joins.acquire(timeout=CHECK_S):
+        check()
+    attempt = _Attempt(ranks, unique_id, rank)
+    try:
+        while not attempt.over.wait(CHECK_S):
+            check()
+    except BaseException:
+        attempt.give_up()
+        raise
+    return attempt.outcome()
+
+
+class _Attempt:
+    """One join, in a thread: a library's own call cannot be interrupted."""
+
+    def __init__(self, ranks: Ranks, unique_id: bytes, rank: int) -> None:
+        self._forget = partial(ranks.forget, unique_id)
+        self.over = threading.Event()
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._made: Communicator | None = None
+        self._error: BaseException | None = None
+        arguments = ranks, unique_id, rank
+        threading.Thread(target=self._run, args=arguments, name="join", daemon=True).start()
+
+    def _run(self, ranks: Ranks, unique_id: bytes, rank: int) -> None:
+        try:
+            self._made = ranks.join(unique_id, rank)
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            _joins.release()
+        with self._lock:
+            self.over.set()
+            if self._given_up and self._made is not None:
+                self._made.abort()
+
+    def give_up(self) -> None:
+        self._forget()
+        with self._lock:
+            self._given_up = True
+            if self.over.is_set() and self._made is not None:
+                self._made.abort()
+
+    def outcome(self) -> Communicator:
+        if self._made is not None:
+            return self._made
+        if isinstance(self._error, DataplaneError):
+            raise self._error
+        raise TransferFailed(f"the ranks could not join: {self._error!r}; it may be retried")
+
+
+class HostRanks:
+    """Host memory over a socket between processes of one machine: for the twin of a device."""
+
+    def __init__(self) -> None:
+        self._doors: dict[bytes, socket.socket] = {}
+
+    def unique_id(self) -> bytes:
+        door = socket.socket(socket.AF_UNIX)
+        name = b"\0dataplane-ranks-" + secrets.token_hex(16).encode()
+        door.bind(name)
+        door.listen(1)
+        self._doors[name] = door
+        return name
+
+    def join(self, unique_id: bytes, rank: int) -> Communicator:
+        try:
+            sock = _connected(unique_id) if rank else self._doors[unique_id].accept()[0]
+        except (OSError, KeyError) as exc:
+            why = f"the other rank does not join: {exc!r}; it may be retried"
+            raise TransferFailed(why) from exc
+        finally:
+            self.forget(unique_id)
+        return _SocketRank(sock)
+
+    def forget(self, unique_id: bytes) -> None:
+        door = self._doors.pop(unique_id, None)
+        if door is not None:
+            with suppress(OSError):
+                door.shutdown(socket.SHUT_RDWR)
+            door.close()
+
+
+def _connected(name: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(JOIN_S)
+        sock.connect(name)
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class _SocketRank(Communicator):
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        super().__init__()
+
+    def _move(self, stretches: Stretches, sends: bool) -> None:
+        for address, nbytes in stretches:
+            left = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            while len(left):
+                moved = self._sock.send(left) if sends else self._sock.recv_into(left)
+                if not moved:
+                    raise ConnectionResetError("the other rank is gone")
+                left = left[moved:]
+
+    def _break(self) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def abort(self) -> None:
+        super().abort()
+        self._sock.close()
+
+
+def wait(communicator: Communicator, check: Callable[[], None]) -> None:
+    """Until all that was asked of it is done. What `check` raises, or TransferFailed."""
+    looked = time.monotonic()
+    while not communicator.done(CHECK_S):
+        if time.monotonic() - looked >= CHECK_S:
+            check()
+            looked = time.monotonic()

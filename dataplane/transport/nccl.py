@@ -1,0 +1,243 @@
+"""NCCL as a transport: device memory between hosts, sent by the owner's worker to the reader's.
+
+Runs in a bulk worker that has opened its device arenas. The two workers are the two ranks of a
+pair, which is made when it is first needed; its unique id travels in the card of the hold, over our
+authenticated connection. NCCL cannot tell transfers apart, so a reader takes them in turn, one at a
+time from each of the owner's workers. A transfer that breaks off, on whatever side, takes its pair
+along: the reader names another with its next hold. Nothing here knows NCCL: the twin's ranks are
+used the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
+from dataplane.transport.communicators import (
+    CHECK_S,
+    Communicator,
+    HostRanks,
+    Ranks,
+    joined,
+    wait,
+)
+from dataplane.transport.cuda_ipc import this_host
+from dataplane.transport.nccl_gpu import NcclRanks
+from dataplane.transport.seam import (
+    Capabilities,
+    Endpoint,
+    Offsets,
+    ReadRequest,
+    Region,
+    RegionKey,
+    Remote,
+    SendRequest,
+    Transport,
+)
+from dataplane.transport.stretches import OpenRegion
+from dataplane.wire.tables import Owner
+
+NAME = "nccl"
+PAIRS = 64
+"""Pairs kept on either side; each takes memory of its GPU."""
+
+
+class Card(msgspec.Struct, array_like=True, frozen=True):
+    """host, gpu: where a rank is. The rest a reader says with each hold: who it is, in which life
+    of its worker, and which pair it will take; joined: it is in that pair already."""
+
+    host: str
+    gpu: str
+    reader: Owner | None = None
+    session: int = 0
+    number: int = 0
+    unique_id: bytes = b""
+    joined: bool = False
+
+
+class _Line:
+    """The pair with one worker of an owner, as its reader has it."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.number = 0
+        self.unique_id = b""
+        self.pair: Communicator | None = None
+
+    def drop(self, ranks: Ranks) -> None:
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            pair.abort()
+        ranks.forget(self.unique_id)
+
+
+class _Sending:
+    """The pair with one worker of a reader, as the owner has it."""
+
+    def __init__(self, card: Card, pair: Communicator) -> None:
+        self.reader, self.number, self.pair = card.reader, card.number, pair
+        self.busy = True
+
+
+class NcclTransport(Transport):
+    capabilities = Capabilities(
+        NAME, frozenset({"cuda"}), one_sided=False, needs_target_progress=True
+    )
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner)
+        self._lock = threading.Lock()
+        self._session = secrets.randbits(48)
+        self._lines: OrderedDict[tuple[Owner, str], _Line] = OrderedDict()
+        self._reading: dict[int, _Line] = {}
+        self._sending: OrderedDict[int, _Sending] = OrderedDict()
+
+    def register(self, region: Region) -> RegionKey:
+        self._own = OpenRegion(region, by_one=True)
+        device = self._own.devices[0]
+        self._ranks: Ranks = HostRanks()
+        self._shares = False
+        if self._own.on_gpu:
+            ranks = NcclRanks(device)
+            self._ranks, self._shares = ranks, ranks.shares_gpus
+        self._card = Card(this_host(), device.identity)
+        return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(self._card))
+
+    # the reader
+
+    @contextmanager
+    def turn(self, request: ReadRequest, endpoint: Endpoint, own: RegionKey) -> Iterator[bytes]:
+        line = self._line(request.remote.owner, endpoint)
+        while not line.turn.acquire(timeout=CHECK_S):
+            request.check()
+        self._reading[request.job] = line
+        try:
+            if line.pair is None:
+                line.number += 1
+                line.unique_id = self._ranks.unique_id()
+            card = msgspec.structs.replace(
+                self._card,
+                reader=self.owner,
+                session=self._session,
+                number=line.number,
+                unique_id=line.unique_id,
+                joined=line.pair is not None,
+            )
+            yield msgspec.msgpack.encode(card)
+        except BaseException:
+            line.drop(self._ranks)
+            raise
+        finally:
+            del self._reading[request.job]
+            line.turn.release()
+
+    def read(self, request: ReadRequest) -> None:
+        held, line = request.held, self._reading[request.job]
+        assert held is not None
+        self._check_apart(_card(held.key))
+        try:
+            if line.pair is None:
+                line.pair = joined(self._ranks, line.unique_id, 0, held.check)
+            line.pair.receive(self._stretches(request.copies["dest"], request.copies["nbytes"]))
+            wait(line.pair, held.check)
+        except BaseException:
+            line.drop(self._ranks)  # nothing of it is written any more
+            raise
+
+    def _line(self, owner: Owner, endpoint: Endpoint) -> _Line:
+        """The one for this worker; one that nobody uses goes where there are too many."""
+        key = owner, endpoint.address
+        with self._lock:
+            line = self._lines.setdefault(key, _Line())
+            self._lines.move_to_end(key)
+            spare = [] if len(self._lines) <= PAIRS else list(self._lines.items())[:-1]
+            for other, idle in spare:
+                if idle.turn.acquire(blocking=False):
+                    del self._lines[other]
+                    idle.drop(self._ranks)
+                    idle.turn.release()
+                    break
+        return line
+
+    # the owner
+
+    def send(self, request: SendRequest) -> None:
+        card = _card(request.key)
+        self._check_apart(card)
+        sending = self._pair(card, request.check)
+        try:
+            sending.pair.send(self._stretches(request.sources, request.nbytes))
+            wait(sending.pair, request.check)
+            sending.busy = False
+        except BaseException:
+            with self._lock:
+                if self._sending.get(card.session) is sending:
+                    del self._sending[card.session]
+            sending.pair.abort()
+            raise
+
+    def _pair(self, card: Card, check: Callable[[], None]) -> _Sending:
+        """The pair that the reader names: the one from before, or a new one in its place."""
+        with self._lock:
+            known = self._sending.get(card.session)
+            if known is not None and known.number == card.number and card.joined:
+                self._sending.move_to_end(card.session)
+                known.busy = True
+                return known
+            self._sending.pop(card.session, None)
+            spare = [one for one in self._sending.items() if not one[1].busy]
+            spare = spare[:1] if len(self._sending) >= PAIRS else []
+            for session, _ in spare:
+                del self._sending[session]
+        for idle in [known, *(one for _, one in spare)]:
+            if idle is not None:
+                idle.pair.abort()
+        if card.joined:
+            raise TransferFailed("this worker has left the reader's pair; it may be retried")
+        sending = _Sending(card, joined(self._ranks, card.unique_id, 1, check))
+        with self._lock:
+            self._sending[card.session] = sending
+        return sending
+
+    # both
+
+    def _check_apart(self, other: Card) -> None:
+        if (other.host, other.gpu) == (self._card.host, self._card.gpu) and not self._shares:
+            raise TransportMissing(
+                f"both ranks are on GPU {other.gpu} of one host: NCCL takes one rank a GPU before "
+                "2.30, and from there with NCCL_MULTI_RANK_GPU_ENABLE=1",
+                transport=NAME,
+            )
+
+    def _stretches(self, offsets: Offsets, nbytes: Offsets) -> list[tuple[int, int]]:
+        rows: list[Any] = self._own.stretches.descriptors(offsets, nbytes)[:, :2].tolist()
+        return [(address, length) for address, length in rows]
+
+    def forget(self, remote: Remote) -> None:
+        with self._lock:
+            lines = [self._lines.pop(key) for key in list(self._lines) if key[0] == remote.owner]
+            gone = [key for key, one in self._sending.items() if one.reader == remote.owner]
+            pairs = [self._sending.pop(key).pair for key in gone]
+        for line in lines:
+            if line.turn.acquire(blocking=False):  # else its read ends with the connection
+                line.drop(self._ranks)
+                line.turn.release()
+        for pair in pairs:
+            pair.abort()
+
+    def close(self) -> None:
+        """The process ends, and its ranks with it."""
+
+
+def _card(key: RegionKey) -> Card:
+    try:
+        return msgspec.msgpack.decode(key.card, type=Card)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"not a card of {NAME}: {exc}") from exc

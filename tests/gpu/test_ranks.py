@@ -1,0 +1,65 @@
+"""NCCL's ranks on GPUs, and what a peer says where they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane.errors import TransportMissing
+from dataplane.memory.device_cuda import CudaDevice
+from dataplane.transport.nccl_gpu import NcclRanks
+from tests.end_to_end.conftest import PLANE, Cluster
+from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def test_ranks_on_two_gpus_send_in_order_and_end_when_they_are_aborted() -> None:
+    if CudaDevice.count() < 2:
+        pytest.skip("not run: needs two GPUs")
+    devices = CudaDevice(0), CudaDevice(1)
+    pools = [device.allocate(2 * MIB) for device in devices]
+    source = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    devices[1].copy(pools[1].address, source.ctypes.data, source.nbytes)
+    assert devices[1].finish(10)
+    receiver, sender = pair_of(NcclRanks(devices[0]), NcclRanks(devices[1]))
+    check_order(receiver, sender, pools[0].address, pools[1].address)
+    target = np.zeros(3072, np.uint8)
+    devices[0].copy(target.ctypes.data, pools[0].address, target.nbytes)
+    assert devices[0].finish(10)
+    assert np.array_equal(target[:1024], source[2048:3072])
+    assert np.array_equal(target[1024:], source[:2048])
+    check_abort(receiver, sender, pools[0].address)
+    for device in devices:
+        device.close()
+
+
+def test_a_join_is_given_up_when_nobody_needs_it() -> None:
+    device = CudaDevice(0)
+    check_given_up(NcclRanks(device))
+    device.close()
+
+
+def test_two_ranks_on_one_gpu_are_refused_with_the_reason(
+    run_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    cluster = Cluster(run_dir)
+    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
+    try:
+        with (
+            dataplane.connect("a", plane=PLANE, devices="required") as a,
+            dataplane.connect("b", plane=PLANE, devices="required") as b,
+        ):
+            a.partition("p", free="drop").put({"x": [torch.ones(1000, device="cuda")]}, key=[0])
+            with pytest.raises(TransportMissing, match="one rank a GPU"):
+                b.partition("p").get(keys=[0])
+    finally:
+        cluster.stop()

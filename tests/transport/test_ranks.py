@@ -1,0 +1,27 @@
+"""The twin's ranks, which stand for NCCL's where there is no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dataplane.errors import TransferFailed
+from dataplane.transport.communicators import HostRanks, joined
+from tests.transport.ranks import check_abort, check_given_up, check_order, nothing, pair_of
+
+
+def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    target = np.zeros(4096, np.uint8)
+    receiver, sender = pair_of(HostRanks(), HostRanks())
+    check_order(receiver, sender, target.ctypes.data, source.ctypes.data)
+    assert np.array_equal(target[:1024], source[2048:3072])
+    assert np.array_equal(target[1024:3072], source[:2048]) and not target[3072:].any()
+    check_abort(receiver, sender, target.ctypes.data)
+
+
+def test_a_join_is_given_up_when_nobody_needs_it_and_a_rank_that_is_gone_is_said() -> None:
+    ranks = HostRanks()
+    check_given_up(ranks)
+    with pytest.raises(TransferFailed, match="does not join"):
+        joined(ranks, b"\0dataplane-nobody", 1, nothing)

@@ -30,13 +30,14 @@ PENDING = 1  # UCS_INPROGRESS
 _LAST_ERROR = -100
 _BUSY = -15  # UCS_ERR_BUSY
 _PEER_ERRORS = 1  # UCP_ERR_HANDLING_MODE_PEER
+_CUDA_MEMORY = 1  # UCS_MEMORY_TYPE_CUDA
 _FORCE = 1  # UCP_EP_CLOSE_FLAG_FORCE
 _OnError = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
 
 
 class _MapParams(ctypes.Structure):
     _fields_ = [
-        ("field_mask", c_uint64),  # 1: address, 2: length
+        ("field_mask", c_uint64),  # 1: address, 2: length, 16: memory_type
         ("address", c_void_p),
         ("length", c_size_t),
         ("flags", c_uint),
@@ -151,7 +152,7 @@ class UcpWorker:
         self._context = context
         self._worker = worker
         self._on_error = _OnError(lambda arg, endpoint, status: None)
-        self._memh = c_void_p()
+        self._memory: list[c_void_p] = []
         self._closing: list[int] = []
         descriptor = c_int()
         self._checked(self._library.ucp_worker_get_efd(worker, byref(descriptor)), "get_efd")
@@ -168,23 +169,29 @@ class UcpWorker:
         finally:
             self._library.ucp_worker_release_address(self._worker, address)
 
-    def register(self, address: int, nbytes: int) -> bytes:
+    def register(self, address: int, nbytes: int, on_gpu: bool = False) -> bytes:
         """Registers memory, once, for reads from elsewhere and into it: its packed remote key."""
-        params = _MapParams(field_mask=3, address=address, length=nbytes)
-        status = self._library.ucp_mem_map(self._context, byref(params), byref(self._memh))
-        self._checked(status, f"register {nbytes} bytes")
-        packed, length = c_void_p(), c_size_t()
-        status = self._library.ucp_rkey_pack(
-            self._context, self._memh, byref(packed), byref(length)
+        params = _MapParams(
+            field_mask=19 if on_gpu else 3,
+            address=address,
+            length=nbytes,
+            memory_type=_CUDA_MEMORY,
         )
+        memh = c_void_p()
+        status = self._library.ucp_mem_map(self._context, byref(params), byref(memh))
+        self._checked(status, f"register {nbytes} bytes")
+        self._memory.append(memh)
+        packed, length = c_void_p(), c_size_t()
+        status = self._library.ucp_rkey_pack(self._context, memh, byref(packed), byref(length))
         self._checked(status, "pack a remote key")
         try:
             return ctypes.string_at(packed, length.value)
         finally:
             self._library.ucp_rkey_buffer_release(packed)
 
-    def connect(self, address: bytes, packed_key: bytes) -> UcpLine:
-        """A new end point, with error handling on, for reads of what the key is of.
+    def connect(self, address: bytes, packed_key: bytes, into: int = 0) -> UcpLine:
+        """A new end point, with error handling on, for reads of what the key is of, into what was
+        registered here first, or as number `into` behind that.
 
         Unavailable where no lane leads there."""
         params = _EndpointParams(
@@ -201,7 +208,7 @@ class UcpWorker:
         if status:
             self.close_endpoint(endpoint.value or 0)
         self._checked(status, "unpack a remote key")
-        return UcpLine(self, self._library, endpoint.value or 0, key, self._memh)
+        return UcpLine(self, self._library, endpoint.value or 0, key, self._memory[into])
 
     def progress(self) -> bool:
         """Does a little of what is to do; False where there was nothing."""

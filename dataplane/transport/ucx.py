@@ -25,7 +25,8 @@ from dataplane.transport.seam import (
     Remote,
     Transport,
 )
-from dataplane.transport.ucx_reads import Fetch, UcxReads
+from dataplane.transport.stretches import OpenRegion, Stretch, Stretches
+from dataplane.transport.ucx_reads import Fetch, Target, UcxReads
 from dataplane.transport.ucx_settings import settle
 from dataplane.wire.tables import Owner
 
@@ -34,19 +35,30 @@ START_S = 20.0
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """What a reader needs of an owner's region. base: its address in the owner's worker."""
+    """What a reader needs of an owner's region. base: the arena's address in the owner's worker;
+    of device memory `stretches` and their `keys` have all."""
 
     worker: bytes
     key: bytes
     base: int
     nbytes: int
+    stretches: list[Stretch] = []
+    keys: list[bytes] = []
+
+    def region(self) -> tuple[Stretches, list[bytes]]:
+        """Its stretches, and the remote key of each."""
+        if not self.stretches:
+            return Stretches([Stretch(0, self.base, self.nbytes)]), [self.key]
+        if len(self.keys) != len(self.stretches):
+            raise ProtocolError("an owner's card has not one key for each device arena")
+        return Stretches(self.stretches), self.keys
 
 
 class UcxTransport(Transport):
     """Both sides; the owner's has nothing to do but to progress."""
 
     capabilities = Capabilities(
-        "ucx", frozenset({"host"}), one_sided=True, needs_target_progress=True
+        "ucx", frozenset({"host", "cuda"}), one_sided=True, needs_target_progress=True
     )
 
     def __init__(self, owner: Owner) -> None:
@@ -55,9 +67,7 @@ class UcxTransport(Transport):
         self._binding = _binding()
 
     def register(self, region: Region) -> RegionKey:
-        if region.kind not in self.capabilities.memory:
-            raise TransportMissing(f"ucx registers host memory only, not {region.kind}")
-        self._base = region.address
+        self._own = OpenRegion(region)
         self._reads = UcxReads(lambda: self._opened(region))
         self._reads.start()
         if not self._reads.opened.wait(START_S):
@@ -69,17 +79,21 @@ class UcxTransport(Transport):
     def read(self, request: ReadRequest) -> None:
         held = request.held
         assert held is not None
-        fetch = self._fetch(request, held)
-        self._reads.submit(fetch)
+        fetches = self._fetches(request, held)
+        for fetch in fetches:
+            self._reads.submit(fetch)
         try:
-            while not fetch.done.wait(CHECK_S):
-                held.check()
+            for fetch in fetches:
+                while not fetch.done.wait(CHECK_S):
+                    held.check()
+                if fetch.error is not None:
+                    raise fetch.error
         except BaseException:
-            self._reads.stop(fetch)
-            fetch.done.wait()  # nothing is written any more
+            for fetch in fetches:
+                self._reads.stop(fetch)
+            for fetch in fetches:
+                fetch.done.wait()  # nothing is written any more
             raise
-        if fetch.error is not None:
-            raise fetch.error
 
     def cancel(self, job: int) -> None:
         """`read` sees it within CHECK_S."""
@@ -96,8 +110,12 @@ class UcxTransport(Transport):
         worker = self._binding.UCXWorker(context)
         ucp = UcpWorker(int(context.handle), int(worker.handle))
         self._alive = context, worker  # for as long as there is anything of them
-        key = ucp.register(region.address, region.nbytes)
-        card = Card(ucp.address(), key, region.address, region.nbytes)
+        self._own.bind()
+        own = self._own.stretches.all
+        keys = [ucp.register(one.address, one.nbytes, self._own.on_gpu) for one in own]
+        card = Card(ucp.address(), keys[0], region.address, region.nbytes)
+        if region.pools:
+            card = Card(ucp.address(), b"", 0, 0, list(own), keys)
         self._card = msgspec.msgpack.encode(card)
         return ucp
 
@@ -105,19 +123,22 @@ class UcxTransport(Transport):
         feature = self._binding.Feature
         return feature.RMA, feature.WAKEUP
 
-    def _fetch(self, request: ReadRequest, held: Held) -> Fetch:
+    def _fetches(self, request: ReadRequest, held: Held) -> list[Fetch]:
+        """One for the copies between each two stretches, of which an arena has one."""
         card = _card(held.key.card)
-        sizes, base = request.copies["nbytes"], np.uint64(card.base)
-        beyond = held.sources + sizes > np.uint64(card.nbytes)
-        if beyond.any():
-            raise ProtocolError("an owner holds ranges beyond the end of its region")
-        return Fetch(
-            request.remote.owner,
-            (held.key.generation, card.worker, card.key),
-            np.uint64(self._base) + request.copies["dest"],
-            base + held.sources,
-            sizes,
-        )
+        theirs, keys = card.region()
+        copies, own = request.copies, self._own.stretches
+        sources = theirs.descriptors(held.sources, copies["nbytes"])[:, 0]
+        dests = own.descriptors(copies["dest"], copies["nbytes"])[:, 0]
+        ways = theirs.which(held.sources) * len(own.all) + own.which(copies["dest"])
+        fetches = []
+        for way in np.unique(ways).tolist():
+            some = ways == way
+            remote, into = divmod(way, len(own.all))
+            target = Target(held.key.generation, card.worker, keys[remote], into)
+            columns = dests[some], sources[some], copies["nbytes"][some]
+            fetches.append(Fetch(request.remote.owner, target, *columns))
+        return fetches
 
 
 def _card(raw: bytes) -> Card:

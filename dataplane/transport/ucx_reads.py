@@ -14,6 +14,7 @@ import select
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +45,16 @@ NAPS_MS = (1000, 50)
 logger = logging.getLogger(__name__)
 
 Column = npt.NDArray[np.uint64]
-Target = tuple[int, bytes, bytes]
-"""Generation of a region, its owner's UCX worker address, its remote key."""
+
+
+class Target(NamedTuple):
+    """generation: of the owner's region. worker, key: its UCX worker's address, the remote key of
+    the stretch that is read. into: the number of the stretch here."""
+
+    generation: int
+    worker: bytes
+    key: bytes
+    into: int = 0
 
 
 class Fetch:
@@ -87,7 +96,7 @@ class UcxReads(threading.Thread):
         """of them those whose turn it is"""
         self._memory_bytes = 0
         """under way through shared memory"""
-        self._idle: defaultdict[Owner, list[tuple[int, UcpLine]]] = defaultdict(list)
+        self._idle: defaultdict[Owner, list[tuple[Target, UcpLine]]] = defaultdict(list)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
 
@@ -231,15 +240,16 @@ class UcxReads(threading.Thread):
             self._memory_bytes += nbytes
 
     def _line(self, ucp: UcpWorker, fetch: Fetch) -> UcpLine:
-        """One kept for this region; those for earlier lives of its worker are closed."""
-        generation, address, key = fetch.target
+        """One kept for these stretches; those for earlier lives of the owner's worker, and others
+        that were used later, are closed."""
+        target = fetch.target
         kept = self._idle[fetch.owner]
         while kept:
             of, line = kept.pop()
-            if of == generation:
+            if of == target:
                 return line
             line.close()
-        line = ucp.connect(address, key)
+        line = ucp.connect(target.worker, target.key, target.into)
         logger.info("ucx: peer %r is read over %s", fetch.owner.peer, ", ".join(line.lanes))
         return line
 
@@ -251,7 +261,7 @@ class UcxReads(threading.Thread):
         if line is not None:
             kept = self._idle[fetch.owner]
             if error is None and len(kept) < IDLE_LINES:
-                kept.append((fetch.target[0], line))
+                kept.append((fetch.target, line))
             else:
                 line.close()
                 self._drain(ucp, fetch)

@@ -40,13 +40,11 @@ async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: 
 
 
 def test_peers_carry_values_from_device_to_device_over_an_engine(
-    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """The twin's device arenas are host memory to NIXL, and nothing else of the way is different:
+    """The twin's device arenas are host memory to an engine, and nothing else of the way differs:
     the owner's and the reader's workers open them by handle, and no host arena has the values."""
-    if why := registry.missing("nixl"):
-        pytest.skip(why)
-    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nixl")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
     device = TwinDevice()
     cluster.start("a", "b", devices={"a": "twin:2x32MiB", "b": "twin:64MiB"})
     with cluster.connect("a") as here, cluster.connect("b") as there:
@@ -58,8 +56,8 @@ def test_peers_carry_values_from_device_to_device_over_an_engine(
         assert all(np.array_equal(one.get(), two) for one, two in zip(found, arrays, strict=True))
         (into,) = there.stats()["devices"]
         (path,) = into["to_others"]["peers"].values()
-        assert path["transport"] == "nixl" and path["tried"]["nixl"]["exact"]
-        assert into["to_others"]["runs"] == ["nixl"] and into["cached_bytes"] >= 8 * MIB
+        assert path["transport"] == engine and path["tried"][engine]["exact"]
+        assert into["to_others"]["runs"] == [engine] and into["cached_bytes"] >= 8 * MIB
         assert not any(one["staged_bytes"] for one in here.stats()["devices"])
     device.close()
 

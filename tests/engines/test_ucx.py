@@ -23,6 +23,13 @@ class TestUcx(TransportConformance):
     transport = "ucx"
 
 
+class TestUcxBetweenDevices(TransportConformance):
+    """Device arenas of the twin, which UCX takes for what they are: host memory."""
+
+    transport = "ucx"
+    device = True
+
+
 def test_peers_that_require_it_carry_values_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:ucx")
     values = [np.random.default_rng(seed).integers(0, 256, MIB, np.uint8) for seed in range(8)]

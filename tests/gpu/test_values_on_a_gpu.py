@@ -136,7 +136,7 @@ def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
     all_free(plane)
 
 
-@pytest.mark.parametrize("engine", ["nixl"])
+@pytest.mark.parametrize("engine", ["nixl", "ucx"])
 def test_what_an_engine_does_with_gpu_memory_is_tried_and_said(
     run_dir: Any, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

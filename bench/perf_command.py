@@ -74,6 +74,7 @@ def _perf(options: argparse.Namespace, command: str) -> int:
             console.print(f"the GPU was not run: {gpu_told['error']}", markup=False)
         else:
             console.print(gpu.table(gpu_told))
+            console.print(gpu.ways.table(gpu_told["ways"]))
     return 0
 
 
@@ -82,5 +83,8 @@ def _gpu(rounds: int, console: Console) -> dict[str, Any]:
         return {"status": "not run", "error": why}
     from bench.gpu.device import Cuda
 
+    cuda = Cuda()
     with report.progress(console, "GPU") as bar:
-        return gpu.measure(Cuda(), rounds, bar)
+        told = gpu.measure(cuda, rounds, bar)
+    with report.progress(console, "GPU to GPU") as bar:
+        return told | {"ways": gpu.ways.measure(cuda, rounds, bar)}

@@ -4,12 +4,14 @@
 | idea | file |
 |---|---|
 | what is measured, and against what | figures |
+| between the devices of two peers, by transport | ways |
 | the GPU: its arrays and its bare copies | device |
 """
 
 from __future__ import annotations
 
+from bench.gpu import ways
 from bench.gpu.device import missing
 from bench.gpu.figures import measure, report_of, table
 
-__all__ = ["measure", "missing", "report_of", "table"]
+__all__ = ["measure", "missing", "report_of", "table", "ways"]

@@ -97,33 +97,37 @@ class Sampling:
     # the owner
 
     def _asked(self, caller: Caller, body: Sample) -> Body | Awaitable[Body]:
-        devices = self.of_devices
-        lent = self._lent if devices is None or not body.device else devices.lent
-        if body.done:
-            lent.done(caller.address)
-            return Done()
         if not body.device:
-            return self._lend(caller)
-        return self._lend_on_device(caller) if devices is not None else self._sampled(Lent(id), 0)
+            lent: Lent | None = self._lent
+        else:
+            lent = self.of_devices.lent if self.of_devices is not None else None
+        if body.done:
+            if lent is not None:
+                lent.done(caller.address)
+            return Done()
+        if lent is None:
+            return self._sampled(None, 0, 0)
+        return self._lend_on_device(caller) if body.device else self._lend(caller)
 
     def _lend(self, caller: Caller) -> Sampled:
         if self._lent.range is None:
             self._lent.range = self._written()
         self._lent.to(caller.address)
-        return self._sampled(self._lent, self.size_bytes)
+        return self._sampled(self._lent.range, self._lent.seed, self.size_bytes)
 
     async def _lend_on_device(self, caller: Caller) -> Sampled:
         assert self.of_devices is not None
         nbytes = await self.of_devices.lend(caller.address)
-        return self._sampled(self.of_devices.lent, nbytes)
+        lent = self.of_devices.lent
+        return self._sampled(lent.range, lent.seed, nbytes)
 
-    def _sampled(self, sample: Lent, nbytes: int) -> Sampled:
-        lent, engine = sample.range, self.engine
+    def _sampled(self, lent: npt.NDArray[Any] | None, seed: int, nbytes: int) -> Sampled:
+        engine = self.engine
         return Sampled(
             range=0 if lent is None else int(lent[0]["range"]),
             generation=0 if lent is None else int(lent[0]["generation"]),
             nbytes=0 if lent is None else nbytes,
-            seed=sample.seed,
+            seed=seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
             requested=str(self.choice),

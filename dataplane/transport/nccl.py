@@ -29,7 +29,7 @@ from dataplane.transport.communicators import (
     wait,
 )
 from dataplane.transport.cuda_ipc import this_host
-from dataplane.transport.nccl_gpu import NcclRanks
+from dataplane.transport.nccl_gpu import NcclRanks, shares_gpus
 from dataplane.transport.seam import (
     Capabilities,
     Endpoint,
@@ -69,13 +69,14 @@ class _Line:
         self.turn = threading.Lock()
         self.number = 0
         self.unique_id = b""
+        self.ranks: Ranks = HostRanks()
         self.pair: Communicator | None = None
 
-    def drop(self, ranks: Ranks) -> None:
+    def drop(self) -> None:
         pair, self.pair = self.pair, None
         if pair is not None:
             pair.abort()
-        ranks.forget(self.unique_id)
+        self.ranks.forget(self.unique_id)
 
 
 class _Sending:
@@ -98,30 +99,38 @@ class NcclTransport(Transport):
         self._lines: OrderedDict[tuple[Owner, str], _Line] = OrderedDict()
         self._reading: dict[int, _Line] = {}
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
+        self._opened: tuple[OpenRegion, Ranks] | None = None
 
     def register(self, region: Region) -> RegionKey:
-        self._own = OpenRegion(region, by_one=True)
-        device = self._own.devices[0]
-        self._ranks: Ranks = HostRanks()
-        self._shares = False
-        if self._own.on_gpu:
-            ranks = NcclRanks(device)
-            self._ranks, self._shares = ranks, ranks.shares_gpus
-        self._card = Card(this_host(), device.identity)
+        """Looks for NCCL; the device is opened when there is something to move, as that takes some
+        of its memory."""
+        first = region.pools[0].handle
+        self._region = region
+        self._shares = first.kind == "cuda" and shares_gpus()
+        self._card = Card(this_host(), first.device)
         return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(self._card))
+
+    def _open(self) -> tuple[OpenRegion, Ranks]:
+        with self._lock:
+            if self._opened is None:
+                region = OpenRegion(self._region, by_one=True)
+                ranks = NcclRanks(region.devices[0]) if region.on_gpu else HostRanks()
+                self._opened = region, ranks
+            return self._opened
 
     # the reader
 
     @contextmanager
     def turn(self, request: ReadRequest, endpoint: Endpoint, own: RegionKey) -> Iterator[bytes]:
+        _, ranks = self._open()
         line = self._line(request.remote.owner, endpoint)
         while not line.turn.acquire(timeout=CHECK_S):
             request.check()
         self._reading[request.job] = line
         try:
             if line.pair is None:
-                line.number += 1
-                line.unique_id = self._ranks.unique_id()
+                line.number, line.ranks = line.number + 1, ranks
+                line.unique_id = ranks.unique_id()
             card = msgspec.structs.replace(
                 self._card,
                 reader=self.owner,
@@ -132,7 +141,7 @@ class NcclTransport(Transport):
             )
             yield msgspec.msgpack.encode(card)
         except BaseException:
-            line.drop(self._ranks)
+            line.drop()
             raise
         finally:
             del self._reading[request.job]
@@ -144,11 +153,11 @@ class NcclTransport(Transport):
         self._check_apart(_card(held.key))
         try:
             if line.pair is None:
-                line.pair = joined(self._ranks, line.unique_id, 0, held.check)
+                line.pair = joined(line.ranks, line.unique_id, 0, held.check)
             line.pair.receive(self._stretches(request.copies["dest"], request.copies["nbytes"]))
             wait(line.pair, held.check)
         except BaseException:
-            line.drop(self._ranks)  # nothing of it is written any more
+            line.drop()  # nothing of it is written any more
             raise
 
     def _line(self, owner: Owner, endpoint: Endpoint) -> _Line:
@@ -161,7 +170,7 @@ class NcclTransport(Transport):
             for other, idle in spare:
                 if idle.turn.acquire(blocking=False):
                     del self._lines[other]
-                    idle.drop(self._ranks)
+                    idle.drop()
                     idle.turn.release()
                     break
         return line
@@ -201,7 +210,7 @@ class NcclTransport(Transport):
                 idle.pair.abort()
         if card.joined:
             raise TransferFailed("this worker has left the reader's pair; it may be retried")
-        sending = _Sending(card, joined(self._ranks, card.unique_id, 1, check))
+        sending = _Sending(card, joined(self._open()[1], card.unique_id, 1, check))
         with self._lock:
             self._sending[card.session] = sending
         return sending
@@ -217,7 +226,7 @@ class NcclTransport(Transport):
             )
 
     def _stretches(self, offsets: Offsets, nbytes: Offsets) -> list[tuple[int, int]]:
-        rows: list[Any] = self._own.stretches.descriptors(offsets, nbytes)[:, :2].tolist()
+        rows: list[Any] = self._open()[0].stretches.descriptors(offsets, nbytes)[:, :2].tolist()
         return [(address, length) for address, length in rows]
 
     def forget(self, remote: Remote) -> None:
@@ -227,7 +236,7 @@ class NcclTransport(Transport):
             pairs = [self._sending.pop(key).pair for key in gone]
         for line in lines:
             if line.turn.acquire(blocking=False):  # else its read ends with the connection
-                line.drop(self._ranks)
+                line.drop()
                 line.turn.release()
         for pair in pairs:
             pair.abort()

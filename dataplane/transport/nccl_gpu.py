@@ -25,18 +25,18 @@ _unique_ids = msgspec.msgpack.Decoder(bytes | tuple[int, ...])
 """bytes, or numbers of cupy before 14"""
 
 
+def shares_gpus() -> bool:
+    """Whether two ranks may be on one GPU. TransportMissing without NCCL."""
+    allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return int(_nccl().get_version()) >= SHARING_VERSION and allowed
+
+
 class NcclRanks:
     """Ranks on one GPU. TransportMissing without NCCL."""
 
     def __init__(self, device: Device) -> None:
         self._nccl = _nccl()
         self._device = device
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Whether two ranks may be on one GPU."""
-        allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        return allowed and int(self._nccl.get_version()) >= SHARING_VERSION
 
     def unique_id(self) -> bytes:
         return msgspec.msgpack.encode(self._nccl.get_unique_id())

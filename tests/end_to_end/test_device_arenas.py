@@ -181,6 +181,13 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
         assert on_device(a)["staged_bytes"] == 0, "something went by way of the host"
         (path,) = on_device(b)["to_others"]["peers"].values()
         assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
+        command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE]
+        probed = subprocess.run(
+            [*command, "--require", "cuda_ipc"], capture_output=True, text=True, check=False
+        )
+        assert probed.returncode == 0, probed.stdout + probed.stderr
+        assert probed.stdout.count("between devices: cuda_ipc, because") == 2
+        assert probed.stdout.count("device cuda_ipc: ") == 2
         cached = on_device(b)["cached_bytes"]
         assert cached >= sum(array.nbytes for array in arrays)
         again = b.partition("p").get(keys=list(range(12)))

@@ -10,13 +10,14 @@ asked, and pays for with memory.
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 from dataplane.errors import InvalidConfig
 from dataplane.launch.token import Token
+from dataplane.peer.sockets import Context, Socket
 from dataplane.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,12 @@ DOMAIN = "dataplane"
 """The ZAP domain: it must equal the socket's exactly, `*` matches nothing."""
 _HANDLER = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
+
+
+class Tuned(Protocol):
+    """Any zmq socket, also a plain one."""
+
+    def setsockopt(self, option: int, value: int | bytes, /) -> None: ...
 
 
 class Gate:
@@ -49,37 +56,34 @@ class Gate:
     def __repr__(self) -> str:
         return f"<Gate {'encrypted' if self.encrypted else 'open'}>"
 
-    def secure_router(self, router: zmq.asyncio.Socket) -> None:
-        """Before it is bound, and with `admit` running."""
+    def secure_router(self, router: Tuned) -> None:
+        """Before it is bound, and with a desk open."""
         if self.encrypted:
-            router.curve_server = True
-            router.curve_secretkey = self._dialled
-        router.zap_domain = DOMAIN.encode()
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._dialled)
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         # Without a handler nobody would be asked, and everybody let in.
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def secure_dealer(self, dealer: zmq.asyncio.Socket) -> None:
+    def secure_dealer(self, dealer: Tuned) -> None:
         """Before it connects."""
         if self.encrypted:
-            dealer.curve_serverkey = zmq.curve_public(self._dialled)
-            dealer.curve_publickey = zmq.curve_public(self._dialling)
-            dealer.curve_secretkey = self._dialling
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._dialled))
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._dialling))
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._dialling)
 
-    def open_desk(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        """Where libzmq asks whom to let in; it must be there before the router is bound."""
+    def open_desk(self, context: Context) -> Socket:
+        """Where libzmq asks whom to let in, for as long as the peer lives; it must be there before
+        the router is bound."""
         desk = context.socket(zmq.REP)
-        desk.linger = 0
+        desk.setsockopt(zmq.LINGER, 0)
         desk.bind(_HANDLER)
-        return desk
 
-    async def admit(self, desk: zmq.asyncio.Socket) -> None:
-        """Answer libzmq for as long as the peer lives."""
-        try:
-            while True:
-                asked = await desk.recv_multipart()
-                await desk.send_multipart(self._answer(asked))
-        finally:
-            desk.close(linger=0)
+        def answer(asked: list[bytes]) -> None:
+            desk.send_now(self._answer(asked))
+
+        desk.receive(answer)
+        return desk
 
     def _answer(self, asked: list[bytes]) -> list[bytes]:
         # version, request id, domain, address, routing id, mechanism, credentials

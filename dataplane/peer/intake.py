@@ -7,13 +7,11 @@ answered fill the bound nothing is taken from the socket, and zmq makes the send
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-
-import zmq.asyncio
+from collections.abc import Callable
 
 from dataplane.errors import ProtocolError
 from dataplane.peer.failures import failed
-from dataplane.transport.limiter import ResourceLimiter
+from dataplane.peer.sockets import Socket
 from dataplane.wire import limits, peering
 from dataplane.wire.peering import PeerReply, PeerRequest
 from dataplane.wire.refusals import Refusals
@@ -23,33 +21,51 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES = 4_096
 """A request counts as at least this, which bounds their number (65,536) as well."""
 
+Take = Callable[[bytes, PeerRequest, int], None]
+"""Told who asks, what, and the room that it takes until `answered`."""
+
 
 class Intake:
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, take: Take) -> None:
         self.refusals = Refusals(log, "the peer door")
+        self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
+        self._used_bytes = 0
         self._incarnation = incarnation
-        self._room = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
+        self._take = take
+        self._router: Socket | None = None
 
-    async def requests(
-        self, router: zmq.asyncio.Socket
-    ) -> AsyncIterator[tuple[bytes, PeerRequest, int]]:
-        """Who asks, what, and the room that it takes until `answered`."""
-        while True:
-            parts = await router.recv_multipart()
-            if len(parts) != 2:
-                self.refusals.count(f"a message of {len(parts) - 1} parts")
-                continue
-            identity, frame = parts
-            try:
-                request = peering.decode_request(frame)
-            except ProtocolError as exc:
-                self.refusals.count(exc)
-                reply = PeerReply(0, self._incarnation, failed(exc))
-                await router.send_multipart([identity, peering.encode(reply)])
-                continue
-            nbytes = max(len(frame), REQUEST_BYTES)
-            await self._room.acquire(nbytes)
-            yield identity, request, nbytes
+    def __repr__(self) -> str:
+        return f"<Intake {self._used_bytes}/{self.limit_bytes} bytes>"
+
+    def open(self, router: Socket) -> None:
+        self._router = router
+        router.receive(self._arrived)
+
+    def _arrived(self, parts: list[bytes]) -> None:
+        assert self._router is not None
+        if len(parts) != 2:
+            self.refusals.count(f"a message of {len(parts) - 1} parts")
+            return
+        identity, frame = parts
+        try:
+            request = peering.decode_request(frame)
+        except ProtocolError as exc:
+            self.refusals.count(exc)
+            reply = PeerReply(0, self._incarnation, failed(exc))
+            self._router.send_now([identity, peering.encode(reply)])
+            return
+        nbytes = max(len(frame), REQUEST_BYTES)
+        self._used_bytes += nbytes
+        if self._is_full:
+            self._router.pause()
+        self._take(identity, request, nbytes)
 
     def answered(self, nbytes: int) -> None:
-        self._room.release(nbytes)
+        was_full = self._is_full
+        self._used_bytes -= nbytes
+        if was_full and not self._is_full and self._router is not None:
+            self._router.resume()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._used_bytes >= self.limit_bytes

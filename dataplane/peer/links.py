@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
 from dataplane.launch.config import is_loopback, parse_address
 from dataplane.peer.gate import Gate
+from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import PeerHello
@@ -64,7 +64,7 @@ def bindable(address: str) -> str:
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
 
 
-def tune(socket: zmq.asyncio.Socket, address: str) -> None:
+def tune(socket: Socket, address: str) -> None:
     """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
@@ -97,29 +97,24 @@ class Link:
     """The way to one remote peer. `hello` is there once it has been greeted."""
 
     address: str
-    socket: zmq.asyncio.Socket
-    monitor: zmq.asyncio.Socket
+    socket: Socket
     hello: PeerHello | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    reader: asyncio.Task[None] | None = None
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
 
     @staticmethod
-    def open(context: zmq.asyncio.Context, address: str, gate: Gate) -> Link:
+    def open(context: Context, address: str, gate: Gate, broke: Callable[[Link], None]) -> Link:
+        """broke: told when the connection breaks. One that was never made does not break."""
         socket = context.socket(zmq.DEALER)
         tune(socket, address)
         gate.secure_dealer(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        link = Link(address, socket)
+        socket.on_disconnect(lambda: broke(link))
         socket.connect(address)
-        return Link(address, socket, monitor)
-
-    async def broken(self) -> None:
-        """Until the connection breaks, or is closed. One that was never made does not break."""
-        event = 0
-        while event != zmq.EVENT_DISCONNECTED and self.ended is None:
-            event = parse_monitor_message(await self.monitor.recv_multipart())["event"]
+        socket.receive(link.received)
+        return link
 
     async def ask(self, rid: int, frame: bytes) -> Body:
         """Send a request and wait for its answer; raises what the link ended with."""
@@ -128,20 +123,17 @@ class Link:
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
         self.answers[rid] = answer
         try:
-            await self.socket.send(frame)
+            await self.socket.send([frame])
             return await answer
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.ended is not None and task is not None and not task.cancelling():
-                raise self._failure(self.ended) from None  # a socket that closes cancels its sends
-            raise
+        except SocketClosed:
+            assert self.ended is not None
+            raise self._failure(self.ended) from None
         finally:
             self.answers.pop(rid, None)
 
-    async def read(self) -> None:
+    def received(self, frames: list[bytes]) -> None:
         """Hand the answers that come to those who wait for them."""
-        while True:
-            frame = await self.socket.recv()
+        for frame in frames:
             try:
                 reply = peering.decode_reply(frame)
             except ProtocolError as exc:
@@ -154,11 +146,7 @@ class Link:
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""
         self.ended = why
-        if self.reader is not None:
-            self.reader.cancel()
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
+        self.socket.close()
         for answer in self.answers.values():
             if not answer.done():
                 answer.set_exception(self._failure(why))

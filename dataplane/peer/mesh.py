@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, TypeVar
 
-import zmq.asyncio
-
 from dataplane.errors import (
     DataplaneError,
     StaleEpoch,
     Unavailable,
     from_wire,
 )
+from dataplane.peer import sockets
 from dataplane.peer.acquaintance import Acquaintances, Bulk
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
@@ -59,7 +58,7 @@ class Mesh:
         self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
         self.others = Acquaintances(host, bulk)
-        self._context = zmq.asyncio.Context()
+        self._context = sockets.Context()
         self._links: dict[str, Link] = {}
         self.asked: Counter[str] = Counter()
         """requests to other peers so far, by kind"""
@@ -107,7 +106,7 @@ class Mesh:
         for link in self._links.values():
             link.close(Unavailable(f"peer {self.host.name!r} ends"))
         self.door.close()
-        self._context.destroy(linger=0)  # also a socket whose task never began
+        self._context.destroy()
 
     # calling
 
@@ -284,9 +283,7 @@ class Mesh:
             raise Unavailable(f"peer {self.host.name!r} ends")
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link.open(self._context, address, self.gate)
-            link.reader = self.spawn(link.read())
-            self.spawn(self._watch(link))
+            link = self._links[address] = Link.open(self._context, address, self.gate, self._break)
         if link.hello is None:
             async with link.greeting:
                 if link.hello is None:
@@ -299,10 +296,6 @@ class Mesh:
         return link
 
     # who is there
-
-    async def _watch(self, link: Link) -> None:
-        await link.broken()
-        self._break(link)
 
     def _break(self, link: Link) -> None:
         """The connection ended: calls under way fail; is the peer still there?"""

@@ -217,7 +217,7 @@ class Peer:
             self.device_pulls,
         )
         self.door.handlers[m.Stats] = self.reporting.stats
-        self.door.may_serve = self.membership.may_serve
+        self.door.may_serve = self.mesh.door.may_serve = self.membership.may_serve
         self.door.lease = self.mesh.door.lease = self.membership.lease
         self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims)
         self.janitor = Janitor(

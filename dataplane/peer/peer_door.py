@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from dataplane.errors import AddressInUse, ProtocolError, StaleEpoch
 from dataplane.metadata.operations import Operations
@@ -23,6 +22,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.intake import Intake
 from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
+from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Stats, Wait
 from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Release, Settled
@@ -57,20 +57,21 @@ class PeerDoor:
         self.handlers = handlers
         self._spawn = spawn
         self._gate = gate
-        self._router: zmq.asyncio.Socket | None = None
+        self._router: Socket | None = None
         self._once = Once(Operations())
-        self.intake = Intake(host.incarnation)
+        self.intake = Intake(host.incarnation, self._arrived)
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
         self.lease: Callable[[float], Awaitable[None]] | None = None
         """waits until this peer may serve, until a time at most"""
+        self.may_serve: Callable[[], bool] = lambda: True
 
-    def listen(self, context: zmq.asyncio.Context) -> None:
+    def listen(self, context: Context) -> None:
         """AddressInUse when the address belongs to somebody else."""
         where = bindable(self.host.address)
         router = context.socket(zmq.ROUTER)
         tune(router, where)
-        self._spawn(self._gate.admit(self._gate.open_desk(context)))
+        self._gate.open_desk(context)
         self._gate.secure_router(router)
         try:
             router.bind(where)
@@ -82,51 +83,85 @@ class PeerDoor:
                 address=self.host.address,
             ) from exc
         self._router = router
-        self._spawn(self._serve(router))
+        self.intake.open(router)
 
     def close(self) -> None:
         if self._router is not None:
-            self._router.close(linger=0)
+            self._router.close()
 
-    async def _serve(self, router: zmq.asyncio.Socket) -> None:
-        async for identity, request, nbytes in self.intake.requests(router):
-            self._spawn(self._answer(router, identity, request, nbytes))
-
-    async def _answer(
-        self, router: zmq.asyncio.Socket, identity: bytes, request: PeerRequest, nbytes: int
-    ) -> None:
-        progress = self.host.progress
+    def _arrived(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
+        """Answered at once, unless somebody or something has to be waited for."""
         limit_s = request.deadline_ms / 1000
         # What is asked of others on the way ends before, so that the sender is told who it was.
-        call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
+        until = self.host.now() + limit_s - min(0.1, limit_s / 10)
+        call_deadline.set(until)
         try:
-            reply = await self._handle(request)
-            if not progress.is_settled and not isinstance(request.body, UNHELD):
-                await progress.settled(self.host.now() + request.deadline_ms / 1000)
+            outcome = self._begin(request)
+        except Exception as exc:
+            outcome = failed(exc)
+        if isinstance(outcome, Body) and self._may_leave(request):
+            self.intake.answered(nbytes)
+            self._answer(identity, request, outcome)
+        else:
+            self._spawn(self._finish(identity, request, nbytes, outcome, until))
+
+    async def _finish(
+        self,
+        identity: bytes,
+        request: PeerRequest,
+        nbytes: int,
+        outcome: Body | Awaitable[Body],
+        until: float,
+    ) -> None:
+        call_deadline.set(until)
+        try:
+            reply = outcome if isinstance(outcome, Body) else await outcome
+            if not self._may_leave(request):
+                await self.host.progress.settled(self.host.now() + request.deadline_ms / 1000)
         except Exception as exc:
             reply = failed(exc)
         finally:
             self.intake.answered(nbytes)
-        answer = PeerReply(request.rid, self.host.incarnation, reply)  # type: ignore[arg-type]
-        with contextlib.suppress(zmq.ZMQError):
-            await router.send_multipart([identity, peering.encode(answer)])
+        self._answer(identity, request, reply)
 
-    async def _handle(self, request: PeerRequest) -> Body:
+    def _may_leave(self, request: PeerRequest) -> bool:
+        """Whether the backup has all that the answer may tell of."""
+        return self.host.progress.is_settled or isinstance(request.body, UNHELD)
+
+    def _answer(self, identity: bytes, request: PeerRequest, reply: Body) -> None:
+        assert self._router is not None
+        answer = PeerReply(request.rid, self.host.incarnation, reply)  # type: ignore[arg-type]
+        with contextlib.suppress(zmq.ZMQError, SocketClosed):
+            self._router.send_now([identity, peering.encode(answer)])
+
+    def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
         if isinstance(request.body, ANYBODY):
-            return await self._carry_out(request)
-        await self._check_roster(request)
+            return self._handle(request)
+        return self._carry_out(request) if self._is_in_step(request) else self._in_step(request)
+
+    async def _in_step(self, request: PeerRequest) -> Body:
+        """Once both sides work under the same roster. StaleEpoch where they will not."""
+        await self._catch_up(request)
+        outcome = self._carry_out(request)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    def _carry_out(self, request: PeerRequest) -> Body | Awaitable[Body]:
         if isinstance(request.body, ANY_EPOCH):
-            return await self._carry_out(request)
+            return self._handle(request)
         self.host.speak()
-        if isinstance(request.body, Wait):
-            return await self._carry_out(request)
+        outcome = self._handle(request)
+        if isinstance(outcome, Body) or isinstance(request.body, Wait):
+            return outcome
         self.under_way += 1
+        return self._counted(outcome)
+
+    async def _counted(self, outcome: Awaitable[Body]) -> Body:
         try:
-            return await self._carry_out(request)
+            return await outcome
         finally:
             self.under_way -= 1
 
-    async def _carry_out(self, request: PeerRequest) -> Body:
+    def _handle(self, request: PeerRequest) -> Body | Awaitable[Body]:
         caller = Caller(
             request.sender,
             request.incarnation,
@@ -136,25 +171,30 @@ class PeerDoor:
             request.epoch,
         )
         if isinstance(request.body, Void):
-            return await self._void(request, request.body.part)
+            # The answer that this operation got, or is getting. One that never came never will be
+            # carried out: `Done` is its answer from now on.
+            return self._once.run(
+                request.session, request.op, request.floor, Done, request.body.part
+            )
         handler = self.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
         if request.op and isinstance(request.body, REPEATABLE):
             start = functools.partial(handler, caller, request.body)
             part = part_of(request.body, request.epoch)
-            outcome = self._once.run(request.session, request.op, request.floor, start, part)
-        else:
-            outcome = handler(caller, request.body)
-        return outcome if isinstance(outcome, Body) else await outcome
+            return self._once.run(request.session, request.op, request.floor, start, part)
+        return handler(caller, request.body)
 
-    async def _void(self, request: PeerRequest, part: int) -> Body:
-        """The answer that this operation got, or is getting. One that never came never will be
-        carried out: `Done` is its answer from now on."""
-        outcome = self._once.run(request.session, request.op, request.floor, Done, part)
-        return outcome if isinstance(outcome, Body) else await outcome
+    def _is_in_step(self, request: PeerRequest) -> bool:
+        """Whether it can be seen at once that both sides work under one roster."""
+        roster = self.host.roster
+        return (
+            self.may_serve()
+            and request.epoch == roster.epoch
+            and roster.has(Owner(request.sender, request.incarnation))
+        )
 
-    async def _check_roster(self, request: PeerRequest) -> None:
+    async def _catch_up(self, request: PeerRequest) -> None:
         until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
         if self.lease is not None:
             await self.lease(until)

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
-import zmq.asyncio
+import pytest
 
 from dataplane.errors import Unavailable
 from dataplane.peer.gate import Gate
-from dataplane.peer.links import Link
+from dataplane.peer.links import Link, LinkBroken
+from dataplane.peer.sockets import Context
 
 
-async def test_a_link_that_is_closed_before_it_is_watched_has_ended() -> None:
-    context = zmq.asyncio.Context()
-    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"))
-    watching = asyncio.create_task(link.broken())
+async def test_a_link_whose_connection_ends_says_so_once() -> None:
+    context = Context()
+    broke: list[Link] = []
+    told = asyncio.Event()
+
+    def tell(link: Link) -> None:
+        broke.append(link)
+        link.close(LinkBroken("it broke"))
+        told.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        link = Link.open(context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell)
+        accepted, _ = await asyncio.to_thread(server.accept)
+        call = asyncio.create_task(link.ask(1, b"a question"))
+        accepted.close()
+        with pytest.raises(LinkBroken, match="it broke"):
+            await asyncio.wait_for(call, 10)
+    assert broke == [link] and told.is_set()
+    context.destroy()
+
+
+async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
+    context = Context()
+    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None)
+    call = asyncio.create_task(link.ask(1, b"a question"))
+    await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
-    async with asyncio.timeout(10):
-        await watching
-    context.destroy(linger=0)
+    for one in (call, link.ask(2, b"another one")):
+        with pytest.raises(Unavailable, match="no member"):
+            await asyncio.wait_for(one, 10)
+    context.destroy()

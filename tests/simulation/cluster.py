@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import zmq.asyncio
-
 from dataplane.launch.config import PeerConfig
 from dataplane.memory.arena import Arena
-from dataplane.peer import office, paths
+from dataplane.peer import office, paths, sockets
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door import Door
 from dataplane.peer.peer import Peer
@@ -105,7 +103,7 @@ class Cluster:
                 (time, "monotonic", self.loop.time),
                 (time, "time_ns", self._wall_ns),
                 (secrets, "randbits", self.rng.getrandbits),
-                (zmq.asyncio, "Context", partial(Context, network)),
+                (sockets, "Context", partial(Context, network)),
                 (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
                 # what this machine has installed, or in memory of another run, is no part of it
                 (paths, "candidates", lambda choice: [TCP]),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from dataplane.peer.sockets import SocketClosed
 from tests.simulation.loop import Machine, VirtualLoop
 
 if TYPE_CHECKING:
@@ -26,30 +27,6 @@ SILENT_S = (1.0, 1.4)
 """How soon a connection breaks that nothing comes through: `links.SILENT_MS` after the next of
 zmq's heartbeats, and a bit."""
 RETRY_S = 0.05
-
-
-class Inbox:
-    """What arrived at a socket and was not read yet."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self._items: deque[Any] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                return
-
-    async def get(self) -> Any:
-        while not self._items:
-            waiting = self._loop.create_future()
-            self._waiting.append(waiting)
-            await waiting
-        return self._items.popleft()
 
 
 @dataclass(eq=False)
@@ -199,28 +176,43 @@ class Network:
 
 
 class Socket:
-    """What the peer does with a zmq socket that means nothing here."""
+    """As `peer.sockets.Socket`; what a socket does with options means nothing here."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.machine = network.loop.current
-        self.inbox = Inbox(network.loop)
         self.closed = False
+        self._take: Callable[[list[bytes]], None] | None = None
+        self._paused = False
+        self._unread: deque[list[bytes]] = deque()
 
     def setsockopt(self, option: int, value: Any) -> None:
-        pass
-
-    def disable_monitor(self) -> None:
         pass
 
     def bind(self, where: str) -> None:
         pass
 
-    def close(self, linger: int = 0) -> None:
+    def close(self) -> None:
         self.closed = True
 
-    async def recv_multipart(self) -> Any:
-        return await self.inbox.get()
+    def receive(self, take: Callable[[list[bytes]], None]) -> None:
+        self._take = take
+        self._look()
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self.network.loop.call_soon(self._look)
+
+    def got(self, parts: list[bytes]) -> None:
+        self._unread.append(parts)
+        self._look()
+
+    def _look(self) -> None:
+        while self._unread and self._take is not None and not self._paused and not self.closed:
+            self._take(self._unread.popleft())
 
 
 class Dealer(Socket):
@@ -230,35 +222,37 @@ class Dealer(Socket):
     def __init__(self, network: Network) -> None:
         super().__init__(network)
         self.queued: list[bytes] = []
-        self.monitor = Socket(network)
+        self._disconnected: Callable[[], None] = lambda: None
 
-    def get_monitor_socket(self, events: int) -> Socket:
-        return self.monitor
+    def on_disconnect(self, tell: Callable[[], None]) -> None:
+        self._disconnected = tell
 
     def connect(self, address: str) -> None:
         self.address = address
         network = self.network
         network.loop.call_on(network.loop.world, network.delay(), network.dial, self)
 
-    async def send(self, frame: bytes) -> None:
-        if self.wire is None:
-            self.queued.append(bytes(frame))
-        else:
-            self.network.carry(self.wire, "to", bytes(frame))
+    async def send(self, parts: list[bytes]) -> None:
+        self.send_now(parts)
 
-    async def recv(self) -> bytes:
-        frame: bytes = await self.inbox.get()
-        return frame
+    def send_now(self, parts: list[bytes]) -> bool:
+        if self.closed:
+            raise SocketClosed
+        if self.wire is None:
+            self.queued.append(bytes(parts[0]))
+        else:
+            self.network.carry(self.wire, "to", bytes(parts[0]))
+        return True
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
         if not self.closed and wire is self.wire:
-            self.inbox.put(frame)
+            self.got([frame])
 
     def disconnected(self, wire: Wire) -> None:
         if not self.closed and wire is self.wire:
-            self.monitor.inbox.put([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
+            self._disconnected()
 
-    def close(self, linger: int = 0) -> None:
+    def close(self) -> None:
         self.closed = True
         if self.wire is not None and not self.wire.broken:
             self.network.snap(self.wire)
@@ -276,14 +270,15 @@ class Router(Socket):
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
         if not self.closed:
-            self.inbox.put([wire.identity, frame])
+            self.got([wire.identity, frame])
 
-    async def send_multipart(self, parts: list[bytes]) -> None:
+    def send_now(self, parts: list[bytes]) -> bool:
         wire = self.wires.get(parts[0])
         if wire is not None:
             self.network.carry(wire, "back", bytes(parts[1]))
+        return True
 
-    def close(self, linger: int = 0) -> None:
+    def close(self) -> None:
         self.closed = True
         if self.network.listeners.get(self.where) is self:
             del self.network.listeners[self.where]
@@ -294,7 +289,7 @@ class Router(Socket):
 
 
 class Context:
-    """Stands where `zmq.asyncio.Context` does."""
+    """Stands where `peer.sockets.Context` does."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -303,5 +298,5 @@ class Context:
         kinds: dict[int, type[Socket]] = {int(zmq.DEALER): Dealer, int(zmq.ROUTER): Router}
         return kinds.get(int(kind), Socket)(self._network)
 
-    def destroy(self, linger: int = 0) -> None:
+    def destroy(self) -> None:
         pass

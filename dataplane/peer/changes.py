@@ -9,10 +9,10 @@ from dataplane.errors import StaleEpoch, Unavailable
 from dataplane.metadata.names import hash_name
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.mesh import Mesh, caller_of
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.routing import Index, Routing
-from dataplane.peer.sessions import Session
+from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Close, Done, Drop, Dropped, Request, Reset, Tag
 
 

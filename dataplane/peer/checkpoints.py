@@ -20,9 +20,9 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata import checkpoint
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, call_deadline
-from dataplane.peer.mesh import CALL_S, caller_of
+from dataplane.peer.mesh import CALL_S
 from dataplane.peer.reading import Reading
-from dataplane.peer.sessions import Session
+from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.writing import Writing
 from dataplane.wire.checkpoint import (
     Census,

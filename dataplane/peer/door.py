@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, cast
 
 from dataplane.errors import (
@@ -26,6 +27,7 @@ from dataplane.errors import (
 )
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_stage
+from dataplane.peer.inflow import Inflow
 from dataplane.peer.overdue import Overdue, limit_s
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.transport.limiter import ResourceLimiter
@@ -51,8 +53,6 @@ from dataplane.wire.refusals import Refusals
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
-FRAME_S = 30.0
-"""How long a larger frame keeps the room that it was given while it arrives."""
 FULL_S = 0.1
 """How long nobody is let in when the process has no descriptor left."""
 CONFIRM_S = 30.0
@@ -84,7 +84,7 @@ class Door:
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
-        self.under_way: set[asyncio.Task[None]] = set()
+        self.under_way: set[asyncio.Future[None]] = set()
         """calls that are not answered yet, also of connections that closed"""
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "the local door")
@@ -199,21 +199,19 @@ class Connection(asyncio.Protocol):
         self._frames = frames.FrameReader(limits.MAX_HELLO_BYTES)
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
-        self._running: dict[asyncio.Task[None], bool] = {}
+        self._running: dict[asyncio.Future[None], bool] = {}
         self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
-        self._arriving: asyncio.Event | None = None
-        """set when the larger frame that is coming in is whole"""
-        self._held: set[str] = set()
-        """why nothing is read at the moment"""
+        self._inflow = Inflow(door.intake)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
+        self._inflow.transport = self._transport
         self._door.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.connections.discard(self)
-        self._transport = None
-        self._arrived()
+        self._transport = self._inflow.transport = None
+        self._inflow.arrived()
         for task, only_waits in list(self._running.items()):
             if only_waits:
                 # Not before it has begun, or what its handler took would never be given back.
@@ -230,55 +228,23 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
-                self._arrived()
+                self._inflow.arrived()
                 self._request(frames.decode_request(body))
         except ProtocolError as exc:
             self._door.refusals.count(f"a frame of pid {self._pid}: {exc}")
             self._send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
-        if self._frames.awaited_bytes > limits.MAX_HELLO_BYTES and self._arriving is None:
-            self._arriving = asyncio.Event()
-            self._door.spawn(self._let_in(self._frames.awaited_bytes, self._arriving))
-
-    async def _let_in(self, nbytes: int, whole: asyncio.Event) -> None:
-        """A larger frame is read when all that are on their way have room.
-
-        One that stops on its way gives its room to others: its sender may be frozen, and what it
-        holds must not end for that.
-        """
-        self._hold("no room")
-        await self._door.intake.acquire(nbytes)
-        try:
-            self._go_on("no room")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(whole.wait(), FRAME_S)
-        finally:
-            self._door.intake.release(nbytes)
-
-    def _arrived(self) -> None:
-        if self._arriving is not None:
-            self._arriving.set()
-            self._arriving = None
+        awaited_bytes = self._frames.awaited_bytes
+        if awaited_bytes > limits.MAX_HELLO_BYTES and not self._inflow.is_arriving:
+            self._door.spawn(self._inflow.let_in(awaited_bytes))
 
     def pause_writing(self) -> None:
         """A client that does not take its answers asks nothing more."""
-        self._hold("answers")
+        self._inflow.hold("answers")
 
     def resume_writing(self) -> None:
-        self._go_on("answers")
-
-    def _hold(self, why: str) -> None:
-        if not self._held and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-        self._held.add(why)
-
-    def _go_on(self, why: str) -> None:
-        if why not in self._held:
-            return
-        self._held.discard(why)
-        if not self._held and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._inflow.go_on("answers")
 
     def _request(self, request: Request) -> None:
         if self._session is None:
@@ -308,15 +274,42 @@ class Connection(asyncio.Protocol):
         except Exception as exc:
             outcome = failed(exc)
         if isinstance(outcome, Body):
-            if self._door.host.progress.is_settled:
+            progress = self._door.host.progress
+            if progress.is_settled:
                 self._answer_call(request, outcome, began)
+                return
+            if not progress.is_held:
+                self._answer_confirmed(request, outcome, began)
                 return
             outcome = _at_once(outcome)
         task = asyncio.ensure_future(self._finish(request, outcome, began))
-        self._running[task] = isinstance(request.body, WAITING)
-        self._door.under_way.add(task)
-        task.add_done_callback(self._door.under_way.discard)
-        task.add_done_callback(self._running.pop)
+        self._runs(request, task)
+
+    def _runs(self, request: Request, call: asyncio.Future[None]) -> None:
+        self._running[call] = isinstance(request.body, WAITING)
+        self._door.under_way.add(call)
+        call.add_done_callback(self._door.under_way.discard)
+        call.add_done_callback(self._running.pop)
+
+    def _answer_confirmed(self, request: Request, body: Body, began: float) -> None:
+        """As soon as the backup has all that was done."""
+        until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
+        confirmed = self._door.host.progress.reached(until)
+        self._runs(request, confirmed)
+        confirmed.add_done_callback(partial(self._confirmed, request, body, began))
+
+    def _confirmed(
+        self, request: Request, body: Body, began: float, confirmed: asyncio.Future[None]
+    ) -> None:
+        assert self._session is not None
+        failure = None if confirmed.cancelled() else confirmed.exception()
+        gone = self._transport is None or self._transport.is_closing()
+        if confirmed.cancelled() or failure is not None or gone:
+            self._door.unsent(self._session, request, body)
+        if not confirmed.cancelled() and not gone:
+            answer = failed(failure) if isinstance(failure, Exception) else body
+            self._answer_call(request, answer, began)
+        self._door.sessions.sweep(self._session)
 
     async def _later(self, handler: Handler, request: Request) -> Body:
         """As soon as it is sure that nobody else serves what this peer does."""

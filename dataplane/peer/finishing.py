@@ -23,8 +23,8 @@ from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.leases import Lease, Leases, Part
-from dataplane.peer.mesh import CALL_S, Mesh, caller_of
-from dataplane.peer.sessions import Session
+from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import RANGE, U4, column

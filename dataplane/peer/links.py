@@ -120,8 +120,7 @@ class Link:
         """Send a request and wait for its answer; raises what the link ended with."""
         if self.ended is not None:
             raise self._failure(self.ended)
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self.answers[rid] = answer
+        answer = self._awaited(rid)
         try:
             await self.socket.send([frame])
             return await answer
@@ -129,7 +128,23 @@ class Link:
             assert self.ended is not None
             raise self._failure(self.ended) from None
         finally:
-            self.answers.pop(rid, None)
+            self.forget(rid)
+
+    def ask_now(self, rid: int, frame: bytes) -> asyncio.Future[Body] | None:
+        """Send a request and have the answer to wait for, to `forget` afterwards; None where it
+        cannot be sent at once."""
+        if self.ended is not None or not self.socket.send_now([frame]):
+            return None
+        return self._awaited(rid)
+
+    def forget(self, rid: int) -> None:
+        """Nobody waits for this answer any more."""
+        self.answers.pop(rid, None)
+
+    def _awaited(self, rid: int) -> asyncio.Future[Body]:
+        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        self.answers[rid] = answer
+        return answer
 
     def received(self, frames: list[bytes]) -> None:
         """Hand the answers that come to those who wait for them."""

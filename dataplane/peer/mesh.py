@@ -12,29 +12,20 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextvars import Context
 from typing import Any, TypeVar
 
-from dataplane.errors import (
-    DataplaneError,
-    StaleEpoch,
-    Unavailable,
-    from_wire,
-)
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable, from_wire
 from dataplane.peer import sockets
 from dataplane.peer.acquaintance import Acquaintances, Bulk
+from dataplane.peer.deadlines import Deadlines
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.links import Link, LinkBroken
 from dataplane.peer.once import may_repeat
 from dataplane.peer.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
-from dataplane.peer.sessions import Session
+from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
-from dataplane.wire.messages import (
-    Body,
-    Failed,
-    Request,
-)
+from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import PeerHello, PeerRequest
 from dataplane.wire.tables import Owner
 
@@ -63,7 +54,9 @@ class Mesh:
         self.asked: Counter[str] = Counter()
         """requests to other peers so far, by kind"""
         self._rids = itertools.count(1)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._deadlines = Deadlines()
+        self._tasks = Tasks()
+        self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self.spawn, gate)
         self._closing = False
         self._looked_for: set[str] = set()
@@ -83,26 +76,9 @@ class Mesh:
         """AddressInUse when the address belongs to somebody else."""
         self.door.listen(self._context)
 
-    def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """A background task whose failure is logged, never lost. No call's deadline is its own."""
-        task = asyncio.get_running_loop().create_task(_awaited(work), context=Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, DataplaneError):
-            log.warning("not done: %s", failure)
-        elif failure is not None:
-            log.error("a background task failed", exc_info=failure)
-
     async def close(self) -> None:
         self._closing = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for link in self._links.values():
             link.close(Unavailable(f"peer {self.host.name!r} ends"))
         self.door.close()
@@ -136,8 +112,7 @@ class Mesh:
             reply = outcome if isinstance(outcome, Body) else await outcome
         else:
             limit_s = self._limit(address, timeout_s)
-            asking = self._exchange(address, body, who, limit_s, to, epoch)
-            reply = await self._in_time(address, type(body).__name__, limit_s, asking)
+            reply = await self._asked_of(address, body, who, limit_s, to, epoch)
         if isinstance(reply, Failed):
             failure = from_wire(reply.code, reply.message, reply.details)
             if isinstance(failure, StaleEpoch):
@@ -150,16 +125,52 @@ class Mesh:
             timeout_s = min(timeout_s, REJOIN_S)
         return max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
 
+    async def _asked_of(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        limit_s: float,
+        to: int | None,
+        epoch: tuple[int, int] | None,
+    ) -> Any:
+        """At once where that can be; else, and where the link breaks, with all that it takes."""
+        until, broken, what = self.host.now() + limit_s, None, type(body).__name__
+        link = self._links.get(address)
+        if link is not None and self._is_ready(link, body, to):
+            rid, frame = self._request(body, who, limit_s, epoch)
+            answer = link.ask_now(rid, frame)
+            if answer is not None:
+                self._deadlines.add(answer, until, lambda: self._silent(address, what, limit_s))
+                try:
+                    return await answer
+                except LinkBroken as exc:
+                    broken = exc
+                finally:
+                    self._deadlines.done(answer)
+                    link.forget(rid)
+        asking = self._exchange(address, body, who, limit_s, to, epoch, broken)
+        return await self._in_time(address, what, until - self.host.now(), asking)
+
+    def _is_ready(self, link: Link, body: Body, to: int | None) -> bool:
+        """Whether a request may go out on it now."""
+        greeted = link.hello is not None and to in (None, link.hello.incarnation)
+        settled = self.host.progress.is_settled or isinstance(body, UNHELD)
+        return greeted and settled and not self._closing
+
     async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(max(0.0, limit_s)):
                 return await asking
         except TimeoutError as exc:
-            raise Unavailable(
-                f"peer {self.others.name(address)} at {address} did not answer {what} within "
-                f"{limit_s:.3g} s: is it running, with the same --plane, --seeds and --token-file?",
-                address=address,
-            ) from exc
+            raise self._silent(address, what, limit_s) from exc
+
+    def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
+        return Unavailable(
+            f"peer {self.others.name(address)} at {address} did not answer {what} within "
+            f"{limit_s:.3g} s: is it running, with the same --plane, --seeds and --token-file?",
+            address=address,
+        )
 
     async def _exchange(
         self,
@@ -169,10 +180,15 @@ class Mesh:
         timeout_s: float,
         to: int | None,
         epoch: tuple[int, int] | None,
+        broken: LinkBroken | None,
     ) -> Any:
         """Again on a new connection where the one before broke and that does no harm; until the
         peer is away."""
         while True:
+            if broken is not None:
+                if not may_repeat(body, who.op):
+                    raise Unavailable(broken.message, **broken.details) from broken
+                await self._again(address, broken)
             try:
                 link = await self._link(address)
                 assert link.hello is not None
@@ -183,9 +199,7 @@ class Mesh:
                     )
                 return await self._ask(link, body, who, timeout_s, epoch)
             except LinkBroken as exc:
-                if not may_repeat(body, who.op):
-                    raise Unavailable(exc.message, **exc.details) from exc
-                await self._again(address, exc)
+                broken = exc
 
     async def reach(
         self,
@@ -357,6 +371,11 @@ class Mesh:
     ) -> Any:
         if not self.host.progress.is_settled and not isinstance(body, UNHELD):
             await self.host.progress.settled(self.host.now() + timeout_s)
+        return await link.ask(*self._request(body, who, timeout_s, epoch))
+
+    def _request(
+        self, body: Body, who: Caller, timeout_s: float, epoch: tuple[int, int] | None
+    ) -> tuple[int, bytes]:
         rid = next(self._rids)
         self.asked[type(body).__name__] += 1
         request = PeerRequest(
@@ -370,7 +389,7 @@ class Mesh:
             int(timeout_s * 1000),
             body,  # type: ignore[arg-type]
         )
-        return await link.ask(rid, peering.encode(request))
+        return rid, peering.encode(request)
 
     def _hello(self, caller: Caller, body: PeerHello) -> Body:
         link = self._links.get(body.address)
@@ -378,14 +397,3 @@ class Mesh:
             self._break(link)
         self.others.meet(body)
         return self.others.introduction()
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
-
-
-def caller_of(host: Host, request: Request, session: Session) -> Caller:
-    """A client of this host, whose operation is carried on to other peers. What they did not answer
-    counts as under way."""
-    floor = min([request.floor, *host.unanswered.get(session.id, ())])
-    return Caller(host.address, host.incarnation, session.id, request.op, floor)

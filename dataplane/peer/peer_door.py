@@ -97,13 +97,13 @@ class PeerDoor:
         call_deadline.set(until)
         try:
             outcome = self._begin(request)
+            if not isinstance(outcome, Body) or not self._may_go_out(request):
+                self._spawn(self._finish(identity, request, nbytes, outcome, until))
+                return
         except Exception as exc:
             outcome = failed(exc)
-        if isinstance(outcome, Body) and self._may_leave(request):
-            self.intake.answered(nbytes)
-            self._answer(identity, request, outcome)
-        else:
-            self._spawn(self._finish(identity, request, nbytes, outcome, until))
+        self.intake.answered(nbytes)
+        self._answer(identity, request, outcome)
 
     async def _finish(
         self,
@@ -116,7 +116,7 @@ class PeerDoor:
         call_deadline.set(until)
         try:
             reply = outcome if isinstance(outcome, Body) else await outcome
-            if not self._may_leave(request):
+            if not self._may_go_out(request):
                 await self.host.progress.settled(self.host.now() + request.deadline_ms / 1000)
         except Exception as exc:
             reply = failed(exc)
@@ -124,7 +124,7 @@ class PeerDoor:
             self.intake.answered(nbytes)
         self._answer(identity, request, reply)
 
-    def _may_leave(self, request: PeerRequest) -> bool:
+    def _may_go_out(self, request: PeerRequest) -> bool:
         """Whether the backup has all that the answer may tell of."""
         return self.host.progress.is_settled or isinstance(request.body, UNHELD)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from typing import Any
 
 from dataplane.errors import Unavailable
+from dataplane.peer.deadlines import Deadlines
 
 
 class Progress:
@@ -18,7 +20,9 @@ class Progress:
         """of them, those that the backup has"""
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
-        self._moved = asyncio.Event()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """with the number of operations that each waits for, which only grows"""
+        self._deadlines = Deadlines()
         self._holds: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -35,6 +39,11 @@ class Progress:
         return not self._holds and self._has_all
 
     @property
+    def is_held(self) -> bool:
+        """Not only the backup is waited for."""
+        return bool(self._holds)
+
+    @property
     def _has_all(self) -> bool:
         return not self.required or self.confirmed >= self.done
 
@@ -44,22 +53,39 @@ class Progress:
         self.wake()
 
     def wake(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
+        waiting = self._waiting
+        while waiting and (not self.required or self.confirmed >= waiting[0][0]):
+            _, reached = waiting.popleft()
+            self._deadlines.done(reached)
+            if not reached.done():
+                reached.set_result(None)
+
+    def reached(self, until: float) -> asyncio.Future[None]:
+        """Done when the backup has all that was done up to now. Unavailable when it is not in time
+        (monotonic)."""
+        reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._has_all:
+            reached.set_result(None)
+        else:
+            self._waiting.append((self.done, reached))
+            self._deadlines.add(reached, until, _late)
+        return reached
 
     async def settled(self, until: float) -> None:
-        """Until the backup has all that was done up to now. Unavailable when it is not in time."""
-        goal, holds = self.done, list(self._holds)
-        left = until - time.monotonic()
-        try:
-            async with asyncio.timeout(max(0.0, left) if math.isfinite(left) else None):
-                if holds:
-                    await asyncio.wait(holds)
-                while self.required and self.confirmed < goal:
-                    await self._moved.wait()
-        except TimeoutError:
-            raise Unavailable(
-                "the backup of this host's peer did not confirm the call in time, which may or may "
-                "not have taken effect: repeat it when the roster names another backup, or, with "
-                "replicas=2, when there is room for the second copies"
-            ) from None
+        """Until the backup has all that was done up to now, and what holds it up is done.
+        Unavailable when it is not in time (monotonic)."""
+        if self._holds:
+            left = until - time.monotonic()
+            limit_s = max(0.0, left) if math.isfinite(left) else None
+            _, late = await asyncio.wait(list(self._holds), timeout=limit_s)
+            if late:
+                raise _late()
+        await self.reached(until)
+
+
+def _late() -> Unavailable:
+    return Unavailable(
+        "the backup of this host's peer did not confirm the call in time, which may or "
+        "may not have taken effect: repeat it when the roster names another backup, or, with "
+        "replicas=2, when there is room for the second copies"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -91,7 +91,7 @@ class Replicas:
 
     # replaying
 
-    async def _append(self, caller: Caller, body: Append) -> Body:
+    def _append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
         """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
         and must be made anew."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
@@ -105,10 +105,15 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(f"operations of {caller.address} came without their beginning")
+        if origin.lock.locked() or _brings_values(origin, body):
+            return self._append_with_values(caller, origin, body)
+        if _is_next(origin, body):
+            self._replay(caller.owner, origin, body)
+        return Done()
+
+    async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
         async with origin.lock:
-            if body.first > origin.next:
-                raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
-            if body.first == origin.next:
+            if _is_next(origin, body):
                 async with self._beforehand(caller.owner, origin, body):
                     self._replay(caller.owner, origin, body)
             for copy in list(origin.copies.values()):
@@ -274,3 +279,18 @@ def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         return np.zeros(0, RANGE), np.zeros(0, U4)
     ranges, counts = zip(*parts, strict=True)
     return np.concatenate(ranges), np.concatenate(counts)
+
+
+def _is_next(origin: _Origin, body: Append) -> bool:
+    """Or else it was carried out before. ProtocolError where some are missing before it."""
+    if body.first > origin.next:
+        raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
+    return body.first == origin.next
+
+
+def _brings_values(origin: _Origin, body: Append) -> bool:
+    """Whether second copies of values may have to be made."""
+    defined = (one.definition for one in body.shipments)
+    return any(copy.values is not None for copy in origin.copies.values()) or any(
+        definition is not None and definition.replicas == 2 for definition in defined
+    )

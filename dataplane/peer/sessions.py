@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import ClientClosed
-from dataplane.peer.host import Host
+from dataplane.peer.host import Caller, Host
+from dataplane.wire.messages import Request
 
 log = logging.getLogger(__name__)
 
@@ -130,3 +131,10 @@ class Sessions:
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = -1
+
+
+def caller_of(host: Host, request: Request, session: Session) -> Caller:
+    """A client of this host, whose operation is carried on to other peers. What they did not answer
+    counts as under way."""
+    floor = min([request.floor, *host.unanswered.get(session.id, ())])
+    return Caller(host.address, host.incarnation, session.id, request.op, floor)

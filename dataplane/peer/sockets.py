@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 Take = Callable[[list[bytes]], None]
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+_LAST, _NOT_LAST = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
-AT_ONCE = 64
+AT_ONCE = 16
 """Messages that one socket hands over before others have their turn."""
 
 
@@ -40,6 +41,7 @@ class Socket:
         self._number = cast(Callable[[int], int], raw.getsockopt)
         self._descriptor = self._number(zmq.FD)
         self._told_closed = closed
+        self.closed = False
         self._take: Take | None = None
         self._paused = False
         self._look_is_due = False
@@ -52,10 +54,6 @@ class Socket:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "paused" if self._paused else "open"
         return f"<Socket {state}, {len(self._queue)} waiting to send>"
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._raw.closed)
 
     def fileno(self) -> int:
         """libzmq's descriptor: readable when something may have changed."""
@@ -75,6 +73,7 @@ class Socket:
         """What libzmq has not sent yet is lost; who waits to send gets SocketClosed."""
         if self.closed:
             return
+        self.closed = True
         self._loop.remove_reader(self._descriptor)
         if self._monitor is not None:
             self._raw.disable_monitor()
@@ -137,7 +136,12 @@ class Socket:
 
     def _receive_next(self) -> None:
         assert self._take is not None
-        parts = self._raw.recv_multipart(zmq.NOBLOCK)
+        # A frame says by itself whether more follow: it costs less than asking the socket.
+        frame = self._raw.recv(zmq.NOBLOCK, copy=False)
+        parts = [frame.bytes]
+        while frame.more:
+            frame = self._raw.recv(zmq.NOBLOCK, copy=False)
+            parts.append(frame.bytes)
         try:
             self._take(parts)
         except Exception:  # the messages after it are still to be taken
@@ -171,7 +175,7 @@ class Socket:
         try:
             last = len(parts) - 1
             for nth, part in enumerate(parts):
-                self._raw.send(part, zmq.NOBLOCK if nth == last else zmq.NOBLOCK | zmq.SNDMORE)
+                self._raw.send(part, _LAST if nth == last else _NOT_LAST)
         except zmq.Again:
             return False
         return True

@@ -21,10 +21,10 @@ from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.mesh import Mesh, caller_of
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.routing import Index, Routed, Routing
-from dataplane.peer.sessions import Session
+from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, EXTENT, U4, column
 from dataplane.wire.tables import Column, Owner, Rows

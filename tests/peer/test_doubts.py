@@ -18,8 +18,8 @@ from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster
 from dataplane.peer.doubts import Doubts
 from dataplane.peer.host import Caller
-from dataplane.peer.mesh import caller_of
 from dataplane.peer.once import Once, part_of
+from dataplane.peer.sessions import caller_of
 from dataplane.wire.messages import Body, Done, Finish, PutDone
 from dataplane.wire.records import EXTENT
 from dataplane.wire.rosters import Void

@@ -91,7 +91,7 @@ def test_strangers_at_the_peer_door_get_nothing(members: Cluster, token: Token) 
 
     def with_own_key(dealer: zmq.Socket[bytes]) -> None:
         """It has learned what to encrypt to, but is no member."""
-        Gate(token, PLANE).secure_dealer(dealer)  # type: ignore[arg-type]
+        Gate(token, PLANE).secure_dealer(dealer)
         dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
 
     what_a_dealer_gets(address, None)

@@ -1,4 +1,5 @@
-"""Two peers that stand for two hosts, and a client at each: what `bench perf` measures."""
+"""The peers that `bench perf` measures, with a client at each: two that stand for two hosts, or one
+as a first client starts it for itself."""
 
 from __future__ import annotations
 
@@ -26,34 +27,53 @@ def two_peers(
     arena, transport, device_arena: as `dataplane peer` takes them. devices: as `connect` does.
     ProcessDied, with the end of its log, where a peer does not start.
     """
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    options = ["--arena", arena, "--transport", transport]
+    options += ["--device-arena", device_arena] if device_arena else []
+    argvs = {
+        name: ["--listen", address, "--seeds", ",".join(addresses), *options]
+        for name, address in zip("ab", addresses, strict=True)
+    }
+    with _peers(f"perf-{os.getpid()}", argvs, devices) as (near, far):
+        yield near, far
+
+
+@contextmanager
+def one_peer(arena: str) -> Iterator[Any]:
+    """A client of a peer that has no others, as an embedded one; it ends with the body."""
+    with _peers(f"perf-alone-{os.getpid()}", {"alone": ["--arena", arena]}) as (client,):
+        yield client
+
+
+@contextmanager
+def _peers(
+    plane: str, argvs: dict[str, list[str]], devices: str | None = None
+) -> Iterator[list[Any]]:
+    """A client of each of these peers. argvs: by name, options of `dataplane peer`."""
     import dataplane
     from dataplane.errors import ConnectError
 
-    plane = f"perf-{os.getpid()}"
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         stack.enter_context(_run_dir(folder))
         crew = stack.enter_context(Crew(Path(folder)))
-        for name, address in zip("ab", addresses, strict=True):
-            options = ["--plane", plane, "--name", name, "--listen", address]
-            options += ["--seeds", ",".join(addresses), "--arena", arena, "--transport", transport]
-            options += ["--device-arena", device_arena] if device_arena else []
-            argv = [sys.executable, "-m", "dataplane", "peer", *options]
-            crew.start(f"peer-{name}", leashed(argv), speaks=False)
+        for name, options in argvs.items():
+            argv = [sys.executable, "-m", "dataplane", "peer", "--plane", plane, "--name", name]
+            crew.start(f"peer-{name}", leashed([*argv, *options]), speaks=False)
         clients: list[Any] = []
+        names = list(argvs)
         deadline = time.monotonic() + START_S
-        while len(clients) < 2:
+        while len(clients) < len(names):
             crew.events()  # raises where a peer ended
             try:
-                client = dataplane.connect("ab"[len(clients)], plane=plane, devices=devices)
+                client = dataplane.connect(names[len(clients)], plane=plane, devices=devices)
             except ConnectError:
                 if time.monotonic() > deadline:
                     raise
             else:
                 stack.callback(client.close)
                 clients.append(client)
-        yield clients[0], clients[1]
+        yield clients
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.ceilings import Ceilings
-from bench.peers import two_peers
+from bench.peers import one_peer, two_peers
 from bench.processes import die_with
 
 ROWS = 256
@@ -31,6 +31,7 @@ CLIENT_S = 0.7
 FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
 SHARD_CLAIMS = 40
 ARENA = "2304MiB"
+ALONE_ARENA = "64MiB"
 _SPAWN = multiprocessing.get_context("spawn")
 
 Samples = dict[str, list[float]]
@@ -44,9 +45,11 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
     samples: Samples = defaultdict(list)
     block = np.random.default_rng(0).integers(0, 255, (ROWS, VALUE_BYTES), np.uint8)
     with ExitStack() as stack:
+        alone = stack.enter_context(one_peer(ALONE_ARENA))
+        # behind it, for the clients that are processes of their own look for these
         near, far = stack.enter_context(two_peers(ARENA, "off"))  # TCP: its ceiling is a socket
         ceilings = stack.enter_context(Ceilings(block))
-        figures = _Figures(near, far, block, samples)
+        figures = _Figures(near, far, alone, block, samples)
         figures.touch_arenas()
         for nth in range(rounds + 1):
             figures.round(ceilings)
@@ -59,16 +62,20 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
 
 
 class _Figures:
-    """Our side: a client at one peer, and one at another that pulls from it."""
+    """Our side: a client at one peer, one at another that pulls from it and backs it up, and one
+    at a peer without others."""
 
-    def __init__(self, near: Any, far: Any, block: np.ndarray, samples: Samples) -> None:
+    def __init__(
+        self, near: Any, far: Any, alone: Any, block: np.ndarray, samples: Samples
+    ) -> None:
         self.near, self.far, self.samples = near, far, samples
         self.block = block
         self.put_here = near.partition("put", stages={"s": ["x"]})
         self.pulled = near.partition("pull", stages={"s": ["x"]})
         self.pulling = far.partition("pull", stages={"s": ["x"]})
         self.claimed = near.partition("claim", stages={"s": list(CLAIM_FIELDS)})
-        self.cycled = near.partition("cycle", stages={"s": ["x"]})
+        self.cycled = alone.partition("cycle", stages={"s": ["x"]})
+        self.cycled_backed_up = near.partition("cycle", stages={"s": ["x"]})
         self.fields = {n: near.partition(f"fields-{n}", stages={"s": _names(n)}) for n in (1, 32)}
 
     def touch_arenas(self) -> None:
@@ -98,7 +105,8 @@ class _Figures:
             # Before a claim of 1 MiB values, 1 GiB was copied: the same for small ones.
             note("claim_small_cold_s", self._claim(small, ceilings.memcpy_s))
         note("round_trip_s", ceilings.round_trip_s())
-        note("cycle_s", self._cycles())
+        note("cycle_s", self._cycles(self.cycled))
+        note("cycle_backed_up_s", self._cycles(self.cycled_backed_up))
         for n, part in self.fields.items():
             rows = np.split(self.block[: ROWS // 4], n, axis=1)
             columns = dict(zip(_names(n), map(np.ascontiguousarray, rows), strict=True))
@@ -137,9 +145,10 @@ class _Figures:
         batch.ack()
         return took
 
-    def _cycles(self) -> float:
+    @staticmethod
+    def _cycles(part: Any) -> float:
         began = time.perf_counter()
-        _cycle(self.cycled, CYCLES)
+        _cycle(part, CYCLES)
         return (time.perf_counter() - began) / CYCLES
 
     def shard(self) -> None:
@@ -246,7 +255,10 @@ def report_of(samples: Samples) -> dict[str, Any]:
             "ms_p50": middle["claim_s"] * 1e3,
             "ms_p99": float(np.percentile(taken["claim_s"], 99)) * 1e3,
         },
-        "cycle": {"per_s": 1 / middle["cycle_s"]},
+        "cycle": {
+            "per_s": 1 / middle["cycle_s"],
+            "per_s_backed_up": 1 / middle["cycle_backed_up_s"],
+        },
         "shard": {
             "claim_ms_p50_at_10k": middle[f"shard_{FEW_ROWS}_s"] * 1e3,
             "claim_ms_p50_at_1m": middle[f"shard_{MANY_ROWS}_s"] * 1e3,

@@ -132,6 +132,22 @@ class Fields:
         self._store(bit, slots, values, counts, leaves)
         return kept
 
+    def write_new(self, slots: Array, columns: Sequence[ColumnIn], numbers: Numbers) -> None:
+        """Write columns of rows that have no field yet. Values that every row has, without leaves,
+        are renumbered together: numpy's fixed cost is most of what a few rows take."""
+        plain = [one for one in columns if one.here is None and one.counts is None]
+        if len(slots) == 1 or len(columns) < 2 or len(plain) < len(columns):
+            for one in columns:
+                self.write(slots, one, numbers, keep=False)
+            return
+        values = numbers.applied(joined([one.values for one in columns], VALUE))
+        written = 0
+        for one, own in zip(columns, values.reshape(len(columns), -1), strict=True):
+            bit = self.bit(one.field)
+            self._column(bit)[slots] = own
+            written |= 1 << bit
+        self.present[slots] |= np.uint64(written)
+
     def refuse(self, records: Array, numbers: Numbers) -> None:
         """References that came for rows which are gone."""
         if len(records):

@@ -23,6 +23,7 @@ from dataplane.errors import (
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
+from dataplane.metadata.interning import Numbers
 from dataplane.metadata.names import format_minted
 from dataplane.metadata.state import State
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
@@ -90,11 +91,11 @@ def apply_put(
     _enter_rows(state, plan)
     if len(plan.new) < plan.rows.count:  # known rows may be in groups that the message leaves out
         touched = state.groups_of(plan.slots)
-    kept = {}
-    for one in plan.columns:
-        stayed = state.fields.write(plan.slots, one, numbers, plan.keep)
-        if stayed:
-            kept[one.field] = stayed
+    kept: dict[str, int] = {}
+    if len(plan.new) == plan.rows.count:
+        state.fields.write_new(plan.slots, plan.columns, numbers)
+    else:
+        kept = _write(state, plan.slots, plan.columns, numbers, plan.keep)
     if plan.tags:
         state.tags.set(plan.slots, plan.tags)
     closed = state.written(plan.slots, touched)
@@ -111,14 +112,17 @@ def add_fields(
     owners: Sequence[Owner],
 ) -> dict[str, int]:
     """Write checked columns of leased rows; values that are there stay, and are counted."""
-    numbers = state.fields.intern(specs, owners)
-    kept = {}
-    for one in columns:
-        stayed = state.fields.write(slots, one, numbers, keep=True)
-        if stayed:
-            kept[one.field] = stayed
+    kept = _write(state, slots, columns, state.fields.intern(specs, owners), keep=True)
     state.written(slots, state.groups_of(slots))
     return kept
+
+
+def _write(
+    state: State, slots: Array, columns: Sequence[ColumnIn], numbers: Numbers, keep: bool
+) -> dict[str, int]:
+    """Write columns of rows; per field how many values stayed, where some did."""
+    stayed = {one.field: state.fields.write(slots, one, numbers, keep) for one in columns}
+    return {field: count for field, count in stayed.items() if count}
 
 
 def shown(names: Sequence[Name] | None, keys: Array, positions: Array) -> list[Name]:

@@ -226,6 +226,8 @@ def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
 
     Returns the ranges' sizes (u8) and the bounds of the parcels in them.
     """
+    if strips and all(s.bounds is strips[0].bounds and _is_large(s) for s in strips):
+        return _number_large(strips)
     places, packed, large = _places(strips, parcels)
     blocks = -(-packed // BLOCK_STEP_BYTES)
     range_bounds = _from_zero(blocks + large)
@@ -249,6 +251,21 @@ def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
     is_block = block_ends[:-1] > 0
     starts = np.where(_first_of_parcel(range_bounds), 0, np.roll(block_ends[:-1], 1))
     sizes[is_block] = (block_ends[:-1] - starts)[is_block]
+    return sizes, range_bounds
+
+
+def _number_large(strips: list[LaidStrip]) -> tuple[np.ndarray, Ints]:
+    """As `_number`, where each row has a large value in every strip: the same for all strips, but
+    that each comes behind the one before."""
+    bounds = np.asarray(strips[0].bounds)
+    counts = _steps(bounds)
+    range_bounds = len(strips) * bounds
+    ranges = np.arange(bounds[-1]) + np.repeat(range_bounds[:-1] - bounds[:-1], counts)
+    step = np.repeat(counts, counts)
+    sizes = np.empty(range_bounds[-1], U8)
+    for strip in strips:
+        strip.records["range"], sizes[ranges] = ranges, strip.records["nbytes"]
+        ranges += step
     return sizes, range_bounds
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dataplane.client import copies, layout
 from dataplane.client.few import lay_few
-from dataplane.client.layout import Parcel, join, plan
-from dataplane.client.values import prepare
+from dataplane.client.layout import Parcel, join, plan, plan_beside
+from dataplane.client.values import Prepared, prepare
 from dataplane.client.views import same
 from dataplane.errors import LimitExceeded
 from dataplane.wire.limits import (
@@ -128,6 +128,13 @@ def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
     n = MAX_ROWS_PER_MESSAGE + 1
     with pytest.raises(LimitExceeded, match="put it in several calls"):
         plan(prepare({"x": np.zeros(n, np.int8)}), np.zeros(n, U4))
+
+
+def test_fields_that_all_go_elsewhere_leave_parcels_without_ranges() -> None:
+    large = prepare({"x": np.zeros((3, 1 << 20), np.uint8)})
+    nothing, parcels = plan_beside([Prepared(3, [], []), large])
+    assert [len(p.sizes) for p in nothing] == [0, 0, 0]
+    assert [p.sizes.tolist() for p in parcels] == [[1 << 20]] * 3
 
 
 def test_few_and_many_values_are_laid_out_by_one_rule() -> None:

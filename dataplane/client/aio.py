@@ -273,7 +273,6 @@ async def exchange(
     reminder = _Reminder(waiting)
     deadline: asyncio.TimerHandle | None = None
     try:
-        connection.sock.setblocking(False)
         async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
             if limit_s is not None:
                 loop = asyncio.get_running_loop()

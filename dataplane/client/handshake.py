@@ -61,6 +61,7 @@ def open_connection(
     try:
         connection.sock.settimeout(limit_s)
         welcome = _receive_welcome(connection, descriptors if session is None else None)
+        connection.sock.setblocking(False)
         if session is not None and welcome.incarnation != session.incarnation:
             session.peer_is_gone()
             raise peer_lost(peer)

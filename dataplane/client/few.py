@@ -25,7 +25,10 @@ from dataplane.wire.tables import Spec
 
 Records = npt.NDArray[Any]
 
-FEW_VALUES = 48
+FEW_VALUES, FEW_LARGE = 256, 48
+"""So many values in all, and so many that are ranges of their own: with more, columns win."""
+_FEW_BYTES = PARCEL_BYTES // 2
+"""of several rows; from here on the copy is what counts"""
 _VALUE = Struct("<IIQIHH")
 """A VALUE record."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
@@ -82,11 +85,13 @@ def lay_few(prepared: Prepared) -> Few | None:
     strips = [s for c in columns for s in (c.values, c.leaves) if s is not None]
     if sum(s.count for s in strips) > FEW_VALUES or any(c.dedup for c in columns):
         return None
+    if prepared.n > 1 and sum(map(_nbytes, strips)) > _FEW_BYTES:
+        return None
     sizes = [_each(strip.sizes, strip.count) for strip in strips]
     small = sum(room(n) for each in sizes for n in each if n < PACK_LIMIT_BYTES)
     large = [n for each in sizes for n in each if n >= PACK_LIMIT_BYTES]
     total = small + sum(map(room, large))
-    if small > BLOCK_STEP_BYTES or (prepared.n > 1 and total > PARCEL_BYTES // 2):
+    if small > BLOCK_STEP_BYTES or len(large) > FEW_LARGE:
         return None
     laid = _Laid(1 if small else 0)
     records = iter([laid.add(strip, each) for strip, each in zip(strips, sizes, strict=True)])
@@ -124,6 +129,11 @@ class _Laid:
                 self.large.append(value)
                 self._next_range += 1
         return np.frombuffer(b"".join(records), VALUE)
+
+
+def _nbytes(strip: Strip) -> int:
+    sizes = strip.sizes
+    return sizes * strip.count if isinstance(sizes, int) else int(sizes.sum())
 
 
 def _each(numbers: int | Records, count: int) -> list[int]:

@@ -116,7 +116,7 @@ class ColumnView(Sequence[Any]):
                 return chain.from_iterable(runs)
             offsets = self._places["offset"].tolist()
             return (np.ndarray(shape, dtype, self._base, offset) for offset in offsets)
-        return self._ragged() or self._values()
+        return self._ragged() or self._leafless() or self._values()
 
     def present(self, row: int) -> bool:
         """Whether this row has the field."""
@@ -228,6 +228,18 @@ class ColumnView(Sequence[Any]):
         columns = (places["offset"].tolist(), (places["nbytes"] // form.row).tolist())
         return (
             np.ndarray((n, *tail), dtype, base, offset) for offset, n in zip(*columns, strict=True)
+        )
+
+    def _leafless(self) -> Iterator[Any] | None:
+        """The rows where all are objects without arrays, such as texts, else None."""
+        places = self._places
+        if self._leaf_starts is not None or places["flags"].any():
+            return None
+        if any(self._form(spec).spec.kind != "object" for spec in set(places["spec"].tolist())):
+            return None
+        columns = (places["offset"].tolist(), places["nbytes"].tolist())
+        return objects.decode_many(
+            self._bytes[offset : offset + nbytes] for offset, nbytes in zip(*columns, strict=True)
         )
 
     def _values(self) -> Iterator[Any]:

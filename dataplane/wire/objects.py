@@ -9,7 +9,7 @@ error. bytearray and memoryview come back as bytes, tensors as numpy arrays.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -75,6 +75,11 @@ def decode(head: bytes | memoryview, leaves: Sequence[Array] = ()) -> Any:
     return decoder.decode(head, leaves)
 
 
+def decode_many(heads: Iterable[bytes | memoryview]) -> Iterator[Any]:
+    """The values of heads without leaves, as `decode` reads them one by one."""
+    return map(_leafless.decode_leafless, heads)
+
+
 class Decoder:
     """Reads heads; one at a time, so that threads need one each."""
 
@@ -85,14 +90,19 @@ class Decoder:
     def decode(self, head: bytes | memoryview, leaves: Sequence[Array]) -> Any:
         self._leaves = leaves
         try:
+            return self.decode_leafless(head)
+        finally:
+            self._leaves = ()
+
+    def decode_leafless(self, head: bytes | memoryview) -> Any:
+        """The value of a head that names no leaves."""
+        try:
             value = self._decoder.decode(head)
             if type(value) not in _PLAIN and _TIMESTAMP.search(head) and _holds_time(value):
                 raise ProtocolError("a timestamp (ext code -1) is not of this protocol")
             return value
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
             raise ProtocolError(f"not an object of this protocol: {exc}") from exc
-        finally:
-            self._leaves = ()
 
     def _ext(self, code: int, data: memoryview) -> Any:
         if code == EXT_ARRAY:

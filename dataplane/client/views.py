@@ -107,6 +107,8 @@ class ColumnView(Sequence[Any]):
         return objects.decode(self._bytes[offset : offset + nbytes], self._leaves_of(row))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._begins_with_object:
+            return self._leafless() or self._values()
         uniform = self.uniform
         if uniform is not None:
             dtype, shape = uniform
@@ -116,7 +118,7 @@ class ColumnView(Sequence[Any]):
                 return chain.from_iterable(runs)
             offsets = self._places["offset"].tolist()
             return (np.ndarray(shape, dtype, self._base, offset) for offset in offsets)
-        return self._ragged() or self._leafless() or self._values()
+        return self._ragged() or self._values()
 
     def present(self, row: int) -> bool:
         """Whether this row has the field."""
@@ -229,6 +231,14 @@ class ColumnView(Sequence[Any]):
         return (
             np.ndarray((n, *tail), dtype, base, offset) for offset, n in zip(*columns, strict=True)
         )
+
+    @property
+    def _begins_with_object(self) -> bool:
+        """A column that does is one of objects, or mixed."""
+        if not len(self._places):
+            return False
+        _, _, spec, flags = self._places[0].item()
+        return not flags & PLACE_ABSENT and self._form(spec).spec.kind == "object"
 
     def _leafless(self) -> Iterator[Any] | None:
         """The rows where all are objects without arrays, such as texts, else None."""

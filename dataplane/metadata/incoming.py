@@ -108,6 +108,8 @@ def columns_in(
     columns: Sequence[Column], rows: int, specs: int | None, owners: int | None
 ) -> list[ColumnIn]:
     """Check the columns of a message with this many specs and owners (None: not known yet)."""
+    if not columns:
+        return []
     if len(columns) > MAX_FIELDS:
         raise LimitExceeded(f"more than {MAX_FIELDS} fields in one message", limit=MAX_FIELDS)
     if len({one.field for one in columns}) != len(columns):

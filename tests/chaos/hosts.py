@@ -69,8 +69,10 @@ class Hosts(Cluster):
     def protected(self) -> bool:
         return self.planes["a"].stats()["roster"]["unprotected"] == 0
 
-    def members(self) -> int:
-        return len(self.planes["a"].stats()["roster"]["members"])
+    def members(self) -> set[str]:
+        """Their addresses, without ports."""
+        members = self.planes["a"].stats()["roster"]["members"]
+        return {member.removeprefix("tcp://").rpartition(":")[0] for member in members}
 
     @property
     def victim(self) -> int:

@@ -195,7 +195,7 @@ class Seats:
 
     def _pump(self, seat: Seat) -> None:
         """Carry out what the home decided. Supplied orders come back here with new figures."""
-        if seat.closed:
+        if seat.closed or self.host.silent:  # what it orders here would be refused, again and again
             return
         seat.changed.set()
         seat.changed = asyncio.Event()

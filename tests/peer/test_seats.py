@@ -70,7 +70,7 @@ def entry_of(name: str) -> Entry:
 
 def seats_of(name: str, wires: Wires) -> tuple[Seats, Entry]:
     entry = entry_of(name)
-    host = SimpleNamespace(address=HERE, roster=ROSTER, entries={name: entry})
+    host = SimpleNamespace(address=HERE, roster=ROSTER, entries={name: entry}, silent=False)
 
     async def found(partition: str, generation: int, stage: str = "") -> Entry:
         return entry
@@ -189,6 +189,18 @@ async def test_a_claim_queues_anew_where_a_supplier_does_not_answer() -> None:
     assert wires.of(Settled) == [Settled(5, "moved")]
     await settle_down()
     assert len(wires.of(Order)) == 1
+
+
+async def test_a_home_at_a_peer_that_hands_its_shards_over_orders_nothing() -> None:
+    wires = Wires()
+    seats, entry = seats_of(named(HERE), wires)
+    put(entry.store, ["a", "b"])
+    seats.host.silent = True
+    want = Want("rows", 2, 2)
+    demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
+    await wires.handlers[Demand](CLAIMANT, demand)
+    await settle_down()
+    assert wires.of(Order) == []
 
 
 async def test_a_home_that_moved_orders_nothing_more_for_the_claims_that_it_had() -> None:

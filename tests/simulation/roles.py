@@ -257,6 +257,9 @@ class Consumer(Role):
 
     stage = "train"
     hold_s = 0.3
+    patience = 3
+    """claims that may end in vain before it takes whatever is ready, row by row"""
+    in_vain = 0
 
     async def _run(self) -> None:
         while await self._patiently(self._once):
@@ -274,10 +277,12 @@ class Consumer(Role):
             claimed = await self.client.call(body, m.Claimed, 5.0)
         except ClaimTimeout as exc:
             self.told = str(exc)
+            self.in_vain += 1
             return True
         except (StreamEnd, RowsLost):
             self.doing = f"has had all of {self.stage}"
             return False
+        self.in_vain = 0
         raw = claimed.table.rows.keys
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         whole = want.unit == "groups"
@@ -301,8 +306,10 @@ class Consumer(Role):
         where = ["eq", "band", self.rng.randrange(2)] if self.rng.random() < 0.25 else None
         if self.rng.random() < 0.25:
             least = MAX_LENGTH * (GROUP_ROWS if unit == "groups" else 1)
-            return m.Want(unit, 0, 0, where, "length", float(least * self.rng.choice((1, 2))))
-        return m.Want(unit, self.rng.choice((1, 2, 3)), 1, where)
+            want = m.Want(unit, 0, 0, where, "length", float(least * self.rng.choice((1, 2))))
+        else:
+            want = m.Want(unit, self.rng.choice((1, 2, 3)), 1, where)
+        return want if self.in_vain < self.patience else m.Want("rows", 3, 1)
 
     def _fits(self, want: m.Want, keys: list[bytes]) -> None:
         rows = [self.ledger.rows[key] for key in keys if key in self.ledger.rows]

@@ -35,6 +35,7 @@ from bench.traces import TASKS
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
 _REFUSED_MEMORY = ("MemoryError", "Cannot allocate memory")  # by an rlimit, not by the kernel
+_TOO_LARGE = "dataplane.errors.ValueTooLarge:"  # a group that the arena can never hold
 
 Said = dict[str, dict[str, Any]]
 Progress = Callable[[int, int], None]  # rows trained, rows expected
@@ -101,7 +102,7 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
             problems, status = [str(exc)], "disturbed"
         except (ProcessDied, RunTimeout) as exc:
             problems = [str(exc)]
-            status = "oom" if _ran_out_of_memory(exc, kills) else "error"
+            status = _outcome(exc, kills)
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
         if run.killed:
@@ -166,11 +167,14 @@ def _recorded(settings: Settings, folder: str) -> str:
     return str(path)
 
 
-def _ran_out_of_memory(exc: Exception, kills_before: int) -> bool:
+def _outcome(exc: Exception, kills_before: int) -> str:
     if not isinstance(exc, ProcessDied):
-        return False
-    killed = exc.returncode == -9 and oom_kills() > kills_before
-    return killed or any(refusal in exc.log for refusal in _REFUSED_MEMORY)
+        return "error"
+    if exc.returncode == -9 and oom_kills() > kills_before:
+        return "oom"
+    if any(refusal in exc.log for refusal in _REFUSED_MEMORY):
+        return "oom"
+    return "refused" if _TOO_LARGE in exc.log else "error"
 
 
 class _Run:

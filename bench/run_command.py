@@ -131,5 +131,5 @@ def _run(options: argparse.Namespace, command: str) -> int:
     report.show(console, runs, described)
     if options.json:
         page.write(options.json.with_suffix(".html"), [page.load(options.json)])
-    expected = {"ok", "not installed"} | ({"oom"} if options.memory_limit else set())
+    expected = {"ok", "not installed"} | ({"oom", "refused"} if options.memory_limit else set())
     return 0 if all(run["status"] in expected for run in runs) else 1

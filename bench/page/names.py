@@ -10,6 +10,7 @@ Run = dict[str, Any]
 GIB = 1 << 30
 OUTCOMES = {
     "oom": "killed by the kernel, out of memory",
+    "refused": "refused at once: a group is too large for the arena",
     "error": "failed",
     "not run": "not run",
     "disturbed": "disturbed: the machine itself ran out of memory",

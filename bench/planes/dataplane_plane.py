@@ -51,7 +51,7 @@ class DataplanePlane(Plane):
     """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
 
     name = "dataplane"
-    dedup_variants = (True,)
+    dedup_variants = (True, False)
     pieces = True
     fans_out = True
 

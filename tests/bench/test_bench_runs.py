@@ -201,9 +201,11 @@ def test_a_wrong_option_is_refused_before_anything_starts(options: list[str]) ->
     assert refused.value.code == 2
 
 
-def test_the_controller_runs_both_ways_unless_told() -> None:
+def test_media_run_both_ways_unless_told() -> None:
     video = Settings(trace="video", planes=("dataplane", "controller"))
-    assert variants(video) == [("dataplane", True), ("controller", False), ("controller", True)]
+    assert variants(video) == [
+        ("dataplane", True), ("dataplane", False), ("controller", False), ("controller", True),
+    ]  # fmt: skip
     told = Settings(trace="video", planes=("controller",), dedup=True)
     assert variants(told) == [("controller", True)]
     assert len(variants(MATH)) == 1  # no media, nothing to share

@@ -132,6 +132,17 @@ def test_dataplane_moves_more_than_its_host_may_hold() -> None:
     assert told["arena_bytes"] == 288 * MIB
 
 
+@needs_cgroup
+def test_dataplane_refuses_a_group_that_its_host_can_never_hold() -> None:
+    settings = Settings(
+        trace="video", planes=("dataplane",), prompts=2, hosts=1, trainers=1,
+        memory_limit_bytes=1152 * MIB,
+    )  # fmt: skip
+    told = execute(settings, "dataplane", False, silent)
+    assert (told["status"], told["killed"]) == ("refused", None), told["error"]
+    assert "ValueTooLarge" in told["error"]
+
+
 def version_2(folder: Path, pids: list[int]) -> tuple[Path, Path]:
     """Files as a delegated group of version 2 has them: (the mount, /proc)."""
     group = folder / "cgroup" / "user" / "run.scope"

@@ -77,13 +77,18 @@ class Changes:
             total.rows += dropped.rows
             total.bytes += dropped.bytes
 
+        find = functools.partial(self.routing.find, entry, shard=self.routing.shard())
+
         async def act(address: str, index: Index, epoch: tuple[int, int]) -> None:
             assert body.rows is not None
             rows = rowset.take_rows(body.rows, index)
             await ask(address, Drop(body.partition, body.generation, rows), epoch)
+            # A put that moved names before it could see them dropped there is followed.
+            for other, some in await find(rows):
+                if other != address:
+                    await act(other, index[some], epoch)
 
         if body.rows is not None:
-            find = functools.partial(self.routing.find, entry, shard=self.routing.shard())
             await self.routing.visit(body.rows, find, act)
             return total
         while True:

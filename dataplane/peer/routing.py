@@ -27,7 +27,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.wire.limits import NO_GROUP, SHARDS
-from dataplane.wire.messages import Body, Done, Read
+from dataplane.wire.messages import Body, Done, Drop, Read
 from dataplane.wire.peering import Enter, Entered, Leave
 from dataplane.wire.records import KEY, U2, U4, column
 from dataplane.wire.tables import Name, Rows
@@ -287,6 +287,7 @@ class Routing:
         shards = np.where(shards == NOWHERE, self.shard(), shards)
         own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
         stray = ~minted | (roster.primary(np.minimum(own, SHARDS - 1)) != roster.primary(shards))
+        moved: list[tuple[Rows, int, int]] = []
         for shard in np.unique(shards[stray]):
             at = np.flatnonzero(stray & (shards == shard))
             while True:
@@ -295,13 +296,45 @@ class Routing:
                 if not elsewhere.any():
                     break
                 there = int(entered[elsewhere][0])
-                strays = at[roster.primary(entered) == roster.primary(there)]
-                await self._vacate(entry, rowset.take_rows(rows, strays), there)
+                strays = rowset.take_rows(
+                    rows, at[roster.primary(entered) == roster.primary(there)]
+                )
+                await self._vacate(entry, strays, there)
+                moved.append((strays, there, int(shard)))
+        for strays, there, shard in moved:
+            await self._drop_along(entry, strays, there, shard)
 
     async def _vacate(self, entry: Entry, rows: Rows, shard: int) -> None:
         """Names lead to a shard that is not their group's. Those that have no rows there are of a
         put that ended in the middle, when the entry of its group went with a peer: they leave the
         directory. RowsDropped, and InvalidRows where all are rows there."""
+        names = await self._absent(entry, rows, shard)
+        gone = np.array([np.void(hash_name(name)) for name in names], KEY)
+        await self._forget(entry, gone, _minted(names, len(names)), groups=False)
+
+    async def _drop_along(self, entry: Entry, rows: Rows, there: int, shard: int) -> None:
+        """Whoever dropped names before they were moved from `there` did so where nobody looks any
+        more; whoever does so later finds them moved. RowsDropped, and dropped here as well."""
+        refusal = None
+        while rowset.count(rows):
+            try:
+                await self._absent(entry, rows, there)
+                break
+            except RowsDropped as exc:  # it names some
+                refusal = refusal or exc
+                told = set(exc.details["keys"])
+                dropped = np.array([name in told for name in rowset.names(rows)])
+                if not dropped.any():
+                    break
+            gone, rows = (rowset.take_rows(rows, np.flatnonzero(w)) for w in (dropped, ~dropped))
+            body = Drop(entry.name, entry.generation, Rows(gone.keys, gone.names))
+            await self.mesh.insist(functools.partial(self._address, shard), body)
+        if refusal is not None:
+            raise refusal
+
+    async def _absent(self, entry: Entry, rows: Rows, shard: int) -> list[Name]:
+        """Which of these are no rows of the peer that a shard is at. RowsDropped, and InvalidRows
+        where all are rows there."""
         roster = self.host.roster
         asked = Read(entry.name, entry.generation, rows, None, [])
         address = roster.address(shard)
@@ -318,9 +351,7 @@ class Routing:
                 ) from exc
             if not names:
                 raise
-            gone = np.array([np.void(hash_name(name)) for name in names], KEY)
-            await self._forget(entry, gone, _minted(names, len(names)), groups=False)
-            return
+            return list(names)
         raise InvalidRows(
             f"{rowset.count(rows)} keys of this put are rows of another group already; "
             "a row stays in the group that it was first put in"

@@ -211,16 +211,18 @@ class Ledger:
             self._excuse(state.tombstones.keys().tobytes(), why)
 
     def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
-        """Rows whose values were at one peer and whose second copies at another, both dead."""
+        """Rows whose values were at one peer and whose second copies at another, both dead; also
+        where these had become the values, and perhaps had no second copies of their own yet."""
         for entry in peer.host.entries.values():
             state = entry.store.state
-            live = state.live()
+            keys = [key.tobytes() for key in state.index.keys[state.live()]]
             for other in together:
-                if other != peer.host.owner and len(live):
-                    keys = state.index.keys[live[state.fields.at(other, live)]]
-                    self._excuse(
-                        keys.tobytes(), f"{other.peer} died together with {peer.host.name}"
-                    )
+                if other != peer.host.owner:
+                    theirs = b"".join(key for key in keys if self._came_from(other, key))
+                    self._excuse(theirs, f"{other.peer} died together with {peer.host.name}")
+
+    def _came_from(self, owner: Owner, key: bytes) -> bool:
+        return key in self.rows and owner in self.rows[key].group.owners
 
     def _excuse(self, keys: bytes, why: str) -> None:
         for at in range(0, len(keys), KEY_BYTES):

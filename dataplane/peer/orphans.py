@@ -1,6 +1,6 @@
 """Leases that nobody holds, because the claim did not get them, or was not heard to.
 
-Whoever takes a lost peer's shards over takes its leases over as well, also those whose grant never
+Whoever takes a peer's shards over takes its leases over as well, also those whose grant never
 arrived; and a grant may go unanswered. The claims' peers are asked, which let none of these in any
 more; what nobody there holds goes back to its stage.
 """

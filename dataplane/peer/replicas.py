@@ -243,8 +243,8 @@ class Replicas:
                 self.supplying.lent_to(holder, address)
                 if address == owner.peer and not lives:
                     entry.store.release_holder(holder)
-            if not lives:
-                self._look_for_orphans(entry, copy.store, origin.holders)
+            # Also of one that leaves: it may end before a grant of its own is answered.
+            self._look_for_orphans(entry, copy.store, origin.holders)
             log.warning("took %d rows of %r over from %s", len(copy.store), name, owner.peer)
         self._named |= held.keys()
         for other in self.host.roster.owners:

@@ -10,6 +10,7 @@ process has ended for sure, whoever notices ends that lease at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,7 @@ from dataplane.peer.host import Host
 from dataplane.peer.links import refuses
 from dataplane.peer.office import Office
 from dataplane.transport.etcd import Etcd, Kept
-from dataplane.wire.tables import RosterTable
+from dataplane.wire.tables import Owner, RosterTable
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class EtcdKeeper:
         self._changed = 0
         """revision of the roster that is in etcd"""
         self._sure_until = 0.0
+        self._look_now = asyncio.Event()
 
     def address(self) -> str:
         if not self._address:
@@ -75,7 +77,10 @@ class EtcdKeeper:
                 log.warning("this peer is the authority no more")
                 office.close()
                 self._address = ""
-            await asyncio.sleep(HURRY_S if self._is_away(self._address) else LOOK_S)
+            self._look_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HURRY_S if self._is_away(self._address) else LOOK_S):
+                    await self._look_now.wait()
 
     async def _stay(self, office: Office, began: float) -> None:
         if await self.etcd.keep_alive(self._lease):
@@ -94,6 +99,8 @@ class EtcdKeeper:
         self._created = await self.etcd.put_if(self._authority_key, address, free, {}, lease)
         if not self._created:
             await self.etcd.revoke(lease)
+            faster = await self.etcd.get(self._authority_key)
+            self._address = faster.value.decode() if faster is not None else ""
             return
         self._lease, self._sure_until = lease, began + SURE_S
         stored = await self.etcd.get(self._roster_key)
@@ -111,6 +118,7 @@ class EtcdKeeper:
         if not self._is_away(address) or not await refuses(address):
             return False
         log.info("the authority's process at %s has ended", address)
+        self._address = ""  # who asks it now would wait for one that is no member any more
         await self.etcd.revoke(kept.lease)
         return True
 
@@ -128,6 +136,13 @@ class EtcdKeeper:
             return False
         self._changed = revision
         return self.sure()
+
+    def gone(self, owner: Owner) -> None:
+        """Who made the roster that says so has the office now. To ask the one before would only
+        mean to wait."""
+        if owner.peer == self._address:
+            self._address = ""
+            self._look_now.set()
 
     async def close(self) -> None:
         try:

@@ -12,6 +12,7 @@ from dataplane.metadata.roster import Roster
 from dataplane.peer.etcd_keeper import EtcdKeeper
 from dataplane.peer.host import Host
 from dataplane.peer.office import Office
+from dataplane.wire.tables import Owner
 
 
 class Keeper(Protocol):
@@ -29,6 +30,9 @@ class Keeper(Protocol):
 
     def commit(self, new: Roster) -> bool | Awaitable[bool]:
         """Before a roster is in force: False where another authority made one."""
+
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more."""
 
     async def close(self) -> None: ...
 
@@ -52,6 +56,9 @@ class SeedKeeper:
 
     def commit(self, new: Roster) -> bool:
         return True
+
+    def gone(self, owner: Owner) -> None:
+        return
 
     async def close(self) -> None:
         return

@@ -43,7 +43,7 @@ class Succession:
         self.membership = Membership(host, mesh, keeper)
         self.membership.in_sync = lambda: shipping.synced
         self.membership.on_roster.append(self._turned)
-        self.membership.on_gone.append(supplying.gone)
+        self.membership.on_gone += [keeper.gone, supplying.gone]
         self.replicas = Replicas(
             host,
             mesh,

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from bench.ports import free_addresses
+from dataplane.errors import Unavailable
 from dataplane.launch.config import parse_address
 from dataplane.metadata.roster import Roster
 from dataplane.peer.etcd_keeper import EtcdKeeper
 from dataplane.transport.etcd import Kept
+from dataplane.wire.tables import Owner
 
 AUTHORITY_LEASE = 7
 
@@ -20,9 +22,11 @@ AUTHORITY_LEASE = 7
 class Dict:
     """As much of `transport.etcd.Etcd` as a keeper needs."""
 
-    def __init__(self, key: str, authority: str) -> None:
+    def __init__(self, key: str, authority: str, faster: str = "") -> None:
         self.kept = {key: Kept(authority.encode(), 1, 1, AUTHORITY_LEASE)}
         self.leases = AUTHORITY_LEASE
+        self.faster = faster
+        """who takes a key before whoever asks here for it"""
 
     async def get(self, key: str) -> Kept | None:
         return self.kept.get(key)
@@ -32,6 +36,8 @@ class Dict:
         return self.leases
 
     async def put_if(self, key: str, value: bytes, created: Any, changed: Any, lease: int) -> int:
+        if key not in self.kept and self.faster:
+            self.kept[key] = Kept(self.faster.encode(), 2, 2, lease + 1)
         if key in self.kept:
             return 0
         self.kept[key] = Kept(value, 2, 2, lease)
@@ -76,3 +82,34 @@ async def test_the_office_of_a_process_that_has_ended_is_taken_at_once(
     if server is not None:
         server.close()
         await server.wait_closed()
+
+
+async def test_who_comes_second_for_the_office_asks_the_first_from_then_on() -> None:
+    here, there, faster = free_addresses(3)
+    host: Any = SimpleNamespace(
+        address=here, plane="p", founding=(1, 1), now=asyncio.get_running_loop().time
+    )
+    keeper = EtcdKeeper(host, ["127.0.0.1:1"], lambda address: address == there)
+    await keeper.etcd.close()
+    etcd: Any = Dict(keeper._authority_key, there, faster)
+    keeper.etcd = etcd
+    office: Any = SimpleNamespace()
+    await keeper._look(office, host.now())
+    assert (keeper.address(), keeper.sure()) == (faster, False)
+
+
+async def test_an_authority_that_is_no_member_any_more_is_asked_no_more() -> None:
+    here, there = free_addresses(2)
+    host: Any = SimpleNamespace(
+        address=here, plane="p", founding=(1, 1), now=asyncio.get_running_loop().time
+    )
+    keeper = EtcdKeeper(host, ["127.0.0.1:1"], lambda address: False)
+    await keeper.etcd.close()
+    etcd: Any = Dict(keeper._authority_key, there)
+    keeper.etcd = etcd
+    office: Any = SimpleNamespace()
+    await keeper._look(office, host.now())
+    assert keeper.address() == there
+    keeper.gone(Owner(there, 1))
+    with pytest.raises(Unavailable):
+        keeper.address()

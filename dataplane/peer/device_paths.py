@@ -18,6 +18,7 @@ from dataplane.errors import DataplaneError, TransportMissing
 from dataplane.launch.transport import TransportChoice
 from dataplane.peer.device_sampling import DeviceSampling
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.paths import FAILURES, REQUIRED_S, RETRY_S
 from dataplane.peer.sampling import ROUNDS, TRY_S, Sampling, Trial
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
@@ -32,11 +33,6 @@ STAGED = "host arena"
 """The way that is always there: to the owner's host arena, and from there as all values."""
 FIRST_S = 5.0
 """How long a first read waits to know how the owner's devices are read; longer where it must."""
-REQUIRED_S = 15.0
-FAILURES = 3
-"""In a row, before a peer's devices are read by way of the host."""
-RETRY_S = (10.0, 600.0)
-"""Before what failed is tried again: at first, and at most after many."""
 
 
 @dataclass(slots=True)

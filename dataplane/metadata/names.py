@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from dataplane.errors import InvalidRows, LimitExceeded
@@ -76,6 +77,12 @@ def mint_many(shard: int, session: int, first: int, count: int) -> bytes:
 def key_shard(minted: bytes) -> int:
     """The shard in which a minted key lives."""
     return int.from_bytes(minted[:2], "big")
+
+
+def key_shards(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint16]:
+    """The same of a KEY column. Of a given name it is any number, mostly of no shard."""
+    shards = np.ascontiguousarray(keys).view(">u2").reshape(len(keys), -1)[:, 0]
+    return shards.astype(np.uint16)
 
 
 def is_minted(name: Name) -> bool:

@@ -34,6 +34,7 @@ from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.devices import Devices, memory_of
 from dataplane.peer.door import Door
 from dataplane.peer.finishing import Finishing
+from dataplane.peer.forgetting import Forgetting
 from dataplane.peer.gate import Gate
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
@@ -42,6 +43,7 @@ from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.naming import Naming
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
@@ -101,7 +103,9 @@ class Peer:
         self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
         self.shipping = Shipping(self.host, self.mesh, self.copying)
         self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
-        self.routing = Routing(self.host, self.mesh)
+        self.naming = Naming(self.host, self.mesh)
+        self.forgetting = Forgetting(self.host, self.naming)
+        self.routing = Routing(self.host, self.mesh, self.naming)
         self.leases = Leases()
         self.reading = Reading(
             self.host,
@@ -313,10 +317,10 @@ class Peer:
             self.room.pump()
         for groups, keys in enumerate(entry.store.unnamed()):
             if keys and not self.host.solo:
-                self.mesh.spawn(self.routing.forget(entry, keys, bool(groups)))
+                self.mesh.spawn(self.forgetting.forget(entry, keys, bool(groups)))
         forgotten = entry.store.forgotten()
         if forgotten and not self.host.solo:
-            self.mesh.spawn(self.routing.forget_dropped(entry, forgotten))
+            self.mesh.spawn(self.forgetting.forget_dropped(entry, forgotten))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)

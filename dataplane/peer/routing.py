@@ -22,14 +22,14 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
-from dataplane.metadata.names import hash_name, is_minted, key_shard
+from dataplane.metadata.names import hash_name, key_shard, key_shards
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.mesh import CALL_S, RETRY_S, Mesh
+from dataplane.peer.host import Entry, Host, call_deadline
+from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.naming import Naming, known_here, minted_among
 from dataplane.wire.limits import NO_GROUP, SHARDS
-from dataplane.wire.messages import Body, Done, Drop, Read
-from dataplane.wire.peering import Enter, Entered, Leave
-from dataplane.wire.records import KEY, U2, U4, column
+from dataplane.wire.messages import Drop, Read
+from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows
 
 NOWHERE = 0xFFFF
@@ -39,66 +39,10 @@ Routed = list[tuple[str, Index]]
 
 
 class Routing:
-    def __init__(self, host: Host, mesh: Mesh) -> None:
+    def __init__(self, host: Host, mesh: Mesh, naming: Naming) -> None:
         self.host = host
         self.mesh = mesh
-        mesh.handlers |= {Enter: self._enter, Leave: self._leave}
-
-    def _leave(self, caller: Caller, body: Leave) -> Body:
-        scope = 2 * body.generation + body.groups
-        self.host.directory.remove(scope, column(body.keys, KEY))
-        return Done()
-
-    async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
-        """Rows or groups with these given names are gone: the names leave the directory."""
-        keys = column(raw, KEY)
-        await self._forget(entry, keys, np.zeros(len(keys), bool), groups)
-
-    async def forget_dropped(self, entry: Entry, raw: bytes) -> None:
-        """Tombstones with these keys were pushed out: entries that lead here, to nothing, leave the
-        directory. A tombstone says no more whether it is of a row or a group."""
-        keys = column(raw, KEY)
-        for groups in (False, True):
-            while self.host.entries.get(entry.name) is entry:
-                roster = self.host.roster
-                try:
-                    here = await self._entered_here(entry, keys, groups)
-                except (StaleEpoch, Unavailable):
-                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
-                    continue
-                gone = keys[here & ~self._known_here(entry, keys, groups)]
-                await self._forget(entry, gone, np.zeros(len(gone), bool), groups)
-                break
-
-    async def _entered_here(
-        self, entry: Entry, keys: npt.NDArray[Any], groups: bool
-    ) -> npt.NDArray[np.bool_]:
-        """Which of these given names the directory has for a shard of this peer."""
-        shards = await self._ask(entry, keys, np.zeros(len(keys), bool), None, groups)
-        here: npt.NDArray[np.bool_] = np.isin(shards, self.host.roster.shards_of(self.host.address))
-        return here
-
-    async def _forget(
-        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool
-    ) -> None:
-        shards = self._kept_at(entry, keys, minted)
-        primary = self.host.roster.primary(shards)
-        for peer in np.unique(primary):
-            mine = primary == peer
-            body = Leave(entry.name, entry.generation, keys[mine].tobytes(), groups)
-            # They were looked up at one peer, and move to others one by one if at all.
-            at = functools.partial(self._address, int(shards[mine][0]))
-            await self.mesh.insist(at, body)
-
-    def _address(self, shard: int) -> str:
-        return self.host.roster.address(shard)
-
-    async def _enter(self, caller: Caller, body: Enter) -> Body:
-        await self.host.informed()
-        keys = column(body.keys, KEY)
-        scope = 2 * body.generation + body.groups  # a group and a row may have one name
-        shards = self.host.directory.enter(scope, keys, body.shard)
-        return Entered(shards.astype(U2).tobytes())
+        self.naming = naming
 
     def is_here(self, entry: Entry, rows: Rows) -> bool:
         """Whether a put of these rows surely concerns this peer alone, without asking any other:
@@ -114,8 +58,7 @@ class Routing:
             return True
         if rows.names is not None:
             return False
-        shards = new.view(">u2").reshape(len(new), -1)[:, 0]
-        primary = self.host.roster.primary(np.minimum(shards, SHARDS - 1))
+        primary = self.host.roster.primary(np.minimum(key_shards(new), SHARDS - 1))
         here = self.host.roster.members.index(self.host.address)
         if (primary != here).any():
             return False
@@ -159,14 +102,14 @@ class Routing:
         if self.host.solo:
             return [(self.host.address, np.arange(n))]
         keys = column(rows.keys, KEY)
-        minted = _minted(rows.names, n)
+        minted = minted_among(rows.names, n)
         shards = np.full(n, NOWHERE, np.uint16)
         grouped = np.zeros(n, bool)
         if rows.group_index:
             group_index = column(rows.group_index, U4, n)
             grouped = group_index != NO_GROUP
             group_keys = column(rows.group_keys, KEY)
-            names_minted = _minted(rows.group_names, len(group_keys))
+            names_minted = minted_among(rows.group_names, len(group_keys))
             of_group = await self._open(entry, shard, group_keys, names_minted, groups=True)
             shards[grouped] = of_group[group_index[grouped]]
             await self._tell_rows(
@@ -192,13 +135,13 @@ class Routing:
     ) -> None:
         roster = self.host.roster
         keys = column(raw, KEY)
-        minted = _minted(names, len(keys))
+        minted = minted_among(names, len(keys))
         own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
         at_home = roster.primary(np.minimum(own, SHARDS - 1)) == roster.primary(shard)
         asked = np.flatnonzero(~(minted & at_home))
         if not len(asked):
             return
-        entered = await self._ask(entry, keys[asked], minted[asked], shard, groups)
+        entered = await self.naming.ask(entry, keys[asked], minted[asked], shard, groups)
         others = int((roster.primary(entered) != roster.primary(shard)).sum())
         if others:
             raise PartitionConflict(
@@ -213,7 +156,7 @@ class Routing:
         n = rowset.count(rows)
         if self.host.solo:
             return [(self.host.address, np.arange(n))]
-        keys, minted = column(rows.keys, KEY), _minted(rows.names, n)
+        keys, minted = column(rows.keys, KEY), minted_among(rows.names, n)
         if shard is None:
             return self._by_peer(await self._look(entry, keys, minted))
         return self._by_peer(await self._open(entry, shard, keys, minted))
@@ -225,7 +168,7 @@ class Routing:
         if self.host.solo:
             return {self.host.address: groups}
         keys = np.array([np.void(hash_name(g)) for g in groups], KEY)
-        minted = _minted(groups, len(groups))
+        minted = minted_among(groups, len(groups))
         if shard is None:
             shards = await self._look(entry, keys, minted, groups=True)
         else:
@@ -244,18 +187,14 @@ class Routing:
         peers = np.unique(primary)
         return [(members[int(p)], np.flatnonzero(primary == p)) for p in peers]
 
-    def _known_here(self, entry: Entry, keys: npt.NDArray[Any], groups: bool) -> npt.NDArray[Any]:
-        known = entry.store.knows_groups if groups else entry.store.knows_rows
-        return known(keys.tobytes())
-
     async def _look(
         self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool = False
     ) -> npt.NDArray[Any]:
         """Shards of keys; NOWHERE for those of this peer's store and for unknown ones."""
         shards = np.full(len(keys), NOWHERE, np.uint16)
-        asked = np.flatnonzero(~self._known_here(entry, keys, groups))
+        asked = np.flatnonzero(~known_here(entry, keys, groups))
         if len(asked):
-            shards[asked] = await self._ask(entry, keys[asked], minted[asked], None, groups)
+            shards[asked] = await self.naming.ask(entry, keys[asked], minted[asked], None, groups)
             unsaid = asked[(shards[asked] == NOWHERE) & minted[asked]]
             shards[unsaid] = [key_shard(keys[i].tobytes()) for i in unsaid]
         return shards
@@ -270,10 +209,10 @@ class Routing:
     ) -> npt.NDArray[Any]:
         """Like `_look`, but new given names are entered for this shard."""
         shards = np.full(len(keys), NOWHERE, np.uint16)
-        unknown = ~self._known_here(entry, keys, groups)
+        unknown = ~known_here(entry, keys, groups)
         given = np.flatnonzero(unknown & ~minted)
         if len(given):
-            shards[given] = await self._ask(entry, keys[given], minted[given], shard, groups)
+            shards[given] = await self.naming.ask(entry, keys[given], minted[given], shard, groups)
         own = np.flatnonzero(unknown & minted)
         if len(own):
             shards[own] = await self._look(entry, keys[own], minted[own], groups)
@@ -283,7 +222,7 @@ class Routing:
         """Rows follow their group: enter keys whose own shard or entry would lead elsewhere."""
         roster = self.host.roster
         keys = column(rows.keys, KEY)
-        minted = _minted(rows.names, len(keys))
+        minted = minted_among(rows.names, len(keys))
         shards = np.where(shards == NOWHERE, self.shard(), shards)
         own = np.array([key_shard(k.tobytes()) for k in keys], np.uint16)
         stray = ~minted | (roster.primary(np.minimum(own, SHARDS - 1)) != roster.primary(shards))
@@ -291,7 +230,7 @@ class Routing:
         for shard in np.unique(shards[stray]):
             at = np.flatnonzero(stray & (shards == shard))
             while True:
-                entered = await self._ask(entry, keys[at], minted[at], int(shard), False)
+                entered = await self.naming.ask(entry, keys[at], minted[at], int(shard), False)
                 elsewhere = roster.primary(entered) != roster.primary(shards[at])
                 if not elsewhere.any():
                     break
@@ -310,7 +249,7 @@ class Routing:
         directory. RowsDropped, and InvalidRows where all are rows there."""
         names = await self._absent(entry, rows, shard)
         gone = np.array([np.void(hash_name(name)) for name in names], KEY)
-        await self._forget(entry, gone, _minted(names, len(names)), groups=False)
+        await self.naming.leave(entry, gone, minted_among(names, len(names)), groups=False)
 
     async def _drop_along(self, entry: Entry, rows: Rows, there: int, shard: int) -> None:
         """Whoever dropped names before they were moved from `there` did so where nobody looks any
@@ -328,7 +267,7 @@ class Routing:
                     break
             gone, rows = (rowset.take_rows(rows, np.flatnonzero(w)) for w in (dropped, ~dropped))
             body = Drop(entry.name, entry.generation, Rows(gone.keys, gone.names))
-            await self.mesh.insist(functools.partial(self._address, shard), body)
+            await self.mesh.insist(functools.partial(self.naming.address, shard), body)
         if refusal is not None:
             raise refusal
 
@@ -356,39 +295,3 @@ class Routing:
             f"{rowset.count(rows)} keys of this put are rows of another group already; "
             "a row stays in the group that it was first put in"
         )
-
-    async def _ask(
-        self,
-        entry: Entry,
-        keys: npt.NDArray[Any],
-        minted: npt.NDArray[Any],
-        shard: int | None,
-        groups: bool,
-    ) -> npt.NDArray[Any]:
-        """One message to each peer that keeps a part of the directory for these keys."""
-        roster = self.host.roster
-        primary = roster.primary(self._kept_at(entry, keys, minted))
-        shards = np.empty(len(keys), np.uint16)
-        for peer in np.unique(primary):
-            at = np.flatnonzero(primary == peer)
-            body = Enter(entry.name, entry.generation, keys[at].tobytes(), shard, groups)
-            reply: Entered = await self.mesh.call(
-                roster.members[int(peer)], body, epoch=roster.epoch
-            )
-            shards[at] = column(reply.shards, U2, len(at))
-        return shards
-
-    def _kept_at(
-        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any]
-    ) -> npt.NDArray[Any]:
-        """The shards whose peers keep the entries of these keys: a minted key's own, else by the
-        name's hash."""
-        kept = self.host.roster.directory_shards(entry.name, keys)
-        kept[minted] = [key_shard(k.tobytes()) % SHARDS for k in keys[minted]]
-        return kept
-
-
-def _minted(names: list[Name] | None, n: int) -> npt.NDArray[Any]:
-    if names is None:
-        return np.ones(n, bool)
-    return np.fromiter((is_minted(name) for name in names), bool, n)

@@ -16,6 +16,7 @@ from dataplane.metadata.names import hash_name
 from dataplane.metadata.roster import Roster
 from dataplane.peer.changes import Changes
 from dataplane.peer.host import Entry
+from dataplane.peer.naming import Naming
 from dataplane.peer.routing import Routing
 from dataplane.wire.messages import Body, Done, Drop, Dropped, Read
 from dataplane.wire.peering import Enter, Entered, Leave
@@ -82,7 +83,7 @@ def parts(others: Others) -> tuple[Entry, Routing, Changes]:
         return entry
 
     mesh: Any = others
-    routing = Routing(host, mesh)
+    routing = Routing(host, mesh, Naming(host, mesh))
     partitions: Any = SimpleNamespace(entry=found)
     nothing: Any = lambda *args: None  # noqa: E731
     return entry, routing, Changes(host, mesh, partitions, routing, nothing, nothing)

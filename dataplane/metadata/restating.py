@@ -12,6 +12,7 @@ import numpy as np
 
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import FREE
+from dataplane.metadata.names import key_shards
 from dataplane.metadata.roster import Roster
 from dataplane.metadata.state import State
 from dataplane.metadata.store import Store
@@ -47,21 +48,23 @@ def names_for(store: Store, roster: Roster, given: Array, address: str) -> Itera
     if not len(mine):
         return
     for groups in (False, True):
-        keys, named = _keys(store.state, groups)
+        keys, named, minted = _keys(store.state, groups)
         if not len(keys):
             continue
-        shards = roster.directory_shards(store.partition, keys)
-        own = np.minimum(keys.view(">u2").reshape(len(keys), -1)[:, 0], roster.shards - 1)
+        own = key_shards(keys)
+        shard = np.minimum(own, roster.shards - 1)
         # A minted key is looked for at its own shard; it is entered where that leads elsewhere.
-        shards = np.where(named, shards, own)
-        told = keys[given[shards] & (named | (roster.primary(own) != roster.primary(mine[0])))]
+        stray = minted & (own < roster.shards) & (roster.primary(shard) != roster.primary(mine[0]))
+        at_name = named & given[roster.directory_shards(store.partition, keys)]
+        told = keys[at_name | stray & given[shard]]
         for start in range(0, len(told), NAMES_PER_MESSAGE):
             some = np.ascontiguousarray(told[start : start + NAMES_PER_MESSAGE], KEY).tobytes()
             yield KnownNames(store.partition, store.generation, groups, int(mine[0]), some)
 
 
-def _keys(state: State, groups: bool) -> tuple[Array, Array]:
-    """(KEY of all rows, or groups, and of dropped ones; which of them have a given name)."""
+def _keys(state: State, groups: bool) -> tuple[Array, Array, Array]:
+    """(KEY of all rows, or groups, and of dropped ones; which of them may have a given name, and
+    which a minted one)."""
     if groups:
         ids, index, names = (
             (state.groups.phase != FREE).nonzero()[0],
@@ -74,6 +77,7 @@ def _keys(state: State, groups: bool) -> tuple[Array, Array]:
     # many do no harm, and it must be found.
     dropped = state.tombstones.keys()
     keys = np.concatenate([index.keys[ids], dropped])
-    named = np.ones(len(keys), np.bool_)
+    named, minted = np.ones((2, len(keys)), np.bool_)
     named[: len(ids)] = np.fromiter((id_ in names for id_ in ids.tolist()), np.bool_, len(ids))
-    return np.ascontiguousarray(keys).view(KEY).reshape(-1), named
+    minted[: len(ids)] = ~named[: len(ids)]
+    return np.ascontiguousarray(keys).view(KEY).reshape(-1), named, minted

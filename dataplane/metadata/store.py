@@ -375,6 +375,10 @@ class Store:
         known: Array = self._state.groups.index.find(pairs(keys)) >= 0
         return known
 
+    def has_dropped(self, keys: bytes) -> Array:
+        """Per key (KEY column), whether a row or group with it was dropped here."""
+        return self._state.tombstones.among(pairs(keys))
+
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
         return self._state.fields.packs(self._state.live(), owner)

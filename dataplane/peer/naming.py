@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.metadata.names import is_minted, key_shard
+from dataplane.metadata.names import is_minted, key_shard, key_shards
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.wire.limits import SHARDS
@@ -34,8 +34,22 @@ class Naming:
         await self.host.informed()
         keys = column(body.keys, KEY)
         scope = 2 * body.generation + body.groups  # a group and a row may have one name
+        if body.shard is not None and not body.groups:
+            self._enter_dropped(body, scope, keys)
         shards = self.host.directory.enter(scope, keys, body.shard)
         return Entered(shards.astype(U2).tobytes())
+
+    def _enter_dropped(self, body: Enter, scope: int, keys: npt.NDArray[Any]) -> None:
+        """Minted keys that were dropped before any row had them left tombstones here, where the
+        keys say: whoever puts such rows into a group of another peer is led to them."""
+        entry = self.host.entries.get(body.partition)
+        if entry is None or entry.generation != body.generation:
+            return
+        own = key_shards(keys)
+        here = np.isin(own, self.host.roster.shards_of(self.host.address))
+        dropped = here & entry.store.has_dropped(body.keys)
+        if dropped.any():
+            self.host.directory.enter(scope, keys[dropped], own[dropped])
 
     def _leave(self, caller: Caller, body: Leave) -> Body:
         scope = 2 * body.generation + body.groups

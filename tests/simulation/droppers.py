@@ -30,12 +30,13 @@ class Dropper(Role):
         return f"{producer.client.name}-{self.rng.randrange(producer.groups)}"
 
     def _rows(self) -> tuple[m.Drop, list[bytes]]:
-        """Some rows of a group. Of one that is not in only given keys are known to anybody else."""
+        """Some rows of a group. Minted keys are known once their client has made them, also to who
+        should not know them yet."""
         name = self._name()
         group = self.ledger.named.get(hash_name(name))
         count = self.rng.randint(1, GROUP_ROWS)
         names: list[Name] | None = [f"{name}-{i}" for i in range(count)]
-        if group is not None and group.names is None and group.acked:
+        if group is not None and group.names is None:
             keys, names = [row.key for row in group.rows[:count]], None
         else:
             keys = [hash_name(f"{name}-{i}") for i in range(count)]

@@ -1,8 +1,11 @@
-"""Types of options, for argparse: what is wrong is refused before anything starts."""
+"""Types of options, for argparse: what is wrong is refused before anything starts.
+
+So is what no machine can hold: a number of anything that is kept has an end (`up_to`), and the
+message says which and why.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
@@ -10,6 +13,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _DAY_S = 86_400.0
+_WEEK_MINUTES = 7 * 24 * 60.0
+_DIGITS = 18  # of a number, so that it fits 64 bits wherever it is kept
+_LEAST, _MOST = 1e-6, 1e9
+_MOST_BYTES = 1 << 50
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -27,9 +34,23 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 def count(text: str) -> int:
     """A number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.strip("0"):
         raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    if len(text) > _DIGITS:
+        raise ArgumentTypeError(f"{text!r} has more than {_DIGITS} digits")
     return int(text)
+
+
+def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Callable[[str], int]:
+    """As `parse` (or `count`), and no more than `most`. why: what there is no room or time for."""
+
+    def bounded(text: str) -> int:
+        value = (parse or count)(text)
+        if value > most:
+            raise ArgumentTypeError(f"{value} is more than {most:,}: {why}")
+        return value
+
+    return bounded
 
 
 def whole(text: str) -> int:
@@ -40,9 +61,11 @@ def whole(text: str) -> int:
 def size(text: str) -> int:
     """Bytes: `512MiB`, `1GiB`, or a number."""
     match = re.fullmatch(r"(\d+)(|KiB|MiB|GiB)", text)
-    if not match or not int(match[1]):
+    if not match or not match[1].strip("0"):
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 1GiB")
-    return int(match[1]) * _UNITS[match[2]]
+    if len(match[1]) > _DIGITS or (nbytes := int(match[1]) * _UNITS[match[2]]) > _MOST_BYTES:
+        raise ArgumentTypeError(f"{text!r} is more than {_MOST_BYTES >> 30:,}GiB")
+    return nbytes
 
 
 def seconds(text: str) -> float:
@@ -53,11 +76,19 @@ def seconds(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
-    """More than 0."""
+def minutes(text: str) -> float:
+    """A time: more than 0, a week at most."""
     value = _number(text)
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= _WEEK_MINUTES:
+        raise ArgumentTypeError(f"{text!r} is not a number of minutes such as 10, a week at most")
+    return value
+
+
+def positive(text: str) -> float:
+    """More than 0, and neither so small nor so large that no clock could count with it."""
+    value = _number(text)
+    if not _LEAST <= value <= _MOST:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0, from {_LEAST:g} to {_MOST:g}")
     return value
 
 
@@ -71,14 +102,6 @@ def share(text: str) -> float:
     value = _number(text)
     if not 0 <= value < 1:
         raise ArgumentTypeError(f"{text!r} is not a share such as 0.1")
-    return value
-
-
-def speed(text: str) -> float:
-    """A speed-up: more than 0."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"{text!r} is not a speed-up such as 1 or 20")
     return value
 
 

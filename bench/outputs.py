@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,23 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as exc:
         raise NotWritten(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` when the body is done. A body that breaks
+    off leaves nothing behind. Raises NotWritten."""
+    special = path.exists() and not path.is_file()  # a pipe or a device has no place to take
+    partial = path if special else path.with_name(f"{path.name}.part")
+    try:
+        yield partial
+        if not special:
+            partial.replace(path)
+    except OSError as exc:
+        raise NotWritten(f"{path} cannot be written: {exc.strerror or exc}") from exc
+    finally:
+        if not special:
+            partial.unlink(missing_ok=True)
 
 
 def _try(path: Path) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import gpu, machine, outputs, report, transports
-from bench.options import count, names
+from bench import bounds, gpu, machine, outputs, report, transports
+from bench.options import names
 
 
 def register(commands: Any) -> None:
     perf = commands.add_parser("perf", help="the hot path against this machine's ceilings")
-    perf.add_argument("--rounds", type=count, default=5, help="medians are taken over these")
+    perf.add_argument(
+        "--rounds", type=bounds.rounds, default=5, help="medians are taken over these"
+    )
     perf.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
     perf.add_argument(
         "--transports",

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, outputs, page, report
-from bench.options import count, names, seconds, share, size, speed, whole
+from bench import bounds, machine, outputs, page, report
+from bench.options import names, positive, seconds, share, size, whole
 from bench.planes import PLANES
 from bench.run import Settings, execute, variants
 from bench.traces import TASKS, load
@@ -36,23 +36,25 @@ def register(commands: Any) -> None:
         help="Parquet of `trace`, or PolyTrace's own: the lengths and times of this task",
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
-    run.add_argument("--hosts", type=count, default=2, help="hosts that share no memory")
+    run.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts that share no memory")
     run.add_argument(
-        "--prompts", type=count, default=None, help="groups in a step; 16, or what a file has"
+        "--prompts", type=bounds.prompts, help="groups in a step; 16, or what a file has"
     )
-    run.add_argument("--steps", type=count, default=1)
+    run.add_argument("--steps", type=bounds.steps, default=1)
     run.add_argument(
         "--staleness",
-        type=whole,
+        type=bounds.staleness,
         default=0,
         help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
     )
     run.add_argument("--seed", type=whole, default=0)
-    run.add_argument("--trainers", type=count, default=2, help="trainer ranks")
-    run.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of each trainer")
+    run.add_argument("--trainers", type=bounds.trainers, default=2, help="trainer ranks")
+    run.add_argument(
+        "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer"
+    )
     run.add_argument(
         "--pace",
-        type=speed,
+        type=positive,
         default=0.0,
         help="replay recorded times this many times as fast; default: wait for none of them",
     )
@@ -101,6 +103,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     runs: list[dict[str, Any]] = []
     described = machine.describe()
     prompts = options.prompts or _prompts(options)
+    bounds.check(options.hosts, options.trainers, options.tp, prompts, options.steps)
     several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
     for trace, columns, dedup in several:
         settings = Settings(

@@ -19,9 +19,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, outputs, page
+from bench import bounds, machine, outputs, page
 from bench.machine import memory_bytes
-from bench.options import count, names, seconds, several, size, whole
+from bench.options import names, seconds, several, size, whole
 from bench.planes import PLANES
 from bench.report import progress
 from bench.run import Progress, Settings, execute
@@ -114,9 +114,11 @@ def register(commands: Any) -> None:
     parser.add_argument("--trace", choices=TASKS, default="video")
     planes = names(PLANES)
     parser.add_argument("--planes", type=planes, default=_PLANES)
-    parser.add_argument("--prompts", type=several(count), default=[4, 8, 16], help="4,8,16")
-    parser.add_argument("--hosts", type=count, default=2)
-    parser.add_argument("--trainers", type=count, default=2)
+    parser.add_argument(
+        "--prompts", type=several(bounds.prompts), default=[4, 8, 16], help="4,8,16"
+    )
+    parser.add_argument("--hosts", type=bounds.hosts, default=2)
+    parser.add_argument("--trainers", type=bounds.trainers, default=2)
     parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--least", type=size, default=_LEAST, help="no less is tried")
     parser.add_argument(
@@ -136,6 +138,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     A plane that is not installed is in the report, and no failure.
     """
     console = Console()
+    bounds.check(options.hosts, options.trainers, 1, max(options.prompts), 1)
     settings = Settings(
         trace=options.trace,
         planes=options.planes,

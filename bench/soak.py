@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 
 from bench import machine, outputs
-from bench.options import positive
+from bench.options import minutes
 
 STEP_ROWS = 200
 GROUP = 4
@@ -183,7 +183,7 @@ def _line(one: Sample) -> str:
 
 def register(commands: Any) -> None:
     command = commands.add_parser("soak", help="steady load, and whether anything grows")
-    command.add_argument("--minutes", type=positive, default=5.0)
+    command.add_argument("--minutes", type=minutes, default=5.0)
     command.add_argument("--json", type=outputs.output, default=None, help="write the outcome here")
     command.set_defaults(perform=perform)
 

@@ -24,7 +24,8 @@ import psutil
 import zmq
 
 import dataplane
-from bench.options import count, whole
+from bench import bounds
+from bench.options import whole
 from dataplane.launch import config, rundir
 from dataplane.peer.gate import Gate
 from dataplane.transport.bulk_frames import CHALLENGE_BYTES, Join, Joined, decode_from_owner, encode
@@ -269,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.strangers")
     parser.add_argument("--name", help="the peer (default: the only one of this host)")
     parser.add_argument("--plane", help="the plane's name (default: uid and job id)")
-    parser.add_argument("--count", type=count, default=100_000, help="frames at each door")
+    parser.add_argument("--count", type=bounds.frames, default=100_000, help="frames at each door")
     parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args(argv)
     outcome = attack(Target.find(options.name, options.plane), options.count, options.seed)

@@ -7,23 +7,31 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, outputs, report
+from bench import bounds, machine, outputs, report
 from bench.compare import measure, table
 from bench.compare.contenders import CONTENDERS
-from bench.options import count, names, several, size, whole
+from bench.options import names, several, size, up_to, whole
 
 
 def register(commands: Any) -> None:
     """Add the command to the bench's parser."""
     defaults = measure.Settings()
+    sizes = up_to(machine.memory_bytes() // 8, "a plane and its clients hold several copies", size)
+    singles = up_to(1_000_000, "each is put and got by itself", whole)
+    rows = up_to(65_536, "each is an array of its own in every field")
+    hosts = up_to(8, "each is a peer or a Ray node of this machine")
     parser = commands.add_parser("compare", help="one batch through dataplane and other planes")
     parser.add_argument("--planes", type=names(CONTENDERS), default=defaults.planes)
-    parser.add_argument("--sizes", type=several(size), default=defaults.sizes, help="64MiB,512MiB")
-    parser.add_argument("--hosts", type=several(count), default=defaults.hosts, help="1,2")
-    parser.add_argument("--rows", type=count, default=defaults.rows, help="in a batch")
-    parser.add_argument("--rounds", type=count, default=defaults.rounds, help="new processes each")
-    parser.add_argument("--repeats", type=count, default=defaults.repeats, help="in a round")
-    parser.add_argument("--singles", type=whole, default=defaults.singles, help="rows one by one")
+    parser.add_argument("--sizes", type=several(sizes), default=defaults.sizes, help="64MiB,512MiB")
+    parser.add_argument("--hosts", type=several(hosts), default=defaults.hosts, help="1,2")
+    parser.add_argument("--rows", type=rows, default=defaults.rows, help="in a batch")
+    parser.add_argument(
+        "--rounds", type=bounds.rounds, default=defaults.rounds, help="new processes each"
+    )
+    parser.add_argument(
+        "--repeats", type=bounds.rounds, default=defaults.repeats, help="in a round"
+    )
+    parser.add_argument("--singles", type=singles, default=defaults.singles, help="rows one by one")
     parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
     parser.set_defaults(perform=_compare)

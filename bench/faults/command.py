@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import machine, outputs
-from bench.options import count, names
+from bench import bounds, machine, outputs
+from bench.options import names, up_to
 
 SCENARIOS = (
     "killed_two_replicas",
@@ -32,8 +32,12 @@ SCENARIOS = (
 def register(commands: Any) -> None:
     faults = commands.add_parser("faults", help="damage to a plane of three peers")
     faults.add_argument("--only", type=names(SCENARIOS), default=SCENARIOS, metavar="NAME,…")
-    faults.add_argument("--seconds", type=count, default=60, help="of a slow consumer")
-    faults.add_argument("--frames", type=count, default=100_000, help="corrupt ones at each door")
+    faults.add_argument(
+        "--seconds", type=up_to(86_400, "a day"), default=60, help="of a slow consumer"
+    )
+    faults.add_argument(
+        "--frames", type=bounds.frames, default=100_000, help="corrupt ones at each door"
+    )
     faults.add_argument("--json", type=outputs.output, default=None, help="write the outcomes here")
     faults.set_defaults(perform=perform)
 

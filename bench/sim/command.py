@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, outputs, page
-from bench.options import count, several, speed
+from bench.bounds import TooMuch
+from bench.options import count, positive, several, up_to
 from bench.report import progress
 from bench.sim.cluster import Cluster, carry
 from bench.sim.costs import Costs
@@ -23,6 +24,8 @@ from bench.sim.runs import DESIGNS, Bar, Observer, RunFailed, check, paced
 from bench.traces import TASKS
 
 GOAL = 0.95
+_MOST_HOSTS = 16_384
+_MOST_GROUPS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,11 @@ def register(commands: Any) -> None:
     """Add `sim` to the command line."""
     parser = commands.add_parser("sim", help="a model of larger clusters, fitted and checked here")
     sizes = (8, 64, 512, 4096)
-    parser.add_argument("--hosts", type=several(count), default=sizes, help="8,64,512,4096")
+    hosts = up_to(_MOST_HOSTS, "4,096 take minutes, and more than as many times as long")
+    parser.add_argument("--hosts", type=several(hosts), default=sizes, help="8,64,512,4096")
     parser.add_argument("--trace", choices=TASKS, default="image", help="of the clusters")
     parser.add_argument("--groups", type=count, default=2, help="of each host of a cluster, a step")
-    parser.add_argument("--link", type=speed, default=200.0, help="of each host, Gbit/s")
+    parser.add_argument("--link", type=positive, default=200.0, help="of each host, Gbit/s")
     parser.add_argument("--quick", action="store_true", help="a few seconds: no figure to quote")
     parser.add_argument("--json", type=outputs.report, default=None, help="write the model here")
     parser.set_defaults(perform=perform)
@@ -66,6 +70,11 @@ def register(commands: Any) -> None:
 
 def perform(options: argparse.Namespace, command: str) -> int:
     """0 when everything ran, whatever accuracy came out; 1 when a run failed."""
+    if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
+        raise TooMuch(
+            f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, more "
+            f"than {_MOST_GROUPS:,}: the model holds them all; give less of --hosts or --groups"
+        )
     console = Console()
     size = _QUICK if options.quick else _FULL
     told: dict[str, Any] = {"machine": machine.describe(), "command": command}

@@ -8,20 +8,24 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.options import count, whole
+from bench.options import up_to, whole
 from bench.outputs import output
+from bench.report import progress
 from bench.traces import info, load, parquet
-from bench.traces.generator import generate
+from bench.traces.generator import MOST_PROMPTS, MOST_STEPS, drawn
 from bench.traces.parquet import TraceError
 from bench.traces.tasks import TASKS
 
 
 def register(commands: Any) -> None:
     """Add both commands to the command line."""
+    room = "a medium's content is known by one number, which has no room for more"
     make = commands.add_parser("trace", help="draw a trace and write it as Parquet")
     make.add_argument("task", choices=tuple(TASKS), metavar="TASK", help=", ".join(TASKS))
-    make.add_argument("--steps", type=count, default=1)
-    make.add_argument("--prompts", type=count, default=None, help="a step; default: the task's")
+    make.add_argument("--steps", type=up_to(MOST_STEPS, room), default=1)
+    make.add_argument(
+        "--prompts", type=up_to(MOST_PROMPTS, room), help="a step; default: the task's"
+    )
     make.add_argument("--seed", type=whole, default=0)
     make.add_argument("-o", "--output", type=output, required=True, metavar="FILE")
     make.set_defaults(perform=_trace)
@@ -32,11 +36,19 @@ def register(commands: Any) -> None:
 
 
 def _trace(options: argparse.Namespace, command: str) -> int:
-    task = TASKS[options.task]
-    prompts = generate(task, options.prompts or task.prompts, options.seed, options.steps)
-    parquet.write(options.output, task.name, options.seed, prompts)
-    rows = sum(len(prompt.samples) for prompt in prompts)
-    Console().print(f"{options.output}: {rows} rows, {len(prompts)} groups, {options.steps} steps")
+    task, console = TASKS[options.task], Console()
+    prompts = options.prompts or task.prompts
+    groups = options.steps * prompts
+    rows = groups * task.samples
+    with progress(console, f"trace of {task.name}") as bar:
+        parquet.write(
+            options.output,
+            task.name,
+            options.seed,
+            drawn(task, prompts, options.seed, options.steps),
+            lambda written: bar(written, rows),
+        )
+    console.print(f"{options.output}: {rows} rows, {groups} groups, {options.steps} steps")
     return 0
 
 

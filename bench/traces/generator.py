@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -18,22 +18,29 @@ from bench.traces.tasks import TOKEN_SECONDS, Images, Task, Tools
 
 _BLOCK_ROWS = 64  # that reward times are stated for
 _ROUND_SIDE = 0.6  # a grid's shorter side, at least, of the square's
-_REWARDS_STREAM = 1 << 32  # beyond every prompt's number
+# A medium's content is known by one number of 63 bits: of its step, its prompt and itself.
+_NUMBER_BITS, _MEDIUM_BITS = 32, 8
+MOST_PROMPTS = 1 << _NUMBER_BITS
+MOST_STEPS = 1 << 63 - _NUMBER_BITS - _MEDIUM_BITS
+_REWARDS_STREAM = MOST_PROMPTS  # beyond every prompt's number
 
 
 def generate(task: Task, prompts: int, seed: int, steps: int = 1) -> list[Prompt]:
     """`prompts` prompts of the task in each of `steps` steps, the same for the same seed."""
-    return [
-        draw(task, seed, step, step * prompts + number, number)
-        for step in range(steps)
-        for number in range(prompts)
-    ]
+    return list(drawn(task, prompts, seed, steps))
+
+
+def drawn(task: Task, prompts: int, seed: int, steps: int) -> Iterator[Prompt]:
+    """As `generate`, one after the other."""
+    for step in range(steps):
+        for number in range(prompts):
+            yield draw(task, seed, step, step * prompts + number, number)
 
 
 def draw(task: Task, seed: int, step: int, index: int, number: int) -> Prompt:
     """One prompt, the `number`-th of its step."""
     rng = np.random.default_rng((seed, task.number, number, step))
-    content = (step << 32 | number) << 8
+    content = (step << _NUMBER_BITS | number) << _MEDIUM_BITS
     tokens, media = _prompt(task, rng, content)
     lengths = _lengths(task, step, rng)
     rewards = _rewards(task, rng)

@@ -3,23 +3,27 @@
 Columns: step, group and sample (numbers; a group's number counts through all steps),
 prompt_tokens, response_tokens (tool texts included), turns (a list of tokens, seconds,
 tool_seconds, tool_tokens), media (a list of content id, grid in patches, shape of the raw frames),
-reward, reward_seconds. Written twice, a trace gives the same file.
+reward, reward_seconds. Written twice, a trace gives the same file. It is written as it is drawn, so
+its length is limited by the disk; read it is held whole, so there only so many rows are taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from bench.outputs import replacing
 from bench.traces.sample import Medium, Prompt, Sample, Turn
 from bench.traces.tasks import TASKS
 
 _FORMAT = b"1"
+_GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
+MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
 _TURN = pyarrow.struct(
     [
         ("tokens", pyarrow.int64()),
@@ -59,12 +63,26 @@ class TraceError(ValueError):
         self.line = line
 
 
-def write(path: Path, task: str, seed: int, prompts: Sequence[Prompt]) -> None:
-    """Write a trace. The folder must be there."""
+def write(
+    path: Path,
+    task: str,
+    seed: int,
+    prompts: Iterable[Prompt],
+    tick: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Write a trace; a file that was there is replaced once all is written. The folder must be
+    there. tick(rows): so many are written. Raises NotWritten."""
     metadata = {b"bench.trace": _FORMAT, b"task": task.encode(), b"seed": str(seed).encode()}
-    rows = [row for prompt in prompts for row in _rows(prompt)]
-    table = pyarrow.Table.from_pylist(rows, SCHEMA.with_metadata(metadata))
-    pyarrow.parquet.write_table(table, path, compression="zstd")
+    schema = SCHEMA.with_metadata(metadata)
+    with (
+        replacing(path) as partial,
+        pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as file,
+    ):
+        done, rows = 0, chain.from_iterable(map(_rows, prompts))
+        while held := list(islice(rows, _GROUP_ROWS)):
+            file.write_table(pyarrow.Table.from_pylist(held, schema))
+            done += len(held)
+            tick(done)
 
 
 def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
@@ -95,6 +113,9 @@ def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
 def read(path: Path) -> tuple[str, list[Prompt]]:
     """The task's name and the prompts. Raises TraceError for any other file."""
     try:
+        rows = pyarrow.parquet.read_metadata(path).num_rows
+        if rows > MOST_ROWS:
+            raise TraceError(path, f"its {rows} rows are more than {MOST_ROWS:,}, and all are held")
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as exc:  # damaged pages are an OSError
         raise TraceError(path, f"this is no Parquet file: {exc}") from exc

@@ -58,6 +58,15 @@ def test_every_command_refuses_before_it_measures(
     assert "'/dev/null' is no folder" in capsys.readouterr().err
 
 
+def test_a_file_that_breaks_off_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    path.write_text("of yesterday")
+    with pytest.raises(KeyboardInterrupt), outputs.replacing(path) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "of yesterday" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_disk_that_fills_up_ends_a_command_with_a_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

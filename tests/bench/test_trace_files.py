@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,32 @@ def test_the_same_seed_writes_the_same_file(tmp_path: Path) -> None:
     for path in files:
         assert main(["trace", "search", "--steps", "2", "--prompts", "3", "-o", str(path)]) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_trace_is_written_as_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_GROUP_ROWS", 20)
+    drawn, written = 0, list[tuple[int, int]]()
+
+    def one_by_one() -> Iterator[Prompt]:
+        nonlocal drawn
+        for prompt in generate(TASKS["math"], 10, seed=3):
+            drawn += 16
+            yield prompt
+
+    path = tmp_path / "t.parquet"
+    parquet.write(path, "math", 3, one_by_one(), lambda rows: written.append((rows, drawn)))
+    assert [rows for rows, _ in written] == [*range(20, 160, 20), 160]
+    assert all(ahead - rows < 16 for rows, ahead in written)
+    assert load([path], None) == ("math", generate(TASKS["math"], 10, seed=3))
+
+
+def test_a_trace_that_no_process_could_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet.write(tmp_path / "t.parquet", "math", 3, generate(TASKS["math"], 2, seed=3))
+    monkeypatch.setattr(parquet, "MOST_ROWS", 31)
+    with pytest.raises(TraceError, match="32 rows are more than 31"):
+        load([tmp_path / "t.parquet"], None)
 
 
 def test_trace_info_shows_the_distributions_and_a_plot(

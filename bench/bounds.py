@@ -1,0 +1,41 @@
+"""How much of anything a run on one machine may be asked for, and why no more.
+
+Every process of a run holds the whole trace, and the runner a digest of every value, so neither
+hosts nor rows may be as many as somebody can type. A cluster's size is the simulator's matter.
+"""
+
+from __future__ import annotations
+
+from bench.options import up_to, whole
+
+_PROCESSES = 512
+_GROUPS = 32_768
+_ROUNDS = 1_000
+
+hosts = up_to(64, "each is a service and three workers on this machine")
+trainers = up_to(64, "each is a process of this machine")
+ranks = up_to(64, "each is a process of this machine")
+prompts = up_to(_GROUPS, "every process of a run holds all its groups")
+steps = up_to(_GROUPS, "every process of a run holds the groups of all steps")
+staleness = up_to(64, "a controller holds the batch of every step that rollout is ahead", whole)
+rounds = up_to(_ROUNDS, "what each measured is kept until the end")
+frames = up_to(100_000_000, "a door takes some thousands a second")
+
+
+class TooMuch(ValueError):
+    """Options that are possible one by one, and together are more than a run may be."""
+
+
+def check(hosts: int, trainers: int, tp: int, prompts: int, steps: int) -> None:
+    """Raises TooMuch."""
+    if (processes := 4 * hosts + trainers * tp) > _PROCESSES:
+        raise TooMuch(
+            f"{hosts} hosts and {trainers} trainers of {tp} ranks are {processes} processes of "
+            f"this machine, more than {_PROCESSES}: ask `sim` about more, or give less of --hosts, "
+            "--trainers or --tp"
+        )
+    if (groups := prompts * steps) > _GROUPS:
+        raise TooMuch(
+            f"{steps} steps of {prompts} prompts are {groups} groups, more than {_GROUPS:,}: every "
+            "process of a run holds them all; give less of --steps or --prompts"
+        )

@@ -106,13 +106,23 @@ class Link:
 
     @staticmethod
     def open(context: Context, address: str, gate: Gate, broke: Callable[[Link], None]) -> Link:
-        """broke: told when the connection breaks. One that was never made does not break."""
-        socket = context.socket(zmq.DEALER)
-        tune(socket, address)
-        gate.secure_dealer(socket)
+        """broke: told when the connection breaks. One that was never made does not break.
+
+        LinkBroken where there is no descriptor left for it: one may be free a moment later.
+        """
+        try:
+            socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as exc:
+            raise _not_made(address, exc) from exc
         link = Link(address, socket)
-        socket.on_disconnect(lambda: broke(link))
-        socket.connect(address)
+        try:
+            tune(socket, address)
+            gate.secure_dealer(socket)
+            socket.on_disconnect(lambda: broke(link))
+            socket.connect(address)
+        except zmq.ZMQError as exc:
+            socket.close()
+            raise _not_made(address, exc) from exc
         socket.receive(link.received)
         return link
 
@@ -171,3 +181,11 @@ class Link:
     def _failure(why: Unavailable) -> Unavailable:
         """Each call gets an error of its own: it keeps the frames that it went through."""
         return type(why)(why.message, **why.details)
+
+
+def _not_made(address: str, exc: zmq.ZMQError) -> LinkBroken:
+    return LinkBroken(
+        f"no connection to {address} can be made: {exc}; where descriptors are short, raise the "
+        "limit of this peer (ulimit -n)",
+        address=address,
+    )

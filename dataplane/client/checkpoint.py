@@ -44,9 +44,10 @@ _ROSTERS = 3
 
 def path_of(directory: Any) -> Path:
     """The directory that a user named."""
-    if not isinstance(directory, str | os.PathLike):
+    given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(given, str) or "\0" in given:
         raise InvalidCall(f"{directory!r:.80} is no directory: give a path")
-    return Path(os.path.abspath(directory))
+    return Path(os.path.abspath(given))
 
 
 def filing(work: Callable[[], Any]) -> Offload:

@@ -55,9 +55,12 @@ def read_token(path: Path | str) -> Token:
         raise InvalidConfig(
             f"the token file {path} cannot be read: {exc.strerror}", path=str(path)
         ) from exc
-    with open(fd, "rb") as file:
+    try:
         _check_private(path, os.fstat(fd))
-        secret = file.read(MAX_TOKEN_BYTES + 1).strip()
+        with open(fd, "rb", closefd=False) as file:
+            secret = file.read(MAX_TOKEN_BYTES + 1).strip()
+    finally:
+        os.close(fd)
     if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
         raise InvalidConfig(
             f"the token in {path} must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes, it has "

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 65_536
+MIN_DESCRIPTORS = 40
+"""One of two peers has 34 before its first client comes, and 5 for each further peer. With fewer it
+would fail somewhere on its way, or wait for ever to be let in."""
 
 
 def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
@@ -49,9 +52,16 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
 def _allow_descriptors() -> None:
     """Each connection takes one, and the usual limit of 1,024 is for programs that use select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MAX_DESCRIPTORS:
-        most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or soft >= MAX_DESCRIPTORS:
+        return
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if most < MIN_DESCRIPTORS:
+        raise InvalidConfig(
+            f"a peer needs at least {MIN_DESCRIPTORS} file descriptors, and one more for each "
+            f"connection; this process may open {most}: raise the limit (ulimit -n)",
+            limit=most,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(

@@ -293,6 +293,11 @@ def test_a_directory_that_is_there_is_not_written_over(
         plane.restore(tmp_path / "nothing")
     with pytest.raises(CheckpointFailed):
         plane.checkpoint(tmp_path / "no" / "such" / "parent")
+    for no_path in (None, 7, b"bytes", "a\0b"):
+        with pytest.raises(dataplane.InvalidCall, match="give a path"):
+            plane.checkpoint(no_path)
+        with pytest.raises(dataplane.InvalidCall, match="give a path"):
+            plane.restore(no_path)
     (tmp_path / "empty").mkdir()
     plane.checkpoint(tmp_path / "empty")
     assert left_over(tmp_path) == ["empty"]

@@ -105,6 +105,7 @@ try:
     door.connect(sys.argv[1])
 except OSError as exc:
     sys.exit(type(exc).__name__)
+door.settimeout(20)
 sys.stdout.buffer.write(door.recv(65536) + door.recv(65536))
 """
 
@@ -119,6 +120,7 @@ def knock_as_nobody(path: Path) -> subprocess.CompletedProcess[bytes]:
 def test_another_user_gets_nothing_from_a_peer(cluster: Cluster) -> None:
     cluster.start("a")
     path = path_of(cluster)
+    assert path.stat().st_mode & 0o777 == 0o600
     for folder in (path.parent, cluster.run_dir):
         assert folder.stat().st_mode & 0o777 == 0o700
     assert knock_as_nobody(path).stderr.strip() == b"PermissionError"
@@ -205,6 +207,12 @@ def test_a_peer_without_descriptors_lets_others_in_when_some_are_free(
             guest.sock.close()
         cluster.connect("a").close()
         still_works(plane)
+
+
+def test_a_peer_says_at_once_that_it_may_open_too_few_files(run_dir: Path) -> None:
+    limited = ["bash", "-c", 'ulimit -n 30 && exec "$@"', "-", *peer_command("a")]
+    ended = subprocess.run(limited, capture_output=True, text=True)
+    assert ended.returncode == 2 and "ulimit -n" in ended.stderr
 
 
 def test_frames_are_small_until_the_handshake_is_over(cluster: Cluster, knock: Knock) -> None:

@@ -114,16 +114,25 @@ while True:
             looker.kill()
 
 
-def test_the_run_directory_is_private(run_dir: Path) -> None:
+def test_the_run_directory_is_private(run_dir: Path, tmp_path: Path) -> None:
     assert rundir.run_dir() == run_dir
     run_dir.chmod(0o755)
     with pytest.raises(InvalidConfig, match="0700"):
         rundir.run_dir()
     run_dir.chmod(0o700)
-    (run_dir / "p").symlink_to("/tmp")
-    with pytest.raises(InvalidConfig):
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (run_dir / "p").symlink_to(tmp_path / "mine")
+    with pytest.raises(InvalidConfig, match="must be a directory"):
         rundir.plane_dir("p")
     (run_dir / "p").unlink()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_run_directory_of_another_user_is_refused(run_dir: Path) -> None:
+    (run_dir / "p").mkdir(mode=0o700)
+    os.chown(run_dir / "p", 65534, 65534)
+    with pytest.raises(InvalidConfig, match="of uid 65534"):
+        rundir.plane_dir("p")
 
 
 def test_where_the_run_directory_is(run_dir: Path) -> None:

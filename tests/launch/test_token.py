@@ -75,8 +75,10 @@ def test_a_token_of_the_wrong_length_is_refused(file: Path, content: bytes) -> N
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(InvalidConfig, match="must be a file"):
-        read_token(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir(0o700)
+    for other in ("pipe", "directory"):
+        with pytest.raises(InvalidConfig, match="must be a file"):
+            read_token(tmp_path / other)
     with pytest.raises(InvalidConfig, match="cannot be read"):
         read_token(tmp_path / "missing")
 

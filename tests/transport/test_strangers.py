@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -87,7 +88,8 @@ async def connected(host: Any) -> AsyncIterator[tuple[Stranger, Greeting]]:
 def pull(host: Any, greeting: Greeting, pieces: np.ndarray, **changed: Any) -> bytearray:
     column = pieces.tobytes()
     nonce = changed.pop("nonce", nonce_of(greeting.challenge, 0))
-    ticket = issue(changed.pop("key", KEY), host.owner, 5_000, nonce, column)
+    expiry_ms = changed.pop("expiry_ms", 5_000)
+    ticket = issue(changed.pop("key", KEY), host.owner, expiry_ms, nonce, column)
     nbytes = changed.pop("nbytes", int(pieces["nbytes"].sum()) % 2**63)
     version = changed.pop("version", PROTOCOL_VERSION)
     return encode(Pull(version, ticket, changed.pop("column", column), nbytes))
@@ -209,6 +211,34 @@ async def test_forged_replayed_and_altered_tickets_are_refused(start_host: Start
     assert a.pins == 1
 
 
+async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: StartHost) -> None:
+    a = await start_host("a", 16 << 20)
+    a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
+    whole = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
+    async with joined(a) as (stranger, greeting):
+        room = stranger.writer.get_extra_info("socket")
+        room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # the bytes do not fit
+        stranger.writer.write(pull(a, greeting, whole, expiry_ms=300))
+        async with asyncio.timeout(20):
+            while not a.pins or a.held:
+                await asyncio.sleep(0.001)
+        with suppress(ConnectionError):
+            assert len(await stranger.reader.read(-1)) < MAX_PULL_BYTES
+    await still_serves(a, start_host)
+
+
+async def test_a_ticket_has_no_life_without_end_and_none_before_it(start_host: StartHost) -> None:
+    a = await start_host("a")
+    a.place(np.array([0]), np.array([4096]))
+    one = np.array([(0, 1, 0, 4096)], PIECE)
+    async with joined(a) as (stranger, greeting):
+        stranger.writer.write(pull(a, greeting, one, expiry_ms=2**62))
+        assert (await stranger.frame()).nbytes == 4096
+    async with joined(a) as (stranger, greeting):
+        stranger.writer.write(pull(a, greeting, one, expiry_ms=-(2**62)))
+        assert (await stranger.refusal()).code == "DeadlineExceeded"
+
+
 async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) -> None:
     a = await start_host("a")
     one = np.array([(0, 1, 0, 4096)], PIECE)
@@ -264,6 +294,18 @@ async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
         while a.held or not a.pins:
             await asyncio.sleep(0)
     await still_serves(a, start_host)
+
+
+def test_another_plane_roster_or_token_has_other_keys() -> None:
+    keys = {
+        plane_key("p", (1, 1), b"token"),
+        plane_key("q", (1, 1), b"token"),
+        plane_key("p", (2, 1), b"token"),
+        plane_key("p", (1, 1), b"other"),
+        plane_key("p", (1, 1)),
+        plane_key("p", (2, 1)),
+    }
+    assert len(keys) == 6
 
 
 def test_a_ticket_on_the_wire_has_the_documented_form() -> None:

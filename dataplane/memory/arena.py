@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dataplane.memory.extents import page_down
-from dataplane.memory.pages import MAP_UNIT_BYTES, populate
+from dataplane.memory.pages import MAP_UNIT_BYTES, populate, want_huge_pages
 
 _UNLIMITED_BYTES = 1 << 60
 """Cgroups v1 write "no limit" as a number near 2**63."""
@@ -35,6 +35,7 @@ class Arena:
         self._map = mmap.mmap(rw_fd, size_bytes)
         self.address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
         """Where the peer's own mapping begins."""
+        want_huge_pages(self.address, size_bytes)
         self.view = memoryview(self._map)
         self._mapped = threading.Lock()
         """held by whoever brings pages in: it must not end under him"""

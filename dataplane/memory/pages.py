@@ -12,6 +12,7 @@ import mmap
 import os
 
 _MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -42,7 +43,14 @@ def map_shared(fd: int, offset: int, length: int, *, writable: bool) -> int:
         error = _os_error("cannot keep a mapping from forks")
         _libc.munmap(address, length)
         raise error
+    want_huge_pages(address, length)
     return address
+
+
+def want_huge_pages(address: int, length: int) -> None:
+    """Of a shared mapping. The kernel gives them where its `shmem_enabled` says `advise`; else, and
+    where it has none at all, nothing changes."""
+    _libc.madvise(address, length, _MADV_HUGEPAGE)
 
 
 def unmap(address: int, length: int, pid: int) -> None:

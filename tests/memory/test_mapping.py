@@ -162,3 +162,18 @@ def test_pages_may_be_brought_in_by_another_thread(arena: Arena) -> None:
     assert told in ([True], [False])
     if told == [True]:
         assert os.fstat(arena.rw_fd).st_blocks * 512 == 2 * PAGE
+
+
+def test_every_mapping_asks_for_huge_pages(arena: Arena) -> None:
+    if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        pytest.skip("this kernel has no transparent huge pages")
+    reads, writes = ReadMap(arena.ro_fd, arena.size_bytes), WriteMaps(arena.rw_fd)
+    held = reads.base_array(reads.pin(1)), writes.view(0, PAGE)
+    flags, of_arena = [], False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if "-" in line.split()[0]:
+                of_arena = "memfd:test" in line
+            elif of_arena and line.startswith("VmFlags:"):
+                flags.append("hg" in line.split())
+    assert held and flags == [True, True, True]  # the peer's own, the reader's, the writer's

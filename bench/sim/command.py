@@ -1,10 +1,15 @@
-"""`python -m bench sim`: fit on small runs, predict larger ones, check, and carry to clusters."""
+"""`python -m bench sim`: fit on small runs, predict larger ones, check, and carry to clusters.
+
+Runs that are fitted on and runs that predictions are judged by take turns, so that both meet the
+same machine; a prediction knows nothing of the latter.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -20,10 +25,12 @@ from bench.report import progress
 from bench.sim.cluster import Cluster, carry
 from bench.sim.costs import Costs
 from bench.sim.fit import Seen, fit
-from bench.sim.runs import DESIGNS, Bar, Observer, RunFailed, check, paced
+from bench.sim.runs import DESIGNS, Bar, Observer, RunFailed, check, in_turn, paced
 from bench.traces import TASKS
 
 GOAL = 0.95
+Case = tuple[str, int, int]
+_FIT, _CHECK = "fit", "check"
 _MOST_HOSTS = 16_384
 _MOST_GROUPS = 65_536
 
@@ -32,8 +39,8 @@ _MOST_GROUPS = 65_536
 class Size:
     """How much is run: (trace, hosts, prompts) to fit on and to check with, and how often."""
 
-    fits: Sequence[tuple[str, int, int]]
-    checks: Sequence[tuple[str, int, int]]
+    fits: Sequence[Case]
+    checks: Sequence[Case]
     times: int
     steps: int
     step_s: float
@@ -97,29 +104,39 @@ def perform(options: argparse.Namespace, command: str) -> int:
 def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known."""
     cores, observer = machine.describe()["cores"], Observer(bar)
-    seen: dict[str, list[Seen]] = {plane: [] for plane in DESIGNS}
-    for trace, hosts, prompts in size.fits:
-        settings = paced(trace, hosts, prompts, size.steps, size.step_s)
-        for plane in DESIGNS:
-            seen[plane].append(observer.observe(settings, plane))
-    costs = {plane: fit(seen[plane], design, cores) for plane, design in DESIGNS.items()}
-    rivals = mean(each.others_cores() for runs in seen.values() for each in runs)
+    runs = _observe(size, observer)
+    seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
+    costs, rivals = fit(seen, DESIGNS, cores)
     yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
     cases: list[dict[str, Any]] = []
     fitted = {trace for trace, _, _ in size.fits}
-    for trace, hosts, prompts in size.checks:
-        settings = paced(trace, hosts, prompts, size.steps, size.step_s)
+    for told in size.checks:
+        settings = paced(*told, size.steps, size.step_s)
         for plane in DESIGNS:
-            runs = [observer.observe(settings, plane) for _ in range(size.times)]
-            case = check(settings, plane, costs[plane], cores, rivals, runs)
-            cases.append({**case, "trace_was_fitted": trace in fitted})
-            yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases)}
+            case = check(settings, plane, costs[plane], cores, rivals, runs[_CHECK, told, plane])
+            cases.append({**case, "trace_was_fitted": told[0] in fitted})
+    yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
     model: list[dict[str, Any]] = []
-    for result in carry(cluster, costs, factors):
-        model.append(result)
+    for hosts in cluster.sizes:
+        with bar(f"a model of {hosts} hosts"):
+            model += carry(replace(cluster, sizes=(hosts,)), costs, factors)
         yield {"assumed": assumed, "model": model}
+
+
+def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list[Seen]]:
+    """All runs, by what they are for, case and plane."""
+    fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
+    checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
+    order = in_turn(fits, checks * size.times)
+    runs: dict[tuple[str, Case, str], list[Seen]] = defaultdict(list)
+    for number, run in enumerate(order):
+        _, case, plane = run
+        settings = paced(*case, size.steps, size.step_s)
+        nth = f"run {number + 1} of {len(order)}"
+        runs[run].append(observer.observe(settings, plane, nth))
+    return runs
 
 
 def _accuracy(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From runs with one or two hosts to prices: processor seconds as sums of what was done.
 
 Processor seconds, not seconds on the clock: they hardly depend on who else wants the cores, so what
-is fitted here is what the model then makes compete for them.
+is fitted here is what the model then makes compete for them. What no processor takes, and how many
+strangers wait for each core that some got, is chosen by step times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from bench.sim.model import Design, Model
 from bench.sim.plan import Plan
 
 _SWEEPS = 3_000
-_DELAYS_S = tuple(n / 500 for n in range(33))
+_COARSE_S, _FINE_S, _MOST_DELAY_S = 0.008, 0.002, 0.064
+_PRESSURES = (1.0, 2.0, 4.0, 8.0)
+_QUIET_CORES = 0.1  # strangers who take less are not worth asking how many they are
 _ARENA = "arena of "
 
 
@@ -94,11 +97,35 @@ class Seen:
         return puts + 2 * self.claims()
 
 
-def fit(seen: Sequence[Seen], design: type[Design], cores: int) -> Costs:
-    """The costs of one design, from runs of it; the delays come last, from step times: that of
-    a hand-over where there is one host, that of a crossing where there are more."""
+def fit(
+    seen: Mapping[str, Sequence[Seen]], designs: Mapping[str, type[Design]], cores: int
+) -> tuple[dict[str, Costs], float]:
+    """The costs of each design, from runs of it, and the rivals that these runs had on average.
+
+    Strangers who got a core's worth of time may be one that always wants a core, or many who queue
+    for it: the same pressure for all runs, the one that explains their step times best.
+    """
+    prices = {name: priced(runs) for name, runs in seen.items()}
+    others = float(np.mean([each.others_cores() for runs in seen.values() for each in runs]))
+    pressures = _PRESSURES if others > _QUIET_CORES else _PRESSURES[:1]
+
+    def delayed(pressure: float) -> tuple[float, dict[str, Costs]]:
+        told = {
+            name: _delayed(prices[name], seen[name], designs[name], cores, pressure)
+            for name in prices
+        }
+        wrong = (_error(seen[name], told[name], designs[name], cores, pressure) for name in told)
+        return sum(wrong), told
+
+    tried = {pressure: delayed(pressure) for pressure in pressures}
+    best = min(tried, key=lambda pressure: tried[pressure][0])
+    return tried[best][1], best * others
+
+
+def priced(seen: Sequence[Seen]) -> Costs:
+    """The costs of one design but for its delays."""
     operation, crossing, moved, touched, idle = _service(seen)
-    costs = Costs(
+    return Costs(
         activities=_activities(seen),
         operation=operation,
         crossing=crossing,
@@ -107,11 +134,23 @@ def fit(seen: Sequence[Seen], design: type[Design], cores: int) -> Costs:
         idle=idle,
         watch=float(np.median([_watched(each) for each in seen])),
     )
+
+
+def _delayed(
+    costs: Costs, seen: Sequence[Seen], design: type[Design], cores: int, pressure: float
+) -> Costs:
+    """With the delays that step times ask for: that of a hand-over where there is one host, that
+    of a crossing where there are more."""
     alone = [each for each in seen if each.job.hosts == 1]
     several = [each for each in seen if each.job.hosts > 1]
     for name, runs in (("delay_s", alone or several), ("crossing_delay_s", several)):
-        tried = [msgspec.structs.replace(costs, **{name: delay}) for delay in _DELAYS_S]
-        costs = min(tried, key=lambda told: _error(runs, told, design, cores))
+        low, high = 0.0, _MOST_DELAY_S
+        for step in (_COARSE_S, _FINE_S):
+            delays = np.arange(low, high + step / 2, step)
+            tried = [msgspec.structs.replace(costs, **{name: float(delay)}) for delay in delays]
+            costs = min(tried, key=lambda told: _error(runs, told, design, cores, pressure))
+            best = getattr(costs, name)
+            low, high = max(0.0, best - _COARSE_S), min(best + _COARSE_S, _MOST_DELAY_S)
     return costs
 
 
@@ -179,10 +218,15 @@ def _watched(seen: Seen) -> float:
     return float(seen.run["cpu_seconds"]["runner"] / seen.run["seconds"] / count)
 
 
-def _error(seen: Sequence[Seen], costs: Costs, design: type[Design], cores: int) -> float:
+def _error(
+    seen: Sequence[Seen], costs: Costs, design: type[Design], cores: int, pressure: float
+) -> float:
     """The mean relative error over the runs that were fitted on."""
     errors = (
-        abs(predict(each.job, costs, design, cores, each.others_cores()) / each.step_s - 1)
+        abs(
+            predict(each.job, costs, design, cores, pressure * each.others_cores()) / each.step_s
+            - 1
+        )
         for each in seen
     )
     return sum(errors) / max(1, len(seen))

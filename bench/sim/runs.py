@@ -1,4 +1,4 @@
-"""Real runs, for the fit and for the check of what was predicted before them."""
+"""Real runs, for the fit and for the check of what it predicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.pace import ideal_seconds
 from bench.run import Progress, Settings, execute, job_of
@@ -19,6 +19,7 @@ from bench.sim.model import Design
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
 _TRIES = 2
 _TIMEOUT_S = 60.0  # a run takes some ten seconds
+T = TypeVar("T")
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
 
@@ -40,6 +41,13 @@ def paced(trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Se
     return replace(settings, pace=recorded / step_s)
 
 
+def in_turn(*runs: Sequence[T]) -> list[T]:
+    """All of them, each sequence spread evenly over the whole: what a machine is like for some
+    minutes meets what is fitted on and what is judged alike."""
+    placed = [((n + 0.5) / len(some), run) for some in runs for n, run in enumerate(some)]
+    return [run for _, run in sorted(placed, key=lambda pair: pair[0])]
+
+
 class Observer:
     """Makes real runs. One that fails is made once more, and both are in the report."""
 
@@ -47,15 +55,15 @@ class Observer:
         self._bar = bar
         self.failed: list[str] = []  # what went wrong in runs that were made again
 
-    def observe(self, settings: Settings, plane: str) -> Seen:
+    def observe(self, settings: Settings, plane: str, nth: str) -> Seen:
         """A run, with dedup, so that both designs are compared at their best.
 
-        Raises RunFailed when the second one fails too.
+        nth: which of how many, for those who wait. Raises RunFailed when the second one fails too.
         """
         several = "s" if settings.hosts > 1 else ""
         label = f"{settings.trace} / {plane}, {settings.hosts} host{several}"
         for _ in range(_TRIES):
-            with self._bar(label) as shown:
+            with self._bar(f"{label} ({nth})") as shown:
                 run = execute(settings, plane, True, shown)
             if run["status"] == "ok":
                 return Seen(job_of(settings, True, ""), run)
@@ -71,7 +79,8 @@ def check(
     rivals: float,
     runs: Sequence[Seen],
 ) -> dict[str, Any]:
-    """What the model says beside what these runs took. `rivals`: as many as during the fit."""
+    """What the model says beside what these runs took, of which it knows nothing. `rivals`: as many
+    as the runs had that it was fitted on."""
     job = job_of(settings, True, "")
     predicted = predict(job, costs, DESIGNS[plane], cores, rivals)
     seen = [run.step_s for run in runs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace as replace_place
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from bench.planes.base import Job
 from bench.sim.central import Central
 from bench.sim.costs import Costs, Place, Price, Work
 from bench.sim.decentral import Decentral, Pages
-from bench.sim.fit import Seen, least_squares
+from bench.sim.fit import Seen, fit, least_squares
 from bench.sim.model import Design, Model, Outcome
 from bench.sim.plan import Plan
+from bench.sim.runs import in_turn
 from bench.sim.share import Shared
 
 PER_BYTE = Price(once=1e-3, text_byte=1e-9, media_byte=1e-9)
@@ -146,6 +148,42 @@ def test_what_crossed_and_what_was_touched_is_read_from_a_run() -> None:
     )
     assert seen.crossings() == 24 * 3 / 4
     assert seen.touched_bytes() == (9 - 5) + (4 - 3)
+
+
+def test_runs_of_two_kinds_take_turns_over_the_whole() -> None:
+    assert in_turn("abcd", "xy") == ["a", "x", "b", "c", "y", "d"]
+    assert in_turn("", "xy") == ["x", "y"]
+
+
+def as_run(told: Job, prices: Costs, rivals: float, others: float) -> Seen:
+    """What a run would have told, had it gone as the model says beside so many rivals."""
+    beside = replace_place(ONE_MACHINE, rivals=rivals)
+    ends = run(told, Central, beside, prices).step_ends
+    controller = {"controller": {"cpu_seconds": {"controller": 0.0}}}
+    cpu_seconds = {"runner": 0.0, "machine": others * ends[-1]}
+    return Seen(
+        told,
+        {
+            "plane": "controller",
+            "step_ends": ends,
+            "seconds": ends[-1],
+            "latency_ms": {},
+            "workers": controller,
+            "cpu_seconds": cpu_seconds,
+            "bytes_moved": 0,
+        },
+    )
+
+
+def test_strangers_press_as_hard_as_step_times_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    dear = costs(Price(once=0.05), 0.0, 0.0)
+    monkeypatch.setattr("bench.sim.fit.priced", lambda seen: dear)
+    told = [job(hosts=hosts, trainers=hosts, prompts=6) for hosts in (1, 2)]
+    for rivals, others, expected in ((6.0, 1.5, 6.0), (0.0, 0.01, 0.01)):
+        seen = [as_run(each, dear, rivals, others) for each in told]
+        found, pressing = fit({"controller": seen}, {"controller": Central}, 2)
+        assert pressing == pytest.approx(expected)
+        assert found["controller"].delay_s == found["controller"].crossing_delay_s == 0.0
 
 
 def test_a_price_is_of_a_time_its_rows_and_its_bytes() -> None:

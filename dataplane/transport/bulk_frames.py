@@ -22,8 +22,11 @@ MAX_JOIN_FRAME_BYTES = 4_096
 """For frames of whoever has not yet proved to be of the plane."""
 MAX_PULL_FRAME_BYTES = 1 << 20
 MAX_PULL_ITEMS = 16_384
-MAX_PULL_BYTES = 8 << 20
-"""The most that one `Pull` may ask for: small requests wait behind no more than this."""
+MAX_PULL_BYTES = 32 << 20
+"""The most that one `Pull` may ask for. Each costs both sides 3 ms of processor time, whatever its
+size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its connections."""
+LEAST_PULL_BYTES = 8 << 20
+"""What every owner takes in one `Pull`, those of earlier releases too."""
 MAX_HOLD_BYTES = 64 << 20
 """The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
 MAX_CARD_BYTES = 64 << 10

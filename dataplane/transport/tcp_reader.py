@@ -25,6 +25,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.transport.bulk_frames import (
+    LEAST_PULL_BYTES,
     MAX_PULL_BYTES,
     MAX_PULL_FRAME_BYTES,
     MAX_PULL_ITEMS,
@@ -62,11 +63,11 @@ class Job:
         self.request = request
         self.gone = np.zeros(len(request.copies), bool)
         self.nbytes = 0
-        slices = deque(cut(request.copies, MAX_PULL_BYTES, MAX_PULL_ITEMS))
-        self._left = slices
-        self.slices = len(slices)
-        small = sum(part.nbytes for part in slices) <= SMALL_LANE_BYTES
-        self.lane: Lane = "small" if small else "large"
+        total = int(request.copies["nbytes"].sum())
+        each = min(max(-(-total // RUNS_PER_JOB), LEAST_PULL_BYTES), MAX_PULL_BYTES)
+        self._left = deque(cut(request.copies, each, MAX_PULL_ITEMS))
+        self.slices = len(self._left)
+        self.lane: Lane = "small" if total <= SMALL_LANE_BYTES else "large"
         self._streams: set[BulkStream] = set()
         self._lock = threading.Lock()
         self._error: DataplaneError | None = None
@@ -75,9 +76,26 @@ class Job:
     def stopped(self) -> bool:
         return self._error is not None
 
-    def next(self) -> Slice | None:
+    def next(self, max_bytes: int = MAX_PULL_BYTES) -> Slice | None:
+        """The next slice, as much of it as an owner takes at once that told this limit."""
         with self._lock:
-            return self._left.popleft() if self._left and not self._error else None
+            if not self._left or self._error:
+                return None
+            part = self._left.popleft()
+        return self.within(part, max_bytes)
+
+    def within(self, part: Slice, max_bytes: int) -> Slice:
+        """As much of the slice as an owner takes at once that told this limit; the rest is next."""
+        most = max(max_bytes, LEAST_PULL_BYTES)
+        if part.nbytes <= most:
+            return part
+        first, *rest = (
+            Slice(part.index[some.index], some.copies, some.nbytes)
+            for some in cut(part.copies, most, MAX_PULL_ITEMS)
+        )
+        with self._lock:
+            self._left.extendleft(reversed(rest))
+        return first
 
     def watch(self, stream: BulkStream) -> None:
         with self._lock:
@@ -173,11 +191,13 @@ class RangeReader:
         """Slices one after another on one connection; the one to repeat if it was closed idle."""
         connection = self._connections.borrow(address, job.lane, job.request.deadline, job)
         answered, clean = connection.sequence > 0, False
+        most = connection.greeting.max_bytes
         try:
+            part = job.within(part, most)
             self._ask(connection, part, job)
             while (answer := self._answer(connection, job)) is not None:
                 answered = True
-                following = job.next()
+                following = job.next(most)
                 # Asked before the bytes are taken, so that the owner never waits for the reader.
                 early = following is not None and len(following.copies) <= EARLY_ITEMS
                 if following is not None and early:

@@ -158,6 +158,7 @@ def test_the_limits_are_those_in_force() -> None:
             "MAX_PULL_FRAME_BYTES",
             "MAX_PULL_ITEMS",
             "MAX_PULL_BYTES",
+            "LEAST_PULL_BYTES",
             "MAX_HOLD_BYTES",
             "MAX_CARD_BYTES",
             "CHALLENGE_BYTES",

@@ -282,7 +282,7 @@ async def test_idle_connections_make_room_for_new_ones(start_host: StartHost) ->
 async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
     start_host: StartHost,
 ) -> None:
-    a = await start_host("a", 16 << 20)
+    a = await start_host("a", MAX_PULL_BYTES)
     a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
     pieces = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):

@@ -64,9 +64,10 @@ class Converting(Selection):
     ) -> Any:
         """As `dataplane.Batch.torch`; on a GPU the copy is done when this returns."""
         direct = self._handle.session.direct
+        where = convert.place_named(device)
         return await self._converted(
             [field],
-            lambda: convert.to_torch_there(self[field], layout, padding, view, device, direct),
+            lambda: convert.to_torch_there(self[field], layout, padding, view, where, direct),
         )
 
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:

@@ -92,6 +92,14 @@ def to_torch(
     return torch.nested.nested_tensor_from_jagged(_tensor(rows).to(device), offsets)
 
 
+def place_named(device: str) -> str:
+    """The GPU that `cuda` means in this thread, by its number: in another it may mean another."""
+    torch: Any = sys.modules.get("torch")
+    if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
+        return device
+    return f"cuda:{torch.cuda.current_device()}"
+
+
 def to_torch_there(
     column: ColumnView,
     layout: Layout,

@@ -98,7 +98,8 @@ def _joined(
 
 def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
     """A view of the entry, which keeps the pin."""
-    plain = torch.as_tensor(column[row], device="cuda")
+    # By its number: another GPU may be the current one of this thread, and would get a copy.
+    plain = torch.as_tensor(column[row], device=f"cuda:{column.device_number(row)}")
     dtype = column.dtype_at(row)
     if dtype.isbuiltin == 1:
         return plain

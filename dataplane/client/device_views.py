@@ -101,6 +101,10 @@ class DeviceColumn(ColumnView):
             return None
         return self._devices.at(int(self._there["offset"][0])).device.kind
 
+    def device_number(self, row: int) -> int:
+        """Of the device that has an entry, or gets a copy of it: by which libraries call it."""
+        return self._devices.at(int(self._there["offset"][row])).device.number
+
     def dtype_at(self, row: int) -> np.dtype[Any]:
         """Of an entry on a device, also where that has no such dtype."""
         return self._form(int(self._there["spec"][row])).dtype

@@ -8,6 +8,8 @@ is asked for, never before.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,10 +134,13 @@ class CudaDevice(Device):
             return self._of_torch(value, sys.modules["torch"])
         if hasattr(value, "__cuda_array_interface__"):
             return self._of_interface(value)
-        if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
-            import cupy
+        if hasattr(value, "__dlpack_device__"):
+            kind, number = value.__dlpack_device__()
+            if (int(kind), int(number)) == (_DLPACK_CUDA, self.number):
+                import cupy
 
-            return self._of_interface(cupy.from_dlpack(value))
+                with self._current():
+                    return self._of_interface(cupy.from_dlpack(value))
         return None
 
     def _of_torch(self, value: Any, torch: Any) -> Located | None:
@@ -161,8 +166,9 @@ class CudaDevice(Device):
         if told.get("strides") is not None:
             import cupy
 
-            value = cupy.ascontiguousarray(cupy.asarray(value))
-            told = value.__cuda_array_interface__
+            with self._current():  # cupy copies on the current GPU, and on its stream of that one
+                value = cupy.ascontiguousarray(cupy.asarray(value))
+                told = value.__cuda_array_interface__
             address = int(told["data"][0])
         return Located(address, dtype, tuple(told["shape"]), told.get("stream") or 0, value)
 
@@ -202,7 +208,8 @@ class CudaDevice(Device):
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """This GPU is the thread's, and the one before is again afterwards."""
+        """This GPU is the thread's, and the one before is again afterwards, if it is in use: a new
+        thread's is the first, of which it may want nothing."""
         with self._said():
             before = self._runtime.getDevice()
             try:
@@ -210,7 +217,7 @@ class CudaDevice(Device):
                     self._runtime.setDevice(self.number)
                 yield
             finally:
-                if before != self.number:
+                if before != self.number and _in_use(before):
                     self._runtime.setDevice(before)
 
 
@@ -294,6 +301,26 @@ def _typestr(dtype: np.dtype[Any]) -> str:
     """As the array interface names it: integers of the same width for what it does not know."""
     plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
     return dtype.str if plain else f"<u{dtype.itemsize}"
+
+
+def _in_use(number: int) -> bool:
+    """Whether this process has a context on that GPU. `setDevice` makes one where there is none,
+    which takes hundreds of MB there: of the first GPU, in each process that works with another.
+    True where the driver does not tell."""
+    driver = _driver()
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(number)):
+        return True
+    told = ctypes.byref(flags), ctypes.byref(active)
+    return bool(driver.cuDevicePrimaryCtxGetState(device, *told) or active.value)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _runtime() -> Any:

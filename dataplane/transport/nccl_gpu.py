@@ -66,16 +66,24 @@ class _GpuRank(Communicator):
 
     def _move(self, stretches: Stretches, sends: bool) -> None:
         self._device.bind()
+        try:
+            self._ask_for(stretches, sends)
+            while not self._stream.done and self._is_well():
+                time.sleep(POLL_S)
+        except BaseException:
+            self._break()  # else what was asked for before the error goes on
+            raise
+        finally:
+            if self._broken:
+                self._stream.synchronize()  # NCCL's kernels end when their communicator is aborted
+
+    def _ask_for(self, stretches: Stretches, sends: bool) -> None:
         ask = self._rank.send if sends else self._rank.recv
         for first in range(0, len(stretches), GROUP_PIECES):
             self._nccl.groupStart()
             for address, nbytes in stretches[first : first + GROUP_PIECES]:
                 ask(address, nbytes, self._nccl.NCCL_UINT8, self._other, self._stream.ptr)
             self._nccl.groupEnd()
-        while not self._stream.done and self._is_well():
-            time.sleep(POLL_S)
-        if self.aborted:
-            self._stream.synchronize()  # NCCL's kernels end when their communicator is aborted
 
     def _is_well(self) -> bool:
         """Not after `_break`, which frees what is asked here."""

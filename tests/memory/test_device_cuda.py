@@ -82,6 +82,14 @@ def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
     assert runtime.current == 0
 
 
+def test_no_gpu_is_made_current_again_that_this_process_does_not_use(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cuda, "_in_use", lambda number: False)
+    CudaDevice(1).allocate(8192)
+    assert runtime.current == 1
+
+
 def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
     runtime: Runtime,
 ) -> None:

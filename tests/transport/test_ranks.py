@@ -1,12 +1,18 @@
-"""The twin's ranks, which stand for NCCL's where there is no GPU."""
+"""The twin's ranks, which stand for NCCL's where there is no GPU, and NCCL's over a library
+that only takes notes."""
 
 from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dataplane.errors import TransferFailed
-from dataplane.transport.communicators import HostRanks, joined
+from dataplane.transport.communicators import HostRanks, joined, wait
+from dataplane.transport.nccl_gpu import _GpuRank
 from tests.transport.ranks import check_abort, check_given_up, check_order, nothing, pair_of
 
 
@@ -25,3 +31,39 @@ def test_a_join_is_given_up_when_nobody_needs_it_and_a_rank_that_is_gone_is_said
     check_given_up(ranks)
     with pytest.raises(TransferFailed, match="does not join"):
         joined(ranks, b"\0dataplane-nobody", 1, nothing)
+
+
+def test_a_rank_of_nccls_that_fails_is_aborted_and_its_gpu_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Stream:
+        ptr, done = 7, False
+
+        def __init__(self, non_blocking: bool) -> None: ...
+
+        def synchronize(self) -> None:
+            done.append("synchronized")
+
+    class Rank:
+        def send(self, *asked: int) -> None:
+            done.append("asked")
+
+        def check_async_error(self) -> None:
+            raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+        def abort(self) -> None:
+            done.append("aborted")
+
+    cuda = SimpleNamespace(Stream=Stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    nccl = SimpleNamespace(groupStart=nothing, groupEnd=nothing, NCCL_UINT8=1)
+    device: Any = SimpleNamespace(bind=nothing)
+    rank = _GpuRank(nccl, device, Rank(), 0)
+    rank.send([(64, 8)])
+    with pytest.raises(TransferFailed, match="NCCL_ERROR_SYSTEM_ERROR"):
+        wait(rank, nothing)
+    assert done == ["asked", "aborted", "synchronized"]
+    rank.abort()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.client.convert import to_numpy, to_torch
+from dataplane.client.convert import place_named, to_numpy, to_torch
 from dataplane.errors import InvalidValue
 
 DTYPES = [
@@ -176,3 +176,18 @@ def test_a_device_is_where_torch_puts_it(arena: Any) -> None:
 def test_bfloat16_is_read_by_numpy_too(arena: Any) -> None:
     values = to_numpy(arena.view(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16)))
     assert values.dtype.name == "bfloat16" and values.astype(float).tolist() == [[1.5], [2.5]]
+
+
+def test_cuda_is_the_gpu_of_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [place_named(device) for device in ("cpu", "cuda", "cuda:1")] == [
+        "cpu",
+        "cuda",
+        "cuda:1",
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert [place_named(device) for device in ("cpu", "cuda", "cuda:1")] == [
+        "cpu",
+        "cuda:3",
+        "cuda:1",
+    ]

@@ -1,7 +1,15 @@
-"""Names whose rows or groups are gone leave the directory."""
+"""Names whose rows or groups are gone leave the directory.
+
+In two steps, because a put that was led to a row before it was freed makes it anew where it was: if
+the name had left meanwhile, another put could give it to a second row elsewhere. Between the steps
+lies longer than any put is under way; a name that was asked for, or is here again, stays.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,20 +17,67 @@ import numpy.typing as npt
 
 from dataplane.errors import StaleEpoch, Unavailable
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.mesh import RETRY_S
-from dataplane.peer.naming import Naming, known_here
+from dataplane.peer.mesh import CALL_S, RETRY_S, Mesh
+from dataplane.peer.naming import DUE, EXPECTED, Naming, known_here
 from dataplane.wire.records import KEY, column
+
+STAYS_S = 2 * CALL_S
+"""From one step to the other: longer than a put is under way after its look."""
+MAX_WAITING = 65_536
+"""Names that wait for the second step; the first of more than that take it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Freed:
+    partition: str
+    generation: int
+    groups: bool
+    keys: npt.NDArray[Any]
+    due: float
 
 
 class Forgetting:
-    def __init__(self, host: Host, naming: Naming) -> None:
+    def __init__(self, host: Host, mesh: Mesh, naming: Naming) -> None:
         self.host = host
+        self.mesh = mesh
         self.naming = naming
+        self._waiting: deque[_Freed] = deque()
+        self._count = 0
+        self._task: asyncio.Task[object] | None = None
 
     async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
-        """Rows or groups with these given names are gone: the names leave the directory."""
+        """Rows or groups with these given names were freed."""
         keys = column(raw, KEY)
-        await self.naming.leave(entry, keys, np.zeros(len(keys), bool), groups)
+        await self.naming.leave(entry, keys, np.zeros(len(keys), bool), groups, EXPECTED)
+        due = self.host.now() + STAYS_S
+        self._waiting.append(_Freed(entry.name, entry.generation, groups, keys, due))
+        self._count += len(keys)
+        while self._count > MAX_WAITING:
+            await self._let_go_first()
+        if self._task is None or self._task.done():
+            self._task = self.mesh.spawn(self._let_go())
+
+    async def _let_go(self) -> None:
+        """The second step, for as long as any wait for it."""
+        while self._waiting:
+            early_s = self._waiting[0].due - self.host.now()
+            if early_s > 0:
+                await asyncio.sleep(early_s)
+            else:
+                await self._let_go_first()
+
+    async def _let_go_first(self) -> None:
+        freed = self._waiting.popleft()
+        self._count -= len(freed.keys)
+        entry = self.host.entries.get(freed.partition)
+        # Whoever took this peer's shards over knows what is there again.
+        serves = len(self.host.roster.shards_of(self.host.address))
+        if entry is None or entry.generation != freed.generation or not serves:
+            return
+        keys = freed.keys[~known_here(entry, freed.keys, freed.groups)]
+        if len(keys):
+            given = np.zeros(len(keys), bool)
+            await self.naming.leave(entry, keys, given, freed.groups, DUE)
 
     async def forget_dropped(self, entry: Entry, raw: bytes) -> None:
         """Tombstones with these keys were pushed out: entries that lead here, to nothing, leave the

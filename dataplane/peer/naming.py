@@ -21,6 +21,9 @@ from dataplane.wire.peering import Enter, Entered, Leave
 from dataplane.wire.records import KEY, U2, column
 from dataplane.wire.tables import Name
 
+AT_ONCE, EXPECTED, DUE = 0, 1, 2
+"""`Leave.step`"""
+
 
 class Naming:
     def __init__(self, host: Host, mesh: Mesh) -> None:
@@ -52,8 +55,10 @@ class Naming:
             self.host.directory.enter(scope, keys[dropped], own[dropped])
 
     def _leave(self, caller: Caller, body: Leave) -> Body:
-        scope = 2 * body.generation + body.groups
-        self.host.directory.remove(scope, column(body.keys, KEY))
+        directory = self.host.directory
+        steps = {EXPECTED: directory.expect_leave, DUE: directory.leave}
+        carry_out = steps.get(body.step, directory.remove)
+        carry_out(2 * body.generation + body.groups, column(body.keys, KEY))
         return Done()
 
     # asked for
@@ -90,14 +95,19 @@ class Naming:
         return kept
 
     async def leave(
-        self, entry: Entry, keys: npt.NDArray[Any], minted: npt.NDArray[Any], groups: bool
+        self,
+        entry: Entry,
+        keys: npt.NDArray[Any],
+        minted: npt.NDArray[Any],
+        groups: bool,
+        step: int = AT_ONCE,
     ) -> None:
-        """They lead nowhere any more. Until all who keep them have heard it."""
+        """They leave the directory. Until all who keep them have heard it."""
         shards = self._kept_at(entry, keys, minted)
         primary = self.host.roster.primary(shards)
         for peer in np.unique(primary):
             mine = primary == peer
-            body = Leave(entry.name, entry.generation, keys[mine].tobytes(), groups)
+            body = Leave(entry.name, entry.generation, keys[mine].tobytes(), groups, step)
             # They were looked up at one peer, and move to others one by one if at all.
             at = functools.partial(self.address, int(shards[mine][0]))
             await self.mesh.insist(at, body)

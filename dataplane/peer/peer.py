@@ -104,7 +104,7 @@ class Peer:
         self.shipping = Shipping(self.host, self.mesh, self.copying)
         self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
         self.naming = Naming(self.host, self.mesh)
-        self.forgetting = Forgetting(self.host, self.naming)
+        self.forgetting = Forgetting(self.host, self.mesh, self.naming)
         self.routing = Routing(self.host, self.mesh, self.naming)
         self.leases = Leases()
         self.reading = Reading(

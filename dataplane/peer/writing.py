@@ -80,6 +80,7 @@ class Writing:
                 opens = not self._continues(session, entry, body.rows)
                 nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
                 await self.grants.budgets.before_putting(session, entry, nbytes, opens)
+                place = _Placed(self.host, look)  # names may have left the directory meanwhile
             committed = self._commit_put(session, entry, body)
         caller = caller_of(self.host, request, session)
         stored: list[Index] = []

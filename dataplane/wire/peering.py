@@ -82,12 +82,16 @@ class Entered(Body, tag=102):
 
 
 class Leave(Body, tag=122):
-    """Names whose rows (or groups) were freed: they may be given again, to any shard."""
+    """Names whose rows (or groups) are gone: they may be given again, to any shard.
+
+    step: 1, they were freed just now; 2, a while ago: those that nobody has entered since step 1
+    leave; 0: all leave at once."""
 
     partition: str
     generation: int
     keys: bytes
     groups: bool
+    step: int = 0
 
 
 class AddStage(Body, tag=103):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 
 from dataplane.errors import RowsDropped
 from dataplane.metadata.directory import Directory
+from dataplane.metadata.index import pairs
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.names import format_minted_many, hash_name, mint_many
 from dataplane.metadata.restating import names_for
 from dataplane.metadata.roster import Roster
+from dataplane.peer import forgetting
 from dataplane.peer.changes import Changes
+from dataplane.peer.forgetting import Forgetting
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.naming import Naming
 from dataplane.peer.routing import Routing
@@ -45,6 +49,9 @@ class Mesh:
         outcome = self.peers[address].mesh.handlers[type(body)](self.caller, body)
         return outcome if isinstance(outcome, Body) else await outcome
 
+    def spawn(self, work: Any) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work)
+
     async def insist(self, find: Any, body: Body) -> Any:
         return await self.call(find(), body)
 
@@ -54,10 +61,11 @@ class Peer:
         self.mesh: Any = Mesh(peers, address)
         self.entry = Entry("p", 1, DEFINITION, JournaledStore("p", DEFINITION, 1))
         self.host: Any = SimpleNamespace(
-            address=address, roster=ROSTER, solo=False, now=lambda: 0.0, incarnation=1,
+            address=address, roster=ROSTER, solo=False, now=time.monotonic, incarnation=1,
             unanswered={}, directory=Directory(), entries={"p": self.entry}, informed=self._at_once,
         )  # fmt: skip
         self.naming = Naming(self.host, self.mesh)
+        self.forgetting = Forgetting(self.host, self.mesh, self.naming)
         self.routing = Routing(self.host, self.mesh, self.naming)
         partitions: Any = SimpleNamespace(entry=self._entry)
         nothing: Any = lambda *args: None  # noqa: E731
@@ -85,6 +93,14 @@ class Peer:
         """As a client of this host does."""
         for address, _ in await self.routing.place(self.entry, self.routing.shard(), rows):
             self.mesh.peers[address].put_here(rows)
+
+    async def free(self, rows: Rows) -> None:
+        """All stages have acked them."""
+        state = self.entry.store.state
+        state.remove_rows(state.index.find(pairs(rows.keys)))
+        for groups, keys in enumerate(self.entry.store.unnamed()):
+            if keys:
+                await self.forgetting.forget(self.entry, keys, bool(groups))
 
     async def drop(self, rows: Rows) -> None:
         session: Any = SimpleNamespace(id=7)
@@ -133,3 +149,55 @@ def test_a_new_keeper_of_names_hears_of_minted_keys_that_were_dropped_elsewhere(
     keys = b"".join(asyncio.run(story()))
     entered = {keys[at : at + 16] for at in range(0, len(keys), 16)}
     assert {MINTED[at : at + 16] for at in range(0, 48, 16)} <= entered
+
+
+NAMED = Rows(hash_name("k") + hash_name("l"), ["k", "l"])
+
+
+def test_a_put_on_its_way_while_its_rows_are_freed_makes_no_rows_that_nobody_finds() -> None:
+    async def story() -> None:
+        here, there = two_peers()
+        await there.put(NAMED)
+        ((led_to, _),) = await here.routing.place(here.entry, here.routing.shard(), NAMED)
+        assert led_to == THERE
+        await there.free(NAMED)
+        there.put_here(NAMED)
+        await here.put(NAMED)
+        assert (here.has(NAMED), there.has(NAMED)) == ([False] * 2, [True] * 2)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_names_of_freed_rows_leave_unless_they_were_asked_for_since(
+    asked_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "STAYS_S", 0.0)
+
+    async def story() -> list[str]:
+        here, there = two_peers()
+        await there.put(NAMED)
+        await there.free(NAMED)
+        if asked_for:
+            await here.routing.place(here.entry, here.routing.shard(), NAMED)
+        await there.forgetting._let_go()
+        await here.put(NAMED)
+        return [peer.host.address for peer in (here, there) if all(peer.has(NAMED))]
+
+    assert asyncio.run(story()) == [THERE if asked_for else HERE]
+
+
+def test_only_so_many_freed_names_wait_to_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgetting, "MAX_WAITING", 3)
+
+    async def story() -> None:
+        here, there = two_peers()
+        one, other = Rows(hash_name("m") + hash_name("n"), ["m", "n"]), NAMED
+        for rows in (one, other):
+            await there.put(rows)
+            await there.free(rows)
+        await here.put(one)
+        await here.put(other)
+        assert (all(here.has(one)), all(there.has(other))) == (True, True)
+
+    asyncio.run(story())

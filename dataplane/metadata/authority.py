@@ -14,9 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import LimitExceeded
-from dataplane.metadata.roster import MINT_SHARDS, NO_BACKUP, Roster, buddy, proposed
+from dataplane.metadata.roster import (
+    MAX_TAKEOVERS,
+    MINT_SHARDS,
+    NO_BACKUP,
+    Roster,
+    buddy,
+    proposed,
+)
 from dataplane.wire.limits import MAX_MEMBERS
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, Takeover
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +205,7 @@ class Authority:
             backups=renumber[backups],
             leaving=roster.leaving - {address},
         )
-        self._publish(self._with_backups(without))
+        self._publish(self._with_backups(self._taken_over(address, without)))
 
     def _retire(self) -> None:
         """Whoever leaves hands its shards over when its backup is in sync, and it has done itself
@@ -210,7 +217,8 @@ class Authority:
                 if address not in self._ready:
                     continue
                 log.info("%s leaves: %s takes its shards over", address, backup)
-                self._publish(self._with_backups(self._moved(address, backup)))
+                moved = self._taken_over(address, self._moved(address, backup))
+                self._publish(self._with_backups(moved))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):
                 log.info("%s has left", address)
                 self._remove(address)
@@ -221,6 +229,16 @@ class Authority:
         primaries[mine] = self.roster.members.index(backup)
         backups[mine] = NO_BACKUP
         return dataclasses.replace(self.roster, primaries=primaries, backups=backups)
+
+    def _taken_over(self, address: str, then: Roster) -> Roster:
+        """It tells as well whose a member's shards are, with what they hold."""
+        owner = next((o for o in self.roster.owners if o.peer == address), None)
+        heir = then.heir_of(self.roster, owner) if owner is not None else None
+        if owner is None or heir is None or heir == owner:
+            return then
+        one = Takeover(owner, heir, self._number + 1)
+        takeovers = (*then.takeovers, one)[-MAX_TAKEOVERS:]
+        return dataclasses.replace(then, takeovers=takeovers)
 
     def _is_clear(self, address: str) -> bool:
         others = {owner.peer for owner in self.roster.owners} - {address}

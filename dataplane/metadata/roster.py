@@ -17,11 +17,13 @@ import xxhash
 
 from dataplane.errors import RosterMismatch
 from dataplane.wire.limits import MAX_MEMBERS, SHARDS
-from dataplane.wire.tables import Owner, RosterTable
+from dataplane.wire.tables import Owner, RosterTable, Takeover
 
 NO_BACKUP = 0xFFFF
 MINT_SHARDS = 16
 """A client mints keys for at most so many shards."""
+MAX_TAKEOVERS = 64
+"""So many a roster tells again: more than happen while a peer is cut off and not called lost."""
 
 U2Column = npt.NDArray[np.uint16]
 Flags = npt.NDArray[np.bool_]
@@ -51,7 +53,7 @@ class Roster:
     """members: addresses in order, the first keeps the roster. incarnations: the process of each
     member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
     backup has all that the primary answered for. minted: rows may lie in the shard. leaving: those
-    that hand over what they have."""
+    that hand over what they have. takeovers: the last MAX_TAKEOVERS."""
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -61,6 +63,7 @@ class Roster:
     in_sync: Flags
     minted: Flags
     leaving: frozenset[str] = frozenset()
+    takeovers: tuple[Takeover, ...] = ()
 
     @staticmethod
     def from_seeds(seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True) -> Roster:
@@ -106,7 +109,8 @@ class Roster:
         ):
             raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
-        return Roster(members, incarnations, table.epoch, *columns, leaving)
+        takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
+        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers)
 
     @property
     def table(self) -> RosterTable:
@@ -120,6 +124,7 @@ class Roster:
             np.packbits(self.in_sync).tobytes(),
             np.packbits(self.minted).tobytes(),
             sorted(self.leaving),
+            list(self.takeovers),
         )
 
     def __repr__(self) -> str:

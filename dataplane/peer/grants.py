@@ -282,12 +282,10 @@ class Grants:
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:
         """Did `origin` have what this one had, or take over from it before it was lost as well? Or
         was the sender given that by a roster which is no later than its first one?"""
-        heirs = self.host.heirs
         if owner == body.origin:
             return True
-        while owner in heirs:
-            given_at, owner = self.host.inherited_at[owner], heirs[owner]
-            if owner == (sender if body.began else body.origin):
+        for given_at, heir in self.host.heirs.after(owner):
+            if heir == (sender if body.began else body.origin):
                 return not body.began or given_at <= body.began
         return False
 

@@ -22,6 +22,7 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
 from dataplane.metadata.copies import Copies
 from dataplane.metadata.directory import Directory
+from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
@@ -100,10 +101,7 @@ class Host:
     directory: Directory
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
-    heirs: dict[Owner, Owner] = field(default_factory=dict)
-    """peers whose shards another took over, and who did"""
-    inherited_at: dict[Owner, int] = field(default_factory=dict)
-    """number of the roster that said so"""
+    heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""
@@ -165,13 +163,11 @@ class Host:
 
     def heir(self, owner: Owner) -> Owner:
         """Who serves what this peer's shards held: itself, or who took them over."""
-        while owner in self.heirs:
-            owner = self.heirs[owner]
-        return owner
+        return self.heirs.heir(owner)
 
     def serving(self, owner: Owner) -> str | None:
         """The address of who serves what this peer's shards held; None where all of it is lost."""
-        heir = self.heir(owner)
+        heir = self.heirs.heir(owner)
         return heir.peer if self.roster.has(heir) else None
 
     def turn(self, roster: Roster) -> None:

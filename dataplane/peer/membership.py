@@ -208,12 +208,7 @@ class Membership:
             return
         self._admitted |= self.host.owner in new.owners
         gone = [owner for owner in old.owners if not new.has(owner)]
-        for owner in old.owners:
-            heir = new.heir_of(old, owner)
-            if heir != owner:
-                self.host.heirs[owner] = heir
-                self.host.inherited_at[owner] = new.epoch[1]
-                self.host.heirs.pop(heir, None)  # it serves again, whoever took over from it
+        self.host.heirs.follow(old, new)
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)
         for tell in self.on_roster:

@@ -67,12 +67,21 @@ class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
 
 
+class Takeover(msgspec.Struct, array_like=True, frozen=True):
+    """From the roster with this number on, `heir` serves what the shards of `owner` held."""
+
+    owner: Owner
+    heir: Owner
+    number: int
+
+
 class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     """A roster: see `metadata.roster`.
 
     incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
     primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync, minted: one bit a
     shard, the first shard in the highest bit. leaving: members that hand over what they have.
+    takeovers: the last ones, for whoever missed the roster of one.
     """
 
     members: list[str]
@@ -83,6 +92,7 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     in_sync: bytes
     minted: bytes
     leaving: list[str] = []
+    takeovers: list[Takeover] = []
 
 
 class Column(msgspec.Struct, array_like=True):

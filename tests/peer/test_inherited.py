@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
+from dataplane.metadata.authority import Authority
+from dataplane.metadata.heirs import Heirs
+from dataplane.metadata.roster import Roster
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller
 from dataplane.wire.records import EXTENT
 from dataplane.wire.rosters import Inherited
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, Takeover
 
 LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
 TOLD_AT = 8
@@ -35,13 +40,20 @@ def lent_ranges(**host: Any) -> tuple[Grants, Any]:
     return grants, ranges
 
 
+def heirs(*takeovers: Takeover) -> Heirs:
+    """As an owner knows them to whom these were told."""
+    first = Roster.from_seeds([])
+    known = Heirs()
+    known.follow(first, dataclasses.replace(first, takeovers=takeovers))
+    return known
+
+
 @pytest.mark.parametrize(("began", "kept"), [(TOLD_AT, 0), (TOLD_AT + 1, 0), (TOLD_AT - 1, 2)])
 def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
     began: int, kept: int
 ) -> None:
-    heirs = {LOST: BETWEEN, BETWEEN: HEIR}
-    at = {LOST: TOLD_AT - 4, BETWEEN: TOLD_AT}
-    grants, ranges = lent_ranges(heirs=heirs, inherited_at=at)
+    taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, HEIR, TOLD_AT)]
+    grants, ranges = lent_ranges(heirs=heirs(*taken))
     told = Inherited(Owner(HEIR.peer, 0), b"", b"", began)
     grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
@@ -49,8 +61,48 @@ def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
 
 
 def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
-    grants, ranges = lent_ranges(heirs={LOST: HEIR}, inherited_at={LOST: TOLD_AT})
+    grants, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     told = Inherited(LOST, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
     grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     assert grants.host.space.alive(ranges).tolist() == [True, False]
     assert grants.lent.holders() == [HEIR]
+
+
+def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:
+    """Before, between and after; who was lost, who took over and was lost as well, and the heir."""
+    seeds = [f"tcp://10.0.0.{n}:7101" for n in range(1, 6)]
+    made = Authority(Roster.from_seeds(seeds), 77, keeper=seeds[0])
+    for number, seed in enumerate(seeds, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+
+    def sync() -> Roster:
+        for owner in made.roster.owners:
+            made.beat(owner, made.roster.epoch, synced=True)
+        return made.roster
+
+    before = sync()
+    lost = before.owners[1]
+    made.lost(lost)
+    between = made.roster.heir_of(before, lost)
+    middle = sync()
+    made.lost(between)
+    after = made.roster
+    return before, middle, after, lost, between, after.heir_of(before, lost)
+
+
+@pytest.mark.parametrize("misses_one", [False, True])
+def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
+    misses_one: bool,
+) -> None:
+    before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
+    known = Heirs()
+    seen = [before, after] if misses_one else [before, middle, after]
+    for old, new in pairwise(seen):
+        known.follow(old, new)
+    grants, ranges = lent_ranges(heirs=known)
+    grants.lent.lost(LOST)
+    grants.lent.lend(lost, ranges)
+    told = Inherited(between, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
+    grants.inherited(Caller(heir.peer, heir.incarnation), told)
+    assert grants.host.space.alive(ranges).tolist() == [True, False]
+    assert grants.lent.holders() == [heir]

@@ -31,6 +31,7 @@ SHARED = {
         "Owner",
         "PoolHandle",
         "RosterTable",
+        "Takeover",
         "Column",
         "Rows",
         "Table",

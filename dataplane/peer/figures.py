@@ -202,7 +202,11 @@ def _rows(peer: Peer) -> Iterator[Family]:
         "dataplane_tombstones", "Dropped rows remembered.", sum(s.tombstones for s in stores)
     )
     names_here = len(peer.host.directory)
-    yield gauge("dataplane_directory_names", "Given names entered here.", names_here)
+    yield gauge(
+        "dataplane_directory_names",
+        "Given names entered here, without those that are about to leave.",
+        names_here,
+    )
     help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
     yield counter("dataplane_lost_rows", help, peer.host.lost_rows)
 

@@ -26,7 +26,7 @@ from dataplane.metadata.names import hash_name, key_shard, key_shards
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
-from dataplane.peer.naming import Naming, known_here, minted_among
+from dataplane.peer.naming import DUE, Naming, known_here, minted_among
 from dataplane.wire.limits import NO_GROUP, SHARDS
 from dataplane.wire.messages import Drop, Read
 from dataplane.wire.records import KEY, U4, column
@@ -141,6 +141,8 @@ class Routing:
         asked = np.flatnonzero(~(minted & at_home))
         if not len(asked):
             return
+        # Those of rows that were freed just now are in use no more.
+        await self.naming.leave(entry, keys[asked], minted[asked], groups, DUE)
         entered = await self.naming.ask(entry, keys[asked], minted[asked], shard, groups)
         others = int((roster.primary(entered) != roster.primary(shard)).sum())
         if others:

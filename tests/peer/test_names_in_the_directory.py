@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import RowsDropped
+from dataplane.errors import PartitionConflict, RowsDropped
 from dataplane.metadata.directory import Directory
 from dataplane.metadata.index import pairs
 from dataplane.metadata.journal import JournaledStore
@@ -185,6 +185,18 @@ def test_names_of_freed_rows_leave_unless_they_were_asked_for_since(
         return [peer.host.address for peer in (here, there) if all(peer.has(NAMED))]
 
     assert asyncio.run(story()) == [THERE if asked_for else HERE]
+
+
+def test_rows_of_a_checkpoint_take_the_names_of_freed_ones() -> None:
+    async def story() -> None:
+        here, there = two_peers()
+        await there.put(NAMED)
+        with pytest.raises(PartitionConflict):
+            await here.routing.house(here.entry, NAMED)
+        await there.free(NAMED)
+        assert await here.routing.house(here.entry, NAMED) == HERE
+
+    asyncio.run(story())
 
 
 def test_only_so_many_freed_names_wait_to_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def key_shard(minted: bytes) -> int:
 
 def key_shards(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint16]:
     """The same of a KEY column. Of a given name it is any number, mostly of no shard."""
-    shards = np.ascontiguousarray(keys).view(">u2").reshape(len(keys), -1)[:, 0]
+    shards = np.ascontiguousarray(keys).view(">u2").reshape(-1, KEY_BYTES // 2)[:, 0]
     return shards.astype(np.uint16)
 
 

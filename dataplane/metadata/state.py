@@ -52,6 +52,8 @@ class State:
         self.unnamed_rows = bytearray()
         """Keys of named rows that were freed, as KEY records, until somebody drains them."""
         self.unnamed_groups = bytearray()
+        self.freed_rows = bytearray()
+        """Keys of freed rows that were in groups, until somebody drains them."""
         self.sealing = False
         self.closed_groups = 0
         self._capacity = 0
@@ -205,6 +207,8 @@ class State:
         self._ids.give_back(slots)
         grouped = groups >= 0
         if grouped.any():
+            if not dropped:
+                self.freed_rows += self.index.keys[slots].tobytes()
             self._leave(slots[grouped], groups[grouped], dropped)
         return nbytes
 

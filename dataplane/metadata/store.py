@@ -25,6 +25,7 @@ from dataplane.metadata.leases import Lease
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Taken
+from dataplane.metadata.tombstones import DRAINED_BYTES
 from dataplane.metadata.where import parse
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Want
@@ -326,6 +327,16 @@ class Store:
     def forgotten(self) -> bytes:
         """Drain tombstones that were pushed out (KEY records), once they are worth a message."""
         return self._state.tombstones.drain()
+
+    def freed_rows(self) -> bytes:
+        """Drain the keys of freed rows (KEY records), once they are worth a message. Of those that
+        were in groups: all others were where their keys say."""
+        freed = self._state.freed_rows
+        if len(freed) < DRAINED_BYTES[0]:
+            return b""
+        keys = bytes(freed)
+        freed.clear()
+        return keys
 
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.

@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import StaleEpoch, Unavailable
+from dataplane.metadata.names import key_shards
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.peer.naming import DUE, EXPECTED, Naming, known_here
+from dataplane.wire.limits import SHARDS
 from dataplane.wire.records import KEY, column
 
 STAYS_S = 2 * CALL_S
@@ -32,6 +34,7 @@ class _Freed:
     partition: str
     generation: int
     groups: bool
+    minted: bool
     keys: npt.NDArray[Any]
     due: float
 
@@ -47,10 +50,27 @@ class Forgetting:
 
     async def forget(self, entry: Entry, raw: bytes, groups: bool) -> None:
         """Rows or groups with these given names were freed."""
-        keys = column(raw, KEY)
-        await self.naming.leave(entry, keys, np.zeros(len(keys), bool), groups, EXPECTED)
+        await self._expect_leave(entry, column(raw, KEY), groups, False)
+
+    async def forget_strays(self, entry: Entry, raw: bytes) -> None:
+        """Rows with these keys were freed. Minted ones whose own shard is elsewhere had entries."""
+        keys, roster = column(raw, KEY), self.host.roster
+        own = key_shards(keys)
+        elsewhere = roster.primary(np.minimum(own, SHARDS - 1)) != roster.members.index(
+            self.host.address
+        )
+        strays = keys[(own < SHARDS) & elsewhere]
+        if len(strays):
+            await self._expect_leave(entry, strays, False, True)
+
+    async def _expect_leave(
+        self, entry: Entry, keys: npt.NDArray[Any], groups: bool, minted: bool
+    ) -> None:
+        if self.host.entries.get(entry.name) is not entry:
+            return  # dropped, and the whole directory of it
+        await self.naming.leave(entry, keys, np.full(len(keys), minted), groups, EXPECTED)
         due = self.host.now() + STAYS_S
-        self._waiting.append(_Freed(entry.name, entry.generation, groups, keys, due))
+        self._waiting.append(_Freed(entry.name, entry.generation, groups, minted, keys, due))
         self._count += len(keys)
         while self._count > MAX_WAITING:
             await self._let_go_first()
@@ -76,8 +96,8 @@ class Forgetting:
             return
         keys = freed.keys[~known_here(entry, freed.keys, freed.groups)]
         if len(keys):
-            given = np.zeros(len(keys), bool)
-            await self.naming.leave(entry, keys, given, freed.groups, DUE)
+            minted = np.full(len(keys), freed.minted)
+            await self.naming.leave(entry, keys, minted, freed.groups, DUE)
 
     async def forget_dropped(self, entry: Entry, raw: bytes) -> None:
         """Tombstones with these keys were pushed out: entries that lead here, to nothing, leave the
@@ -94,6 +114,7 @@ class Forgetting:
                 gone = keys[here & ~known_here(entry, keys, groups)]
                 await self.naming.leave(entry, gone, np.zeros(len(gone), bool), groups)
                 break
+        await self.forget_strays(entry, raw)
 
     async def _entered_here(
         self, entry: Entry, keys: npt.NDArray[Any], groups: bool

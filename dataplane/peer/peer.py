@@ -321,6 +321,9 @@ class Peer:
         forgotten = entry.store.forgotten()
         if forgotten and not self.host.solo:
             self.mesh.spawn(self.forgetting.forget_dropped(entry, forgotten))
+        rows = entry.store.freed_rows()
+        if rows and not self.host.solo:
+            self.mesh.spawn(self.forgetting.forget_strays(entry, rows))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)

@@ -170,6 +170,7 @@ class Replicas:
         freed = copy.store.freed()
         copy.store.unnamed()
         copy.store.forgotten()
+        copy.store.freed_rows()
         if copy.values is None:
             return
         for one, *named in named_by(op):

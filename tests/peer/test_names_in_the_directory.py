@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import PartitionConflict, RowsDropped
+from dataplane.metadata import store
 from dataplane.metadata.directory import Directory
 from dataplane.metadata.index import pairs
 from dataplane.metadata.journal import JournaledStore
@@ -101,6 +102,7 @@ class Peer:
         for groups, keys in enumerate(self.entry.store.unnamed()):
             if keys:
                 await self.forgetting.forget(self.entry, keys, bool(groups))
+        await self.forgetting.forget_strays(self.entry, self.entry.store.freed_rows())
 
     async def drop(self, rows: Rows) -> None:
         session: Any = SimpleNamespace(id=7)
@@ -211,5 +213,22 @@ def test_only_so_many_freed_names_wait_to_be_given_again(monkeypatch: pytest.Mon
         await here.put(one)
         await here.put(other)
         assert (all(here.has(one)), all(there.has(other))) == (True, True)
+
+    asyncio.run(story())
+
+
+def test_minted_keys_of_rows_in_groups_of_another_host_leave_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "DRAINED_BYTES", (0, 0))
+
+    async def story() -> None:
+        here, there = two_peers()
+        await a_group_of(there)
+        names = len(here.host.directory)
+        await here.put(GROUP)
+        assert len(here.host.directory) == names + 3  # whoever has their keys is led there
+        await there.free(GROUP)
+        assert len(here.host.directory) == names
 
     asyncio.run(story())

@@ -28,9 +28,13 @@ from bench.processes import die_with, leashed
 NAMESPACE = "bench"
 BOARD = "board"
 _CPUS = 4  # a raylet's logical processors: TransferQueue's controller and units take one each
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-"""Of every process here. A token file of another cluster of this user would be asked for else."""
 _START_S = 120.0
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else a token file of another cluster of this user is asked for
+    "RAY_gcs_server_port_wait_time_s": f"{_START_S:.0f}",  # 20 s, and a busy machine takes longer
+}
+"""Of every process here."""
 _PAUSE_S = 0.05
 
 
@@ -126,8 +130,11 @@ def _await_port(port: int, deadline: float, node: subprocess.Popen[bytes] | None
             socket.create_connection((place(0), port), timeout=1).close()
             return
         except OSError as exc:
-            if time.monotonic() > deadline or (node and node.poll() is not None):
-                raise RuntimeError(f"Ray's head did not listen on {place(0)}:{port}") from exc
+            where = f"before it listened on {place(0)}:{port}"
+            if node and node.poll() is not None:
+                raise RuntimeError(f"Ray's head ended, {node.returncode}, {where}") from exc
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{_START_S:.0f} s were over {where}") from exc
         time.sleep(_PAUSE_S)
 
 

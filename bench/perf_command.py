@@ -48,10 +48,10 @@ def _perf(options: argparse.Namespace, command: str) -> int:
     began, worked = time.monotonic(), time.process_time()
     told: dict[str, Any] = {}
     if options.only in (None, "hot-path"):
-        with report.progress(console, "hot path") as bar:
+        with report.progress(console, "hot path", "rounds") as bar:
             told |= perf.measure(options.rounds, bar)
     if options.only in (None, "transports"):
-        with report.progress(console, "transports") as bar:
+        with report.progress(console, "transports", "batches") as bar:
             lanes, taken = transports.measure(
                 options.transports, options.device, options.rounds, bar
             )
@@ -86,7 +86,7 @@ def _gpu(rounds: int, console: Console) -> dict[str, Any]:
     from bench.gpu.device import Cuda
 
     cuda = Cuda()
-    with report.progress(console, "GPU") as bar:
+    with report.progress(console, "GPU", "rounds") as bar:
         told = gpu.measure(cuda, rounds, bar)
-    with report.progress(console, "GPU to GPU") as bar:
+    with report.progress(console, "GPU to GPU", "ways") as bar:
         return told | {"ways": gpu.ways.measure(cuda, rounds, bar)}

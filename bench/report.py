@@ -109,14 +109,14 @@ def _label(run: dict[str, Any]) -> str:
 
 
 @contextmanager
-def progress(console: Console, label: str) -> Iterator[Report]:
-    """A bar on a terminal, nothing elsewhere."""
+def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Report]:
+    """A bar on a terminal, a line elsewhere."""
     if not console.is_terminal:
         console.print(f"running {label} …")
         yield lambda rows, expected: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TextColumn("rows"), TimeElapsedColumn(), console=console) as bar:
+    with Progress(*columns, TextColumn(unit), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(label, total=None)
         yield lambda rows, expected: bar.update(task, completed=rows, total=expected)
 

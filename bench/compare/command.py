@@ -58,7 +58,7 @@ def _compare(options: argparse.Namespace, command: str) -> int:
             told = {**figures, "machine": described, "command": command}
             outputs.write_json(options.json, told)
 
-    with report.progress(console, "compare") as bar:
+    with report.progress(console, "compare", "process trees") as bar:
         figures = measure.measure(settings, bar, keep)
     keep(figures)
     table.show(console, figures)

@@ -32,7 +32,7 @@ def accuracy(reports: Sequence[Any]) -> Figure | None:
         parts += _case(case, x, 16.0 + _ROW * number)
     drawing = svg.svg(_WIDTH, bottom + 36, parts, "Predicted and measured seconds of a step")
     sentence = (
-        f"Bars are predicted before the runs (pale: recorded time alone), dots are the runs: "
+        f"Bars are predicted without the runs (pale: recorded time alone), dots are the runs: "
         f"accuracy {told[0]['accuracy']:.3f}, recorded time alone would have had "
         f"{told[0]['accuracy_of_recorded_time']:.3f}."
     )

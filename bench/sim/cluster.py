@@ -29,7 +29,7 @@ _ROUND_TRIP_S = 50e-6
 _COPIERS = 8  # cores that move a host's bytes
 _CROWD = 16
 _INCAST = {"low": 0.9, "middle": 0.7, "high": 0.4}
-_VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
+VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def carry(
 ) -> Iterator[dict[str, Any]]:
     """A result for each size and variant; `spread`: by plane, factors on costs for the band."""
     for hosts in cluster.sizes:
-        for plane, dedup in _VARIANTS:
+        for plane, dedup in VARIANTS:
             job = cluster.job(hosts, dedup)
             plan = Plan(job)
             low, high = spread[plane]

@@ -10,6 +10,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -22,7 +23,7 @@ from bench import machine, outputs, page
 from bench.bounds import TooMuch
 from bench.options import count, positive, several, up_to
 from bench.report import progress
-from bench.sim.cluster import Cluster, carry
+from bench.sim.cluster import VARIANTS, Cluster, carry
 from bench.sim.costs import Costs
 from bench.sim.fit import Seen, fit
 from bench.sim.runs import DESIGNS, Bar, Observer, RunFailed, check, in_turn, paced
@@ -88,7 +89,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     told["quick"] = options.quick
     cluster = Cluster(options.hosts, options.trace, options.groups, options.link)
     try:
-        for part in _simulate(size, cluster, lambda label: progress(console, label)):
+        for part in _simulate(size, cluster, partial(progress, console)):
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told)
@@ -120,8 +121,10 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
     assumed = {"cost_factors": factors, **cluster.assumed()}
     model: list[dict[str, Any]] = []
     for hosts in cluster.sizes:
-        with bar(f"a model of {hosts} hosts"):
-            model += carry(replace(cluster, sizes=(hosts,)), costs, factors)
+        with bar(f"a model of {hosts} hosts", "designs") as shown:
+            for result in carry(replace(cluster, sizes=(hosts,)), costs, factors):
+                model.append(result)
+                shown(len(model) % len(VARIANTS) or len(VARIANTS), len(VARIANTS))
         yield {"assumed": assumed, "model": model}
 
 

@@ -20,7 +20,7 @@ DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Centra
 _TRIES = 2
 _TIMEOUT_S = 60.0  # a run takes some ten seconds
 T = TypeVar("T")
-Bar = Callable[[str], AbstractContextManager[Progress]]
+Bar = Callable[..., AbstractContextManager[Progress]]  # of a label, and a unit that is not rows
 
 
 class RunFailed(Exception):

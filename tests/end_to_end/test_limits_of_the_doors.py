@@ -27,6 +27,7 @@ from dataplane.wire.messages import (
     HelloDone,
     Request,
     Reserve,
+    Reserved,
     Stats,
     Unpin,
     Welcome,
@@ -163,6 +164,21 @@ def test_what_a_dead_process_left_in_its_connection_is_handed_nothing(cluster: C
             refused = guest.body()
             assert isinstance(refused, Failed) and refused.code == "ClientClosed"
             assert plane.stats()["arena"]["granted_bytes"] == 0
+
+
+def test_who_hangs_up_and_lives_on_keeps_what_it_may_still_write(
+    cluster: Cluster, knock: Knock
+) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        guest = knock().enter()  # of this process, which does not end
+        guest.ask(Define("p", Definition({"s": ["x"]})))
+        generation = guest.body().generation
+        guest.ask(Reserve("p", generation, [np.array([9000], "<u8").tobytes()]))
+        assert isinstance(guest.body(), Reserved)
+        guest.sock.close()
+        until(lambda: plane.stats()["clients"] == 1, "it is seen to have hung up")
+        assert plane.stats()["arena"]["quarantined_bytes"] >= 9000
 
 
 def test_one_connection_too_many_is_refused_and_the_others_go_on(

@@ -62,6 +62,13 @@ def test_a_promise_is_used_by_a_put_and_ends_by_itself() -> None:
     assert budget.left_bytes(1.0) == 1000
 
 
+def test_a_put_has_room_only_within_the_budget() -> None:
+    budgets = Budgets()
+    account = budgets.open(1000)
+    budgets.charge(account, 600)
+    assert budgets[account].has_room(400) and not budgets[account].has_room(401)
+
+
 def test_what_can_never_fit_is_refused() -> None:
     budgets = Budgets()
     with pytest.raises(ValueTooLarge, match="host_bytes"):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
 from dataplane.memory.space import Space
-from dataplane.memory.spill_file import SpillFile, remove_leftovers
+from dataplane.memory.spill_file import SpillFile
 from dataplane.memory.spilled import DISK, Move, Spilled
 from dataplane.wire.records import EXTENT, RANGE, U8
 
@@ -94,6 +94,17 @@ def test_a_full_file_takes_what_fits_and_then_nothing() -> None:
         put(space, 2 * PAGE)
     assert spill(space, 8 * PAGE) == 2 * PAGE
     assert spill(space, 8 * PAGE) == 0
+
+
+def test_room_in_the_file_is_used_again_once_it_was_cleared() -> None:
+    space = spilling(spill_pages=2)
+    first, _ = put(space, 2 * PAGE), put(space, 2 * PAGE)
+    assert spill(space, 2 * PAGE) == 2 * PAGE
+    space.release(first)
+    assert spill(space, 2 * PAGE) == 0
+    assert space.spill is not None
+    space.spill.cleared(*space.spill.take_left())
+    assert spill(space, 2 * PAGE) == 2 * PAGE
 
 
 class SpillMachine(RuleBasedStateMachine):
@@ -208,7 +219,8 @@ TestSpillMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 def test_bytes_come_back_from_the_file_and_its_disk_is_given_back(tmp_path: Path) -> None:
     arena = memoryview(bytearray(np.arange(16 * PAGE, dtype=np.uint16).tobytes()))
     wanted = bytes(arena)
-    file = SpillFile(tmp_path, "x", arena)
+    file = SpillFile(tmp_path, "../plane/x", arena)
+    assert file.path.parent == tmp_path and "x" not in file.path.name
     sources, lengths = np.array([PAGE, 4 * PAGE], U8), np.array([2 * PAGE, 64], U8)
     file.write(5 * PAGE, 2 * PAGE + 64, sources, lengths)
     arena[:] = bytes(len(arena))
@@ -246,8 +258,9 @@ def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
     dead, other = tmp_path / "dead.spill", tmp_path / "notes.txt"
     dead.write_bytes(b"x")
     other.write_bytes(b"x")
-    remove_leftovers(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([living.path, other])
+    following = SpillFile(tmp_path, "following", memoryview(bytearray(PAGE)))
+    assert sorted(tmp_path.iterdir()) == sorted([living.path, following.path, other])
+    following.close()
     with open(living.path, "rb") as seen, pytest.raises(BlockingIOError):
         fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert os.path.samestat(living.path.stat(), os.fstat(living._fd))

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from dataplane.errors import LimitExceeded
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.roster import NO_BACKUP, Roster
 from dataplane.wire.tables import Owner
@@ -49,7 +50,17 @@ def test_a_backup_that_is_not_in_sync_is_not_promoted() -> None:
     before = shards(made, B)
     made.lost(Owner(B, 2))
     assert before <= shards(made, C) | shards(made, D)
+    assert before & shards(made, C) and before & shards(made, D), "they go where new ones would"
     assert not made.roster.in_sync[sorted(before)].any()
+
+
+def test_a_plane_has_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.metadata.authority.MAX_MEMBERS", 3)
+    made = authority(A, B)
+    made.beat(Owner(C, 3), (3, 1))
+    with pytest.raises(LimitExceeded, match="at most 3 peers"):
+        made.beat(Owner(D, 4), (4, 1))
+    assert D not in made.roster.members
 
 
 def test_shards_taken_over_are_learners_until_the_heirs_backup_has_them() -> None:

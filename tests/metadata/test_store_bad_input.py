@@ -69,6 +69,8 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (ProtocolError, {"columns": [Column("f", wrong_records(owner=1)), Column("g", values(2))]}),
     (ProtocolError, {"columns": [Column(name, values(2) + bytes(12)) for name in "fg"]}),
     (InvalidRows, {"columns": [Column("", values(2))]}),
+    (InvalidRows, {"columns": [Column("f" * 513, values(2))]}),
+    (LimitExceeded, {"tags": {"t" * 513: [1, 2]}}),
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(65)]}),
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(63)]}),
     (InvalidRows, {"tags": {"t": [1, 2, 3]}}),

@@ -40,8 +40,15 @@ class SlowFile:
         if self.failure is not None:
             raise self.failure
 
+    def write(self, *args: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def clear(self, *args: Any) -> None:
+        """It keeps nothing."""
+
     def empty(self) -> None:
-        """Nothing is ever written to it."""
+        """Likewise."""
 
 
 def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
@@ -86,6 +93,20 @@ async def test_a_disk_that_fails_is_told_and_nothing_is_lost() -> None:
     file.failure = None
     await spilling.read(ranges, np.zeros(1, U8))
     assert spilling.host.space.ranges.refs(ranges).tolist() == [1]
+
+
+async def test_a_disk_that_was_full_for_a_while_takes_as_much_as_before() -> None:
+    file = SlowFile()
+    spilling, _ = spilled(file)
+    spilling.spill.on_left = lambda: None  # cleared here, and not beside
+    put(spilling.host.space, *[PAGE] * 16)
+    file.failure = OSError(28, "No space left on device")
+    for _ in range(64):
+        assert not await spilling._spill()
+        if spilling.spill.has_left:
+            await spilling._clear()
+    file.failure = None
+    assert await spilling._spill()
 
 
 class Pins:

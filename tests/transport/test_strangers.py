@@ -187,6 +187,9 @@ async def test_strangers_make_room_for_members(start_host: StartHost) -> None:
         a.place(np.array([0]), np.array([4096]))
         member.writer.write(pull(a, greeting, np.array([(0, 1, 0, 4096)], PIECE)))
         assert (await member.frame()).nbytes == 4096
+        for reader, _ in crowd[: 2 * MAX_INBOUND]:  # who came first made room
+            assert await asyncio.wait_for(reader.read(1 << 20), 20) is not None
+            assert reader.at_eof()
         for _, writer in crowd:
             writer.close()
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.errors import LimitExceeded, ProtocolError, TicketRefused, Unavailable
+from dataplane.errors import InternalError, LimitExceeded, ProtocolError, TicketRefused, Unavailable
 from dataplane.transport import COPY, Remote, plane_key
 from dataplane.transport.bulk_frames import LEAST_PULL_BYTES, MAX_PULL_BYTES
 from dataplane.transport.connections import Connection, Connections
@@ -136,6 +136,17 @@ async def test_bytes_beyond_a_range_are_refused(start_host: StartHost) -> None:
         await b.engine.read(a.remote, copies)
     copies["start"], copies["nbytes"] = 2**64 - 1, 2
     with pytest.raises(ProtocolError, match="beyond the end of a range"):
+        await b.engine.read(a.remote, copies)
+
+
+@pytest.mark.parametrize("place", [((1 << 20) - 64, 4096), (1 << 21, 4096), (0, 1 << 21)])
+async def test_an_answer_of_the_peer_beyond_its_arena_is_not_read(
+    start_host: StartHost, place: tuple[int, int]
+) -> None:
+    a, b = await start_host("a"), await start_host("b")
+    copies = a.place(np.array([0]), np.array([4096]))
+    a.extents["offset"][0], a.extents["length"][0] = place
+    with pytest.raises(InternalError, match="outside its arena"):
         await b.engine.read(a.remote, copies)
 
 

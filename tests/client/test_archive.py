@@ -1,0 +1,70 @@
+"""A checkpoint's directory: when it is there, and what is taken for one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.client.archive import (
+    FORMAT,
+    MANIFEST,
+    Archive,
+    FileNote,
+    Manifest,
+    PartitionNote,
+    SummedFile,
+    verified,
+)
+from dataplane.errors import CheckpointCorrupt, CheckpointFailed
+
+
+def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    archive = Archive(tmp_path / "c")
+    archive.begin()
+    file = SummedFile(archive.directory(0) / "bytes.bin")
+    file.write(b"values")
+    file.finish()
+    partial = archive.partial.name
+    assert os.listdir(tmp_path) == [partial] and partial.startswith(".")
+    assert archive.partial.stat().st_mode & 0o777 == 0o700
+    archive.commit("p", [PartitionNote("x", {}, None, None, "drop", "local", 1, False, 0)])
+    assert done == ["bytes.bin", MANIFEST, "0000", partial, "renamed", tmp_path.name]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "error", "says"),
+    [
+        (Manifest(FORMAT, 2, "p", "now", [], {}), CheckpointFailed, "of version 2"),
+        (Manifest("another", 1, "p", "now", [], {}), CheckpointFailed, "is a another"),
+        (
+            Manifest(FORMAT, 1, "p", "now", [], {"../secret": FileNote(0, "")}),
+            CheckpointCorrupt,
+            "other files",
+        ),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused(
+    tmp_path: Path, manifest: Manifest, error: type[Exception], says: str
+) -> None:
+    (tmp_path / MANIFEST).write_bytes(manifest.signed().text())
+    with pytest.raises(error, match=says):
+        verified(tmp_path)

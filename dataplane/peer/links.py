@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
@@ -31,6 +32,10 @@ SILENT_MS = 1_000
 off. With `mesh.AWAY_S`, in which a new one may be made, at most 2.7 s: fail-over is promised in
 3 s. TCP repeats a lost packet after 0.2 s, and again after 0.4 s more."""
 HANDSHAKE_MS = 3_000
+RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
+"""A link tries again after so long, then after twice that, and so on up to the second. libzmq has
+no jitter once there is a maximum: each link draws its own, or all who lost a peer would knock in
+the same moments."""
 KNOCK_S = 1.0
 MAX_QUEUED_MESSAGES = 10_000
 MAX_UNREAD_MESSAGES = 256
@@ -74,8 +79,8 @@ def tune(socket: Socket, address: str) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*RECONNECT_MS))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*RECONNECT_MAX_MS))
 
 
 async def refuses(address: str) -> bool:

@@ -8,13 +8,16 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import zmq
 
 from dataplane.errors import Unavailable
 from dataplane.peer.gate import Gate
-from dataplane.peer.links import Link, LinkBroken
+from dataplane.peer.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
 from dataplane.peer.sockets import Context
+from dataplane.wire import limits
 
 
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
@@ -80,3 +83,27 @@ async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int
     for link in [first, *made, Link.open(context, address, gate, lambda link: None)]:
         link.close(Unavailable("enough"))
     context.destroy()
+
+
+class Told:
+    """What a socket was told."""
+
+    def __init__(self) -> None:
+        self.options: dict[int, int | bytes] = {}
+
+    def setsockopt(self, option: int, value: int | bytes) -> None:
+        self.options[option] = value
+
+
+def test_links_to_one_peer_do_not_try_again_in_step() -> None:
+    sockets: list[Any] = [Told() for _ in range(200)]
+    for socket_ in sockets:
+        tune(socket_, "tcp://192.0.2.1:7101")
+    for option, (least, most) in (
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+    ):
+        drawn = {socket_.options[option] for socket_ in sockets}
+        assert len(drawn) > 10 and least <= min(drawn) and max(drawn) <= most
+    assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_FRAME_BYTES for s in sockets)
+    assert all(s.options[zmq.LINGER] == 0 for s in sockets)

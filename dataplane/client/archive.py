@@ -7,6 +7,7 @@ own. No path is ever taken from it: the names of the files follow from the numbe
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -24,6 +25,7 @@ FORMAT, VERSION = "dataplane-checkpoint", 1
 MANIFEST = "manifest.json"
 FILES = ("groups.arrow", "rows.arrow", "values.arrow", "bytes.bin")
 """Of each partition, in a directory with its number."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MAX_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
 
@@ -151,8 +153,10 @@ class Archive:
             _sync(self.partial)
             try:
                 os.rename(self.partial, self.target)
-            except (FileExistsError, NotADirectoryError):
-                raise _there(self.target) from None
+            except OSError as exc:
+                if exc.errno in _TAKEN:
+                    raise _there(self.target) from None
+                raise
             _sync(self.target.parent)
 
     def discard(self) -> None:

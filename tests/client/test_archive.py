@@ -68,3 +68,24 @@ def test_a_manifest_of_something_else_is_refused(
     (tmp_path / MANIFEST).write_bytes(manifest.signed().text())
     with pytest.raises(error, match=says):
         verified(tmp_path)
+
+
+def test_a_manifest_that_somebody_edited_is_refused(tmp_path: Path) -> None:
+    text = Manifest(FORMAT, 1, "mine", "now", [], {}).signed().text()
+    (tmp_path / MANIFEST).write_bytes(text)
+    assert verified(tmp_path).plane == "mine"
+    (tmp_path / MANIFEST).write_bytes(text.replace(b"mine", b"your"))
+    with pytest.raises(CheckpointCorrupt, match="its checksum is another"):
+        verified(tmp_path)
+
+
+@pytest.mark.parametrize("made", [Path.touch, lambda path: (path / "x").mkdir(parents=True)])
+def test_what_came_to_its_name_meanwhile_stays(tmp_path: Path, made: Any) -> None:
+    archive = Archive(tmp_path / "c")
+    archive.begin()
+    made(tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointFailed, match="is there already"):
+        archive.commit("p", [])
+    archive.discard()
+    assert sorted(tmp_path.rglob("*")) == [path for path in before if path != archive.partial]

@@ -215,7 +215,7 @@ async def test_forged_replayed_and_altered_tickets_are_refused(start_host: Start
 
 
 async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: StartHost) -> None:
-    a = await start_host("a", 16 << 20)
+    a = await start_host("a", 2 * MAX_PULL_BYTES)
     a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
     whole = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import Mask, Records
+from dataplane.memory.extents import Mask, Records, every
 from dataplane.memory.ranges import Ranges
 from dataplane.wire.records import RANGE, U8
 
@@ -64,14 +64,15 @@ class PulledCopies:
         """
         known = self._slots.setdefault(incarnation, {})
         keys = _keys(remote)
-        # mostly: each once and in order, as a pull asks for them, and none of them here
-        if np.count_nonzero(keys[1:] <= keys[:-1]) or not known.keys().isdisjoint(keys.tolist()):
-            fresh = _fresh(known, keys)
+        slots = self._take_slots(len(keys))
+        kept = map(known.setdefault, keys.tolist(), slots.tolist())
+        fresh = np.fromiter(kept, np.intp, len(keys)) == slots
+        if not every(fresh):
+            self._spare.extend(slots[~fresh].tolist())
             self._release(local[~fresh])
-            keys, local = keys[fresh], local[fresh]
+            keys, local, slots = keys[fresh], local[fresh], slots[fresh]
         if not len(keys):
             return
-        slots = self._take_slots(len(keys))
         nbytes = self._ranges.extents(local)["length"].astype(np.int64)
         self._local[slots] = local
         self._id[slots] = local["range"]
@@ -80,7 +81,6 @@ class PulledCopies:
         self._nbytes[slots] = nbytes
         self._used_at[slots] = self._tick()
         self.cached_bytes += int(nbytes.sum())
-        known.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
     def evict(self, nbytes: int) -> int:
         """Let go of at least `nbytes` of copies that nobody pins, as far as there are: the bytes
@@ -158,14 +158,6 @@ def _keys(ranges: Records) -> npt.NDArray[np.uint64]:
     """Range and generation as one number."""
     keys: npt.NDArray[np.uint64] = np.ascontiguousarray(ranges).view(U8)
     return keys
-
-
-def _fresh(known: dict[int, int], keys: npt.NDArray[np.uint64]) -> Mask:
-    """The first of each key that is not known."""
-    unique, first = np.unique(keys, return_index=True)
-    fresh = np.zeros(len(keys), np.bool_)
-    fresh[first] = [key not in known for key in unique.tolist()]
-    return fresh
 
 
 def _slots_of(known: dict[int, int], remote: Records) -> npt.NDArray[np.intp]:

@@ -130,6 +130,9 @@ class UcxTransport(Transport):
         copies, own = request.copies, self._own.stretches
         sources = theirs.descriptors(held.sources, copies["nbytes"])[:, 0]
         dests = own.descriptors(copies["dest"], copies["nbytes"])[:, 0]
+        if len(own.all) == len(keys) == 1:
+            target = Target(held.key.generation, card.worker, keys[0])
+            return [Fetch(request.remote.owner, target, dests, sources, copies["nbytes"])]
         ways = theirs.which(held.sources) * len(own.all) + own.which(copies["dest"])
         fetches = []
         for way in np.unique(ways).tolist():

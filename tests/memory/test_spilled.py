@@ -253,6 +253,20 @@ def test_the_system_is_asked_to_keep_no_page_of_it_in_memory(
     assert advised == [(PAGE, 2 * PAGE, drop), (2 * PAGE, PAGE, drop)]
 
 
+def test_room_on_the_disk_is_allocated_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*stretch: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = SpillFile(tmp_path, "x", memoryview(bytearray(4 * PAGE)))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        file.write(0, PAGE, np.array([PAGE], U8), np.array([PAGE], U8))
+    assert file.path.stat().st_size == 0
+    file.close()
+
+
 def test_only_files_of_the_dead_are_removed(tmp_path: Path) -> None:
     living = SpillFile(tmp_path, "living", memoryview(bytearray(PAGE)))
     dead, other = tmp_path / "dead.spill", tmp_path / "notes.txt"

@@ -72,3 +72,17 @@ async def test_a_full_budget_lets_in_who_came_first() -> None:
         await settled()
         assert order == served
     await asyncio.gather(*asked)
+
+
+async def test_a_client_that_holds_all_it_may_keeps_no_other_waiting() -> None:
+    held = {1: 100, 2: 0}
+    host: Any = SimpleNamespace(now=lambda: 0.0, space=SimpleNamespace(held_bytes=held.get))
+    budgets = Budgets(host, client_bytes=100)
+    slow = asyncio.create_task(budgets._wait_for_client(1, 60, 20.0, is_writer=False))
+    await settled()
+    async with asyncio.timeout(0):  # at once
+        await budgets._wait_for_client(2, 60, 20.0, is_writer=False)
+    assert len(budgets) == 1 and not slow.done()
+    held[1] = 40
+    budgets.look()
+    await slow

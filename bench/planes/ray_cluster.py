@@ -22,7 +22,7 @@ import msgspec
 
 from bench.events import emit
 from bench.planes.base import Service
-from bench.ports import free_ports
+from bench.ports import FIRST, free_ports
 from bench.processes import die_with, leashed
 
 NAMESPACE = "bench"
@@ -100,6 +100,8 @@ def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
     ]
     argv += [f"--node-ip-address={place(nodes.host)}", f"--num-cpus={_CPUS}"]
     argv += [f"--object-store-memory={nodes.object_store_bytes}"]
+    # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
+    argv += [f"--max-worker-port={FIRST - 1}"]
     if nodes.host == 0:
         argv += ["--head", f"--port={nodes.port}", "--include-dashboard=false"]
         argv += [f"--temp-dir={nodes.folder}/ray"]

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import bounds, machine, outputs, page
+from bench.bounds import TooMuch
 from bench.machine import memory_bytes
 from bench.options import names, seconds, several, size, whole
 from bench.planes import PLANES
@@ -138,6 +139,8 @@ def perform(options: argparse.Namespace, command: str) -> int:
     A plane that is not installed is in the report, and no failure.
     """
     console = Console()
+    if options.least > options.most:
+        raise TooMuch(f"--least is {options.least} bytes, more than --most: {options.most}")
     bounds.check(options.hosts, options.trainers, 1, max(options.prompts), 1)
     settings = Settings(
         trace=options.trace,

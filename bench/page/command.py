@@ -32,7 +32,8 @@ def perform(options: argparse.Namespace, command: str) -> int:
         reports = [load(path) for path in options.files]
         write(options.output, reports, [name for name in options.only.split(",") if name])
     except (OSError, ValueError) as exc:  # a file that is no JSON is a ValueError too
-        console.print(str(exc), markup=False, soft_wrap=True)
+        why = f"{exc.filename}: {exc.strerror}" if isinstance(exc, OSError) else str(exc)
+        console.print(f"python -m bench: {why}", markup=False, soft_wrap=True)
         return 2
     except (LookupError, TypeError, AttributeError) as exc:
         told = f"{type(exc).__name__}: {exc}"

@@ -66,7 +66,7 @@ def register(commands: Any) -> None:
     """Add `sim` to the command line."""
     parser = commands.add_parser("sim", help="a model of larger clusters, fitted and checked here")
     sizes = (8, 64, 512, 4096)
-    hosts = up_to(_MOST_HOSTS, "4,096 take minutes, and more than as many times as long")
+    hosts = up_to(_MOST_HOSTS, "4,096 take minutes, and time grows faster than hosts")
     parser.add_argument("--hosts", type=several(hosts), default=sizes, help="8,64,512,4096")
     parser.add_argument("--trace", choices=TASKS, default="image", help="of the clusters")
     parser.add_argument("--groups", type=count, default=2, help="of each host of a cluster, a step")

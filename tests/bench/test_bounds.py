@@ -23,6 +23,7 @@ RUN = ["run", "--trace", "math"]
         ([*RUN, "--trainers", "64", "--tp", "16"], "512", "processes of this machine"),
         ([*RUN, "--prompts", "1000", "--steps", "1000"], "32,768", "1000000 groups"),
         (["memory", "--prompts", "4,100000000"], "32,768", "holds all its groups"),
+        (["memory", "--least", "2GiB", "--most", "1GiB"], "1073741824", "--least is"),
         (["memory", "--hosts", "100000000"], "64", "workers on this machine"),
         (["sim", "--hosts", "8,100000000"], "16,384", "minutes"),
         (["sim", "--hosts", "4096", "--groups", "1000"], "65,536", "the model holds them all"),

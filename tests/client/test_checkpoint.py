@@ -1,8 +1,17 @@
-"""What a checkpoint asks for once."""
+"""What a checkpoint asks for once, and what makes it begin anew."""
 
 from __future__ import annotations
 
-from dataplane.client.checkpoint import _each_once
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.client.archive import Archive, verified
+from dataplane.client.checkpoint import _Checkpoint, _each_once
+from dataplane.client.core import Call, Deadline
+from dataplane.errors import CheckpointFailed
+from dataplane.wire.checkpoint import CensusDone
 
 A, B, C = (bytes([digit]) * 16 for digit in (1, 2, 3))
 
@@ -11,3 +20,34 @@ def test_a_name_that_two_peers_told_is_taken_from_the_last() -> None:
     assert _each_once([A + B, b"", B + C, b""]) == [A, b"", B + C, b""]
     assert _each_once([A + A, B, b"", B]) == [A, b"", b"", B]
     assert _each_once([A, B, C, b""]) == [A, B, C, b""]
+
+
+class Session:
+    plane = "p"
+
+
+def asked(directory: Path, placements: list[int]) -> int:
+    """Make a checkpoint of no partitions, while rows are placed so; how often that was asked."""
+    session: Any = Session()
+    archive = Archive(directory)
+    archive.begin()
+    steps = _Checkpoint(session, archive, Deadline(None)).write()
+    answers, answer, count = iter(placements), None, 0
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration:
+            return count
+        if isinstance(step, Call):
+            answer, count = CensusDone([], [], next(answers)), count + 1
+        else:
+            answer = step.work()
+
+
+def test_it_begins_anew_where_rows_moved_meanwhile(tmp_path: Path) -> None:
+    assert asked(tmp_path / "still", [1, 1]) == 2
+    assert asked(tmp_path / "moved", [1, 2, 2, 3, 3, 3]) == 6
+    assert verified(tmp_path / "moved").partitions == []
+    with pytest.raises(CheckpointFailed, match="peers joined or left"):
+        asked(tmp_path / "restless", [1, 2, 3, 4, 5, 6])
+    assert not (tmp_path / "restless").exists()

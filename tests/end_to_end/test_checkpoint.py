@@ -139,6 +139,18 @@ def test_stages_go_on_where_they_were(one: Plane, tmp_path: Path) -> None:
     until(lambda: again.stats()["phase"] == "sealed", "sealed by 8 groups")
 
 
+def test_groups_that_were_done_with_count_towards_the_seal(one: Plane, tmp_path: Path) -> None:
+    part = one.partition("step", {"s": ["x"]}, group_size=1, groups=2, free="acked")
+    part.put({"x": [1]}, group="g0")
+    part.claim("s", groups=1, timeout=10).ack()
+    one.checkpoint(tmp_path / "c")
+    part.drop()
+    one.restore(tmp_path / "c")
+    again = one.partition("step")
+    again.put({"x": [2]}, group="g1")
+    until(lambda: again.stats()["phase"] == "sealed", "sealed by 2 groups")
+
+
 def test_a_sealed_partition_is_sealed_again_and_its_stream_ends(one: Plane, tmp_path: Path) -> None:
     part = put_groups(one, 3)
     part.claim("reward", groups=1).ack()

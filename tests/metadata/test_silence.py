@@ -129,6 +129,10 @@ def test_a_keeper_that_slept_blames_nobody_for_it() -> None:
     clock.away(B)
     assert not clock.judge()
     assert not clock.run(SILENT_S, B, C)
+    clock.now += 4000
+    clock.silence.heard(C, clock.now)  # so that nobody doubts
+    clock.away(B)
+    assert not clock.judge()
 
 
 def test_a_new_authority_hears_of_members_soon_or_calls_them_lost() -> None:

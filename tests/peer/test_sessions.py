@@ -1,0 +1,28 @@
+"""Whose session a connection may join."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import ClientClosed
+from dataplane.peer.sessions import Sessions
+
+
+async def test_only_the_process_that_began_a_session_joins_it() -> None:
+    nothing = lambda *_: None  # noqa: E731
+    host: Any = SimpleNamespace(now=lambda: 0.0, name="a", label=nothing, reads_in_place=nothing)
+    sessions = Sessions(host, nothing)
+    mine = sessions.open(os.getpid(), "mine")
+    try:
+        assert sessions.join(mine.id, os.getpid()) is mine
+        for session_id, pid in ((mine.id, os.getppid()), (mine.id + 2, os.getpid())):
+            with pytest.raises(ClientClosed, match="connect again"):
+                sessions.join(session_id, pid)
+    finally:
+        asyncio.get_running_loop().remove_reader(mine.pidfd)
+        os.close(mine.pidfd)

@@ -79,7 +79,7 @@ $(BIN)/promtool: $(BIN)/python
 # Engines of transport lie apart: with one beside them, peers of all other tests would choose it.
 ENGINES := $(VENV)/engines
 test-ucx: $(VENV)/.engines-installed
-	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q --reruns 2 tests/engines
+	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 2 tests/engines
 
 $(VENV)/.engines-installed: $(VENV)/.test-installed
 	rm -rf $(ENGINES)

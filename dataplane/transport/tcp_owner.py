@@ -21,6 +21,7 @@ import numpy as np
 
 from dataplane.errors import (
     DataplaneError,
+    DeadlineExceeded,
     InternalError,
     LimitExceeded,
     ProtocolError,
@@ -256,7 +257,9 @@ class RangeServer:
         if isinstance(asked, Hold):
             bound = held_bytes(asked.pieces, asked.transport, asked.card)
         verify(self._key, asked.ticket, self._owner, nonce, bound)
-        expiry_ms = min(max(asked.ticket.expiry_ms, 0), EXPIRY_MAX_MS)
+        expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
+        if expiry_ms <= 0:
+            raise DeadlineExceeded("the ticket had expired before it came")
         deadline = time.monotonic() + expiry_ms / 1000
         if isinstance(asked, Pull):
             self._pulled(stream, pieces, deadline)

@@ -230,15 +230,16 @@ async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: S
     await still_serves(a, start_host)
 
 
-async def test_a_ticket_that_claims_an_endless_life_is_served_for_a_bounded_one(
-    start_host: StartHost,
-) -> None:
+async def test_a_ticket_has_no_life_without_end_and_none_before_it(start_host: StartHost) -> None:
     a = await start_host("a")
     a.place(np.array([0]), np.array([4096]))
     one = np.array([(0, 1, 0, 4096)], PIECE)
     async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, one, expiry_ms=2**62))
         assert (await stranger.frame()).nbytes == 4096
+    async with joined(a) as (stranger, greeting):
+        stranger.writer.write(pull(a, greeting, one, expiry_ms=-(2**62)))
+        assert (await stranger.refusal()).code == "DeadlineExceeded"
 
 
 async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) -> None:

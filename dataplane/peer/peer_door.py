@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ import zmq
 
 from dataplane.errors import AddressInUse, ProtocolError, StaleEpoch
 from dataplane.metadata.operations import Operations
+from dataplane.metadata.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
@@ -38,6 +40,7 @@ ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Void)
 """What does not depend on who serves which shard."""
+WHENEVER = (*ANYBODY, *ANY_EPOCH)
 UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample)
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
@@ -179,11 +182,28 @@ class PeerDoor:
         handler = self.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
+        start = functools.partial(self._start, handler, caller, request.body)
         if request.op and isinstance(request.body, REPEATABLE):
-            start = functools.partial(handler, caller, request.body)
             part = part_of(request.body, request.epoch)
             return self._once.run(request.session, request.op, request.floor, start, part)
-        return handler(caller, request.body)
+        return start()
+
+    def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
+        if inspect.iscoroutinefunction(handler) and not isinstance(body, WHENEVER):
+            return self._under(self.host.roster, handler, caller, body)
+        return handler(caller, body)
+
+    async def _under(
+        self,
+        roster: Roster,
+        handler: Callable[[Caller, Any], Awaitable[Body]],
+        caller: Caller,
+        body: Body,
+    ) -> Body:
+        """A coroutine begins a turn of the loop after the epochs were compared."""
+        if self.host.roster is not roster:
+            raise self._out_of_step(caller.address, roster.epoch)
+        return await handler(caller, body)
 
     def _is_in_step(self, request: PeerRequest) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""
@@ -208,9 +228,13 @@ class PeerDoor:
         else:
             known = isinstance(request.body, ANY_EPOCH) and sender in roster.owners
         if not known:
-            raise StaleEpoch(
-                f"{request.sender} works under roster {request.epoch}, the peer at "
-                f"{self.host.address} under {roster.epoch}: call again, both will be told",
-                sender=request.sender,
-                number=roster.epoch[1],
-            )
+            raise self._out_of_step(request.sender, request.epoch)
+
+    def _out_of_step(self, sender: str, epoch: tuple[int, int]) -> StaleEpoch:
+        here = self.host.roster.epoch
+        return StaleEpoch(
+            f"{sender} works under roster {epoch}, the peer at {self.host.address} under {here}: "
+            "call again, both will be told",
+            sender=sender,
+            number=here[1],
+        )

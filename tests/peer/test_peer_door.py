@@ -1,0 +1,76 @@
+"""Requests of other peers are carried out under the roster that their sender works under."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.metadata.roster import Roster
+from dataplane.peer.gate import Gate
+from dataplane.peer.host import Caller
+from dataplane.peer.peer_door import PeerDoor
+from dataplane.wire import peering
+from dataplane.wire.messages import Body, Done, Failed, Seal
+from dataplane.wire.peering import PeerReply, PeerRequest
+
+HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+FIRST = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
+NEXT = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
+
+
+class Door:
+    """A door without a socket, and what it answered."""
+
+    def __init__(self) -> None:
+        progress = SimpleNamespace(is_settled=True)
+        self.host: Any = SimpleNamespace(
+            address=HERE, roster=FIRST, incarnation=1, now=time.monotonic,
+            progress=progress, speak=lambda: None,
+        )  # fmt: skip
+        self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
+        self.under: list[Roster] = []
+        spawn = asyncio.get_running_loop().create_task
+        self.door = PeerDoor(self.host, {Seal: self._seal}, spawn, Gate(None, "plane"))  # type: ignore[arg-type]
+        self.door._router = self  # type: ignore[assignment]
+        self.door.intake.open(self)  # type: ignore[arg-type]
+
+    async def _seal(self, caller: Caller, body: Seal) -> Body:
+        self.under.append(self.host.roster)
+        return Done()
+
+    def receive(self, take: Any) -> None:
+        self.take = take
+
+    def send_now(self, frames: list[bytes]) -> None:
+        self.answered.put_nowait(peering.decode_reply(frames[1]))
+
+    def arrives(self, rid: int) -> None:
+        request = PeerRequest(rid, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, Seal("p", 1))
+        self.take([b"b", peering.encode(request)])
+
+    async def answer(self) -> Body:
+        return (await asyncio.wait_for(self.answered.get(), 10)).body
+
+
+@pytest.fixture
+async def door() -> Door:
+    return Door()
+
+
+async def test_a_request_in_step_is_carried_out(door: Door) -> None:
+    door.arrives(1)
+    assert isinstance(await door.answer(), Done) and door.under == [FIRST]
+
+
+async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(door: Door) -> None:
+    """Its partition's home, say, may be elsewhere by then, and this peer know nothing of it."""
+    door.arrives(1)
+    door.host.roster = NEXT
+    failed = await door.answer()
+    assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
+    assert door.door.under_way == 0

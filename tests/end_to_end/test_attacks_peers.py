@@ -132,6 +132,30 @@ def test_calls_go_on_where_a_dead_peers_shards_went(hosts: Addressed) -> None:
         b.close()
 
 
+def test_no_put_is_answered_before_the_backup_has_it(hosts: Addressed) -> None:
+    """Its peer's death would take rows along that somebody counts on."""
+    a, b, part, _far = both(hosts, "a")
+    in_sync(a)
+    part.put({"x": [0]})
+    answered = threading.Event()
+
+    def put() -> None:
+        part.put({"x": [1]})
+        answered.set()
+
+    thread = threading.Thread(target=put)
+    hosts.peers["b"].send_signal(signal.SIGSTOP)
+    try:
+        thread.start()
+        assert not answered.wait(0.5)
+    finally:
+        hosts.peers["b"].send_signal(signal.SIGCONT)
+    assert answered.wait(BOUND_S)
+    thread.join()
+    a.close()
+    b.close()
+
+
 def test_a_peer_that_was_started_anew_is_met_anew(hosts: Addressed) -> None:
     a, b, part, far = both(hosts, "a")
     in_sync(a)

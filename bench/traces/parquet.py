@@ -117,7 +117,7 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
         if rows > MOST_ROWS:
             raise TraceError(path, f"its {rows} rows are more than {MOST_ROWS:,}, and all are held")
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as exc:  # damaged pages are an OSError
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
         raise TraceError(path, f"this is no Parquet file: {exc}") from exc
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")

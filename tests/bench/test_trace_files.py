@@ -214,6 +214,9 @@ def test_a_bad_line_is_refused_with_file_and_line(text: str, line: int, tmp_path
 def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "other.parquet")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and nothing else")
+    pyarrow.parquet.write_table(pyarrow.table({"misnamed": [1]}), tmp_path / "names.parquet")
+    misnamed = (tmp_path / "names.parquet").read_bytes().replace(b"misnamed", b"\x8disnamed")
+    (tmp_path / "names.parquet").write_bytes(misnamed)
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\xfd")
     lines(tmp_path / "validation.jsonl", prompt_line(validate=True))
@@ -222,7 +225,8 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
         load([tmp_path / "validation.jsonl"], "video")
     with pytest.raises(TraceError, match="no group"):
         load([tmp_path / "steps.json"], "video")
-    for name in ("other.parquet", "torn.parquet", "empty.jsonl", "bytes.jsonl", "absent.jsonl"):
+    names = "other.parquet", "torn.parquet", "names.parquet", "empty.jsonl", "bytes.jsonl"
+    for name in (*names, "absent.jsonl"):
         with pytest.raises(TraceError, match=name):
             load([tmp_path / name], "video")
 

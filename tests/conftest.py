@@ -13,15 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from tests.leaks import FAILED
 
 # Tests start hundreds of processes, which share compiled modules whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-FAILED = pytest.StashKey[bool]()
-"""whether a test has failed already"""
 
 _LAUNCHERS = ("DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_")
 _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK")
@@ -34,6 +32,14 @@ def pytest_runtest_makereport(
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test had to be tried again: a second try that passes hides it otherwise."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        reason = str(report.longrepr).strip().splitlines()[-12:]
+        terminalreporter.write_line(f"first try of {report.nodeid} ({report.when}):")
+        terminalreporter.write_line("\n".join(f"    {line}" for line in reason))
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,14 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import pytest
 import uvloop
 
 uvloop.new_event_loop().close()  # libuv keeps a pipe for signals from the first loop on
 resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and keeps it
+
+FAILED = pytest.StashKey[bool]()
+"""whether a test has failed already: its traceback keeps what it had"""
 
 PATIENCE_S = 20.0
 """What ends on its own, such as a process that was killed, is waited for so long."""

@@ -231,12 +231,13 @@ class Authority:
         return dataclasses.replace(self.roster, primaries=primaries, backups=backups)
 
     def _taken_over(self, address: str, then: Roster) -> Roster:
-        """It tells as well whose a member's shards are, with what they hold."""
+        """It tells as well whose a member's shards are, and whether with what they hold."""
         owner = next((o for o in self.roster.owners if o.peer == address), None)
         heir = then.heir_of(self.roster, owner) if owner is not None else None
         if owner is None or heir is None or heir == owner:
             return then
-        one = Takeover(owner, heir, self._number + 1)
+        in_sync = bool(self.roster.in_sync[self.roster.shards_of(address)].any())
+        one = Takeover(owner, heir, self._number + 1, in_sync)
         takeovers = (*then.takeovers, one)[-MAX_TAKEOVERS:]
         return dataclasses.replace(then, takeovers=takeovers)
 

@@ -26,7 +26,7 @@ from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster import Flags, Roster
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
@@ -106,8 +106,9 @@ class Host:
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
-    untold: set[str] = field(default_factory=set)
-    """peers that have yet to tell what homes and names this one took over with a new roster"""
+    untold: dict[str, Flags] = field(default_factory=dict)
+    """peers that have yet to tell what they know of shards that this one was given: one flag a
+    shard"""
     unanswered: dict[int, list[int]] = field(default_factory=dict)
     """by session, operations that another peer did not answer: it must not forget them yet"""
     lost_rows: int = 0

@@ -197,9 +197,14 @@ class Replicas:
         """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
         if self.host.owner in new.owners and self.host.owner not in old.owners:
             self._begin(new)
+        # The roster says so, and not who was the backup last: a copy that was never in sync, or is
+        # of a backup before the last, has undone what its owner answered since.
+        whole = {t.owner for t in new.takeovers if t.heir == self.host.owner and t.in_sync}
         for owner in old.owners:
             if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
                 continue
+            if owner not in whole:
+                self._forget(owner)
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
                 self._take_over(owner, origin or _Origin(0), new.has(owner))

@@ -1,14 +1,17 @@
 """After a new roster: homes and parts of the directory that moved are filled anew.
 
-Every peer tells those that were given shards what it knows of the partitions and names that are
-looked up there now. Until all have, whoever asks there waits.
+Who was given shards asks every peer what it knows of the partitions and names that are looked up
+there now; for one that is lost before it told, whoever took its rows over. Until all have told,
+whoever asks there waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dataplane.errors import StaleEpoch, Unavailable
+import numpy as np
+
+from dataplane.errors import ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.columns import Array
 from dataplane.metadata.restating import gained, names_for
 from dataplane.metadata.roster import Roster
@@ -17,9 +20,11 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import KEY, column
-from dataplane.wire.rosters import KnownNames, Restated
+from dataplane.wire.rosters import KnownNames, Restate, Restated
 
 RETRY_S = 0.2
+TELL_S = 300.0
+"""Until a peer with very many names has told them; one that is dead or stopped is lost before."""
 
 
 class Restating:
@@ -27,51 +32,52 @@ class Restating:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
-        self._due: dict[str, Array] = {}
-        """which shards a peer was given, until it was told what is known of them here"""
-        self._telling: set[str] = set()
-        mesh.handlers[Restated] = self._restated
+        self._asking: set[str] = set()
+        mesh.handlers |= {Restate: self._restate, Restated: self._restated}
+
+    # who was given shards
 
     def turned(self, old: Roster, new: Roster) -> None:
-        given = gained(old, new)
         self.partitions.homes.turned(new)
-        # A process that is new as well has nothing to tell.
-        known = {owner.peer for owner in new.owners if old.has(owner)}
-        if self.host.address in given and not new.places_like(old):
-            self.host.untold |= known
-        self.host.untold &= known
-        for address, shards in given.items():
-            self._due[address] = self._due.get(address, False) | shards
-        for address in list(self._due):
-            if address not in new.members:
-                del self._due[address]
-            elif address not in self._telling:
-                self._telling.add(address)
-                self.mesh.spawn(self._tell(address))
+        untold = self.host.untold
+        lost = [o for o in old.owners if o.peer in untold and not new.has(o)]
+        late = [(self.host.serving(owner), untold.pop(owner.peer)) for owner in lost]
+        given = gained(old, new).get(self.host.address)
+        if given is not None and not new.places_like(old):
+            # A process that is new as well has nothing to tell.
+            late += [(owner.peer, given) for owner in new.owners if old.has(owner)]
+        for address, shards in late:
+            if address is not None:
+                untold[address] = untold.get(address, False) | shards
+        for address in untold.keys() - self._asking:
+            self._asking.add(address)
+            self.mesh.spawn(self._ask(address))
         self._finish()
 
-    async def _tell(self, address: str) -> None:
-        """Until it knows everything, or is no member any more. What was told under a roster counts
-        under that one only."""
+    async def _ask(self, address: str) -> None:
+        """Until it has told everything, or is no member any more. What was told under a roster
+        counts under that one only."""
         try:
-            while address in self._due:
+            while address in self.host.untold:
                 roster = self.host.roster
+                mine = roster.primaries == roster.members.index(self.host.address)
+                shards = np.packbits(self.host.untold[address] & mine).tobytes()
                 try:
-                    for body in list(self._messages(roster, address, self._due[address])):
-                        await self.mesh.call(address, body, epoch=roster.epoch)
+                    body = Restate(shards)
+                    await self.mesh.call(address, body, timeout_s=TELL_S, epoch=roster.epoch)
                 except (StaleEpoch, Unavailable):
                     await self.host.another_roster(roster, self.host.now() + RETRY_S)
                 else:
                     if self.host.roster is roster:
-                        self._due.pop(address, None)
+                        del self.host.untold[address]
         finally:
-            self._telling.discard(address)
+            self._asking.discard(address)
+        self._finish()
 
-    def _messages(self, roster: Roster, address: str, shards: Array) -> Iterator[Restated]:
-        for entry in self.host.entries.values():
-            for names in names_for(entry.store, roster, shards, self.host.address):
-                yield Restated(names=[names], last=False)
-        yield Restated(self.partitions.known(address))
+    def _finish(self) -> None:
+        if not self.host.untold:
+            self.partitions.homes.resume()
+            self.host.told()
 
     def _restated(self, caller: Caller, body: Restated) -> Body:
         """Names and partitions of another peer, which it looks up here from now on."""
@@ -79,16 +85,26 @@ class Restating:
             self._enter(names)
         for known in body.partitions:
             self.partitions.homes.restate(caller.address, known)
-        if body.last:
-            self.host.untold.discard(caller.address)
-            self._finish()
         return Done()
 
     def _enter(self, names: KnownNames) -> None:
         scope = 2 * names.generation + names.groups
         self.host.directory.enter(scope, column(names.keys, KEY), names.shard)
 
-    def _finish(self) -> None:
-        if not self.host.untold:
-            self.partitions.homes.resume()
-            self.host.told()
+    # who knows
+
+    async def _restate(self, caller: Caller, body: Restate) -> Body:
+        """Tell another peer what is known here of the shards that it was given."""
+        roster = self.host.roster
+        shards = np.unpackbits(np.frombuffer(body.shards, np.uint8)).astype(np.bool_)
+        if len(shards) != roster.shards:
+            raise ProtocolError(f"{len(shards)} bits for {roster.shards} shards")
+        for told in self._known(roster, caller.address, shards):
+            await self.mesh.call(caller.address, told, epoch=roster.epoch)
+        return Done()
+
+    def _known(self, roster: Roster, address: str, shards: Array) -> Iterator[Restated]:
+        for entry in list(self.host.entries.values()):
+            for names in names_for(entry.store, roster, shards, self.host.address):
+                yield Restated(names=[names])
+        yield Restated(self.partitions.known(address))

@@ -317,6 +317,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         PeerHello
         | rosters.Beat
         | rosters.Rostered
+        | rosters.Restate
         | rosters.Restated
         | rosters.Append
         | rosters.Inherited

@@ -55,9 +55,16 @@ class KnownNames(msgspec.Struct, array_like=True, frozen=True):
     keys: bytes
 
 
+class Restate(Body, tag=153):
+    """The sender was given shards, one bit each, and asks what is known of the partitions and names
+    that are looked up there. Answered when all of it was told with `Restated`."""
+
+    shards: bytes
+
+
 class Restated(Body, tag=142):
-    """To a peer that was given shards by the roster of this message's epoch: what the sender knows
-    of the partitions and names that are looked up there now. last: nothing follows."""
+    """To a peer that asked: what the sender knows of the partitions and names that are looked up
+    there now. last: out of use."""
 
     partitions: list[KnownPartition] = []
     names: list[KnownNames] = []

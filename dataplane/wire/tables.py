@@ -68,11 +68,13 @@ class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Takeover(msgspec.Struct, array_like=True, frozen=True):
-    """From the roster with this number on, `heir` serves what the shards of `owner` held."""
+    """From the roster with this number on, `heir` serves the shards of `owner`. in_sync: with what
+    they held; or else they begin empty there."""
 
     owner: Owner
     heir: Owner
     number: int
+    in_sync: bool = True
 
 
 class RosterTable(msgspec.Struct, array_like=True, frozen=True):

@@ -59,9 +59,9 @@ class Dropper(Role):
     async def _drop(self, body: m.Drop, keys: list[bytes]) -> None:
         self.doing = f"drops {len(keys)} rows or groups"
         body.generation = self.generation
-        began = self.ledger.extinctions
+        began = self.ledger.beginnings
         dropped = await self.client.call(body, m.Dropped, 10.0)
-        if self.ledger.extinctions == began:
+        if self.ledger.beginnings == began:
             self.ledger.ended(keys, self.client.cluster.loop.now)
         if dropped.rows > max(len(keys), 1) * GROUP_ROWS:
             self.ledger.wrong(f"{self!r} dropped {dropped.rows} rows")

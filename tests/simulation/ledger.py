@@ -77,8 +77,8 @@ class Ledger:
         """who holds a row for a stage, and under which lease, as far as that client knows"""
         self.gone: dict[Owner, float] = {}
         """when processes were called lost"""
-        self.extinctions = 0
-        """how often all members of the plane were dead at once: it began anew, empty"""
+        self.beginnings = 0
+        """how often nobody was left who knew the partition: it began anew, empty"""
         self.violations: list[str] = []
 
     def wrong(self, what: str) -> None:
@@ -184,6 +184,8 @@ class Ledger:
         if not in_sync:
             for peer in together.values():
                 self._excuse_shards(peer, f"the shards of {owner.peer} had no backup in sync")
+            if not any(o not in self.gone and peer.host.entries for o, peer in known.items()):
+                self.beginnings += 1
         if self.replicas == 2:
             for peer in together.values():
                 self._excuse_copies(peer, together)
@@ -198,7 +200,7 @@ class Ledger:
 
     def extinct(self) -> None:
         """The last member ended: nothing outlives all peers, and nobody is left to say so."""
-        self.extinctions += 1
+        self.beginnings += 1
         for group in self.groups:
             group.excused = group.excused or "all members of the plane were dead at once"
         self.condemned = dict.fromkeys(self.condemned)

@@ -373,8 +373,8 @@ class Consumer(Role):
 
 
 class Sealer(Role):
-    """Seals once every producer is done; again where the plane began anew meanwhile, for who is
-    left would wait for the end of an empty partition."""
+    """Seals once every producer is done; again where the partition began anew meanwhile, for who is
+    left would wait for the end of an empty one."""
 
     producers: list[Role]
     others: list[Role]
@@ -383,8 +383,8 @@ class Sealer(Role):
         sealed = -1
         while not all(one.done for one in self.others):
             await asyncio.sleep(0.2)
-            if self.ledger.extinctions != sealed and all(one.done for one in self.producers):
-                sealed = self.ledger.extinctions
+            if self.ledger.beginnings != sealed and all(one.done for one in self.producers):
+                sealed = self.ledger.beginnings
                 self.doing = "seals"
                 await self._patiently(self._seal)
                 self.doing = "has sealed"

@@ -1,0 +1,77 @@
+"""A copy that was never in sync is not taken over: its shards begin empty."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.metadata.authority import Authority
+from dataplane.metadata.roster import Roster
+from dataplane.peer.host import Caller
+from dataplane.peer.replicas import Replicas
+from dataplane.wire.messages import Done
+from dataplane.wire.rosters import Append, Inherited, Shipment
+from dataplane.wire.tables import Definition, Owner
+
+PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
+
+
+def rosters(in_sync: bool, misses_that: bool) -> list[Roster]:
+    """That the backup adopts, until the primary is lost."""
+    made = Authority(Roster.from_seeds([PRIMARY.peer, BACKUP.peer]), 77)
+    for owner in (PRIMARY, BACKUP):
+        made.beat(owner, made.roster.epoch)
+    seen = [made.roster]
+    if in_sync:
+        made.beat(PRIMARY, made.roster.epoch, synced=True)
+        seen += [] if misses_that else [made.roster]
+    made.lost(PRIMARY)
+    return [*seen, made.roster]
+
+
+class Backup:
+    """`taken`: partitions of the primary that it serves; `told`: what its members hear of it."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.taken: list[str] = []
+        self.told: list[Inherited] = []
+        numbers = iter(range(1, 100))
+        self.host: Any = SimpleNamespace(
+            owner=BACKUP, address=BACKUP.peer, roster=roster, lease_numbers=numbers
+        )
+        mesh: Any = SimpleNamespace(handlers={}, spawn=lambda _: None, tell=self._tell)
+        partitions: Any = SimpleNamespace(take_over=self._take_over)
+        grants: Any = SimpleNamespace(inherited=None)
+        self.replicas = Replicas(self.host, mesh, partitions, None, grants, None, None)  # type: ignore[arg-type]
+        self.append = mesh.handlers[Append]
+
+    def _tell(self, to: Owner, body: Inherited) -> None:
+        self.told.append(body)
+
+    def _take_over(self, partition: str, generation: int, definition: Definition) -> None:
+        self.taken.append(partition)
+
+    def turn(self, new: Roster) -> None:
+        old, self.host.roster = self.host.roster, new
+        self.replicas.turned(old, new)
+
+
+@pytest.mark.parametrize(
+    ("in_sync", "misses_that", "taken"),
+    [(True, False, ["p"]), (True, True, ["p"]), (False, False, [])],
+)
+def test_only_a_copy_that_was_in_sync_is_taken_over(
+    in_sync: bool, misses_that: bool, taken: list[str]
+) -> None:
+    """By what the rosters say, also where the backup missed the one that called it in sync."""
+    first, *later = rosters(in_sync, misses_that)
+    backup = Backup(first)
+    shipped = Append(7, 0, [Shipment("p", 1, [], Definition())])
+    assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
+    for roster in later:
+        backup.turn(roster)
+    assert backup.taken == taken
+    # Its shards are served there one way or the other: owners of values hear what it names.
+    assert {body.origin for body in backup.told} == {PRIMARY}

@@ -78,13 +78,14 @@ class Housekeeper:
         session = self.session
         while self._anchor is not None and not self._over():
             # The driver tells nobody when a copy from the arena is done: it is asked.
-            woken = session.await_release(GATHER_S if session.direct.pending else IDLE_S)
+            woken = session.bell.wait(GATHER_S if session.direct.pending else IDLE_S)
+            if woken and not self._deserted:
+                self._closing.wait(GATHER_S)
+            session.bell.heard()
             if self._deserted and session.closed is None:
                 self.close("nothing refers to this client any more")
-            elif woken:
-                self._closing.wait(GATHER_S)
             session.settle_devices()
-            due = self._undone() + session.parting(housekeeping=True)
+            due = self._undone() + session.parting()
             idle = session.leftovers.take_idle()
             if len(idle):
                 due.append(GiveBack(idle.tobytes()))
@@ -170,9 +171,9 @@ class Housekeeper:
         session.connections.close(why)
         self._closing.set()
         if session.pins and self._thread is not None and self._thread.is_alive():
-            session.wake()
+            session.bell.ring()
             return
-        session.wake()
+        session.bell.ring()
         self._drop_anchor()
 
     def desert(self) -> None:
@@ -180,7 +181,7 @@ class Housekeeper:
         the thread closes; without one nothing was ever held, and only sockets remain."""
         self._deserted = True
         if self._thread is not None:
-            self.session.wake()
+            self.session.bell.ring()
             return
         self.session.connections.drop()
         if self._anchor is not None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client.bell import Bell
 from dataplane.client.connection import Connection, Connections
 from dataplane.client.devices import Devices
 from dataplane.client.direct import DirectCopies
@@ -64,6 +65,8 @@ class Session:
         self.familiar = Familiar()
         self.leases: set[int] = set()
         self.closed: str | None = None
+        self.bell = Bell()
+        """wakes the housekeeper"""
         self.tend: Callable[[], None] = lambda: None
         """starts the housekeeper; called where there is something to keep house for"""
         self.close_arena: Callable[[], object] = lambda: None
@@ -126,7 +129,8 @@ class Session:
                 self._pins += len(held)
             # SimpleQueue.put is reentrant, so the collector may call it anywhere.
             devices = self.devices if self.devices is not None and self.devices.in_place else None
-            weakref.finalize(pin, _let_go, self._released, held, devices).atexit = False
+            end = weakref.finalize(pin, _let_go, self._released, self.bell, held, devices)
+            end.atexit = False
             self.tend()
         return pin
 
@@ -139,12 +143,12 @@ class Session:
             if on_device.any():
                 self._excess.put(extents[on_device].tobytes())
                 extents = extents[~on_device]
-                self.wake()
+                self.bell.ring()
         if len(extents):
             excess = self.leftovers.keep(extents)
             if len(excess):
                 self._excess.put(excess.tobytes())
-            self.wake()
+            self.bell.ring()
 
     def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
         """Granted extents that a device may still write into go back when it does not any more.
@@ -152,11 +156,11 @@ class Session:
         assert self.devices is not None
         self.devices.ends([], extents, copies)
         self.tend()
-        self.wake()
+        self.bell.ring()
 
     def _look_after_copies(self) -> None:
         self.tend()
-        self.wake()
+        self.bell.ring()
 
     def settle_devices(self, timeout_s: float | None = None) -> None:
         """What waited for the devices to be done is due, if they are. For the housekeeper."""
@@ -183,7 +187,7 @@ class Session:
         self._abandoned.put(lease)
         for part in extents:
             self._excess.put(part.tobytes())
-        self.wake()
+        self.bell.ring()
 
     def _orphaned(self, connection: Connection) -> None:
         if self.closed is not None:
@@ -191,27 +195,13 @@ class Session:
             return
         self._orphans.put(connection)
         self.tend()
-        self.wake()
+        self.bell.ring()
 
     def orphans(self) -> list[Connection]:
         """Connections whose call was given up: their answers are to be undone."""
         return _drain(self._orphans)
 
-    def wake(self) -> None:
-        """Make the housekeeper look again."""
-        self._released.put(0)
-
-    def await_release(self, timeout_s: float | None) -> bool:
-        """Wait until something was released, abandoned or woken; False after `timeout_s`."""
-        try:
-            pin = self._released.get(timeout=timeout_s)
-        except Empty:
-            return False
-        if pin:
-            self._released.put(pin)
-        return True
-
-    def parting(self, housekeeping: bool = False) -> list[Body]:
+    def parting(self) -> list[Body]:
         """One-way messages that are due: abandoned leases, released pins."""
         due: list[Body] = []
         if not self._abandoned.empty():
@@ -222,13 +212,10 @@ class Session:
         due += [GiveBack(extents) for extents in _drain(self._excess) if extents]
         if not self._released.empty():
             pins = _drain(self._released)
-            real = [pin for pin in pins if pin]
-            if len(real) < len(pins) and not housekeeping:
-                self.wake()
-            if real:
+            if pins:  # another thread may have been faster
                 with self._lock:
-                    self._pins -= len(real)
-                due.append(Unpin(real))
+                    self._pins -= len(pins)
+                due.append(Unpin(pins))
         return due
 
     @property
@@ -296,13 +283,13 @@ def split_keys(column: bytes) -> list[bytes]:
     return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
 
 
-def _let_go(queue: SimpleQueue[int], pins: list[int], devices: Devices | None) -> None:
+def _let_go(queue: SimpleQueue[int], bell: Bell, pins: list[int], devices: Devices | None) -> None:
     """The views of these pins are gone; streams of this process may still read what they showed."""
     if devices is None:
         _put_all(queue, pins)
     else:
         devices.ends(pins)
-        queue.put(0)
+    bell.ring()
 
 
 def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:

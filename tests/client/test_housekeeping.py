@@ -14,6 +14,7 @@ import pytest
 import dataplane
 from dataplane import Partition, Plane
 from dataplane.client import extents, housekeeping
+from dataplane.client.bell import Bell
 from dataplane.client.extents import Leftovers
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
@@ -221,3 +222,15 @@ def test_leftovers_are_bounded() -> None:
     many["offset"], many["length"] = np.arange(40) * 8192, 4096
     excess = leftovers.keep(many)
     assert len(leftovers) == extents.MAX_LEFTOVERS and len(excess) == 40 - len(leftovers)
+
+
+def test_a_bell_wakes_once_for_all_that_happens_until_it_is_heard() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    assert bell.wait(0.0) and not bell.wait(0.0)
+    bell.ring()  # the woken one is about to look
+    assert not bell.wait(0.0)
+    bell.heard()
+    bell.ring()
+    assert bell.wait(0.0)

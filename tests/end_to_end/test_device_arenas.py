@@ -375,7 +375,7 @@ def test_room_that_a_stream_may_still_write_into_is_given_to_nobody(
     late = TwinArray(device, np.full(MIB, 7, np.uint8), slow)
     with pytest.raises(dataplane.DeadlineExceeded):
         part.put({"x": [late]}, timeout=0.3)
-    until(lambda: not plane._session.await_release(0.0), "the housekeeper looked")
+    until(lambda: not plane._session.bell.rung, "the housekeeper looked")
     assert on_device(plane)["granted_bytes"] == MIB
     go_on()
     all_free(plane)

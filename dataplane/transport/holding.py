@@ -40,6 +40,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.bulk_frames import Held as HeldFrame
 from dataplane.transport.connections import Connection, Connections, Lane
+from dataplane.transport.renewals import Renewals
 from dataplane.transport.seam import (
     Endpoint,
     Held,
@@ -63,6 +64,7 @@ class _Reading:
     def __init__(self, request: ReadRequest) -> None:
         self.request = request
         self.nbytes = 0
+        self.renewals = Renewals(request.deadline)
         self._stream: BulkStream | None = None
         self._lock = threading.Lock()
 
@@ -133,10 +135,16 @@ class HeldReads:
         self._transport.close()
 
     def _part(self, reading: _Reading, part: Slice, address: Endpoint) -> Mask:
-        """Again on another connection where a pooled one was closed for being idle."""
+        """Again on another connection where a pooled one was closed for being idle, or the ticket
+        ran out."""
         while True:
-            with self._turn(reading.request, address) as card:
-                gone = self._try(reading, part, address, card)
+            try:
+                with self._turn(reading.request, address) as card:
+                    gone = self._try(reading, part, address, card)
+            except DeadlineExceeded:
+                if reading.stopped or not reading.renewals.take():
+                    raise
+                continue
             if gone is not None:
                 return gone
 

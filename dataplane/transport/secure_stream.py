@@ -22,7 +22,7 @@ from dataplane.errors import ProtocolError, TicketRefused
 from dataplane.transport.identity import fingerprint_of
 from dataplane.transport.seam import Records
 from dataplane.transport.staging import Staging, runs
-from dataplane.transport.stream import BulkStream
+from dataplane.transport.stream import BulkStream, Expired
 
 SEND_BYTES = 256 << 10
 """In one call, so that the deadline is looked at in between."""
@@ -53,7 +53,7 @@ class SecureStream(BulkStream):
         """TicketRefused when the owner shows another certificate; ProtocolError for a reader that
         speaks no TLS 1.3."""
         try:
-            with self._until(deadline):
+            with self._until(deadline, begun=True):
                 self._tls.do_handshake()
         except ssl.SSLError as exc:
             if self._fingerprint is not None:
@@ -84,8 +84,11 @@ class SecureStream(BulkStream):
         self._unstage()
 
     def send_from(self, vectors: Records, deadline: float) -> None:
+        begun = False
         for run in runs(vectors):
-            self._send(_memory(run) if len(run) == 1 else self._staged().gather(run), deadline)
+            data = _memory(run) if len(run) == 1 else self._staged().gather(run)
+            self._send(data, deadline, begun)
+            begun = True
 
     def receive_into(self, vectors: Records, deadline: float) -> None:
         begun = False
@@ -101,14 +104,14 @@ class SecureStream(BulkStream):
         # Not SSLSocket's own: that first forgets TLS, and another thread would go on in the clear.
         socket.socket.shutdown(self._tls, how)
 
-    def _send(self, data: memoryview, deadline: float) -> None:
+    def _send(self, data: memoryview, deadline: float, begun: bool) -> None:
         while data:
-            with self._until(deadline):
-                data = data[self._tls.send(data[:SEND_BYTES]) :]
+            with self._until(deadline, begun):
+                data, begun = data[self._tls.send(data[:SEND_BYTES]) :], True
 
     def _fill(self, room: memoryview, deadline: float, begun: bool) -> None:
         while room:
-            with self._until(deadline):
+            with self._until(deadline, begun):
                 count = self._tls.recv_into(room)
             if not count and not begun:
                 raise EOFError("the connection ended")
@@ -117,11 +120,12 @@ class SecureStream(BulkStream):
             begun, room = True, room[count:]
 
     @contextmanager
-    def _until(self, deadline: float) -> Iterator[None]:
+    def _until(self, deadline: float, begun: bool) -> Iterator[None]:
         """One call of OpenSSL's, which ends in time, with the errors of a plain socket."""
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the deadline of the transfer passed")
+            late = "the deadline of the transfer passed"
+            raise TimeoutError(late) if begun else Expired(late)
         self._tls.settimeout(left)
         try:
             yield

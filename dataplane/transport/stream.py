@@ -42,6 +42,7 @@ class _MessageHeader(ctypes.Structure):
     ]
 
 
+_LATE = "the deadline of the transfer passed"
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.argtypes = [ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int]
@@ -61,6 +62,10 @@ def iovecs(bases: Offsets, lengths: Offsets) -> Records:
     joined["base"] = bases[heads]
     joined["length"] = np.add.reduceat(lengths, heads)
     return joined
+
+
+class Expired(TimeoutError):
+    """The deadline passed before the first byte moved: the stream may still carry another frame."""
 
 
 class BulkStream:
@@ -145,7 +150,8 @@ class BulkStream:
         self.send_from(np.concatenate([_iovec_of(held[0]), body, _iovec_of(held[1])]), deadline)
 
     def send_from(self, vectors: Records, deadline: float) -> None:
-        """Sends all of it. TimeoutError at the deadline, OSError when the connection broke."""
+        """Sends all of it. TimeoutError at the deadline (Expired where nothing was sent by then),
+        OSError when the connection broke."""
         self._move(_libc.sendmsg, vectors, socket.MSG_NOSIGNAL, socket.SO_SNDTIMEO, deadline)
 
     def receive_into(self, vectors: Records, deadline: float) -> None:
@@ -179,7 +185,8 @@ class BulkStream:
         """`vectors` is used up: entries that are partly done are moved forward in place."""
         moved_before = False
         while len(vectors):
-            self._arm(timeout_option, deadline)
+            if not self._arm(timeout_option, deadline):
+                raise TimeoutError(_LATE) if moved_before else Expired(_LATE)
             moved = self._call(call, vectors[:IOV_MAX], flags)
             if moved == 0:
                 if moved_before:
@@ -189,14 +196,16 @@ class BulkStream:
                 moved_before = True
                 vectors = advance(vectors, moved)
 
-    def _arm(self, timeout_option: int, deadline: float) -> None:
+    def _arm(self, timeout_option: int, deadline: float) -> bool:
+        """Whether there is time left, to which the next call is limited."""
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the deadline of the transfer passed")
+            return False
         # At least a microsecond: zero would mean to wait for ever.
         seconds, micros = int(left), int(left % 1 * 1_000_000) + 1
         packed = struct.pack("@ll", seconds, min(micros, 999_999))
         self._sock.setsockopt(socket.SOL_SOCKET, timeout_option, packed)
+        return True
 
     def _call(self, call: Callable[..., int], vectors: Records, flags: int) -> int:
         """Bytes moved, 0 at the end of the stream, -1 to try again."""

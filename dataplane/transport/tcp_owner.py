@@ -51,7 +51,7 @@ from dataplane.transport.bulk_frames import (
 from dataplane.transport.holds import Holds
 from dataplane.transport.seam import Mask, PinDesk, Records, Region
 from dataplane.transport.slices import ranges_of
-from dataplane.transport.stream import BulkStream, iovecs
+from dataplane.transport.stream import BulkStream, Expired, iovecs
 from dataplane.transport.tickets import held_bytes, nonce_of, proof, verify
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.refusals import Refusals
@@ -261,16 +261,22 @@ class RangeServer:
         if expiry_ms <= 0:
             raise DeadlineExceeded("the ticket had expired before it came")
         deadline = time.monotonic() + expiry_ms / 1000
-        if isinstance(asked, Pull):
-            self._pulled(stream, pieces, deadline)
-        elif asked.transport not in self._holds:
+        try:
+            if isinstance(asked, Pull):
+                self._pulled(stream, pieces, deadline)
+            else:
+                self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
+        except Expired as exc:
+            raise DeadlineExceeded("the ticket expired before its answer went out") from exc
+
+    def _holds_of(self, hold: Hold) -> Holds:
+        if hold.transport not in self._holds:
             runs = ", ".join(("tcp", *self._holds))
             raise TransportMissing(
-                f"this peer's bulk worker runs {runs}, not {asked.transport}",
-                transport=asked.transport,
+                f"this peer's bulk worker runs {runs}, not {hold.transport}",
+                transport=hold.transport,
             )
-        else:
-            self._holds[asked.transport].answer(stream, asked, pieces, nonce, deadline)
+        return self._holds[hold.transport]
 
     def _pulled(self, stream: BulkStream, pieces: Records, deadline: float) -> None:
         pinned = self._desk.pin(ranges_of(pieces), deadline)

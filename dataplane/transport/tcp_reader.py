@@ -39,6 +39,7 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.connections import Connection, Connections, Lane
+from dataplane.transport.renewals import Renewals
 from dataplane.transport.seam import Endpoint, Mask, ReadRequest, Region
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
@@ -63,6 +64,7 @@ class Job:
         self.request = request
         self.gone = np.zeros(len(request.copies), bool)
         self.nbytes = 0
+        self.renewals = Renewals(request.deadline)
         total = int(request.copies["nbytes"].sum())
         each = min(max(-(-total // RUNS_PER_JOB), LEAST_PULL_BYTES), MAX_PULL_BYTES)
         self._left = deque(cut(request.copies, each, MAX_PULL_ITEMS))
@@ -188,7 +190,8 @@ class RangeReader:
             self._connections.wake()
 
     def _pull(self, job: Job, part: Slice, address: Endpoint) -> Slice | None:
-        """Slices one after another on one connection; the one to repeat if it was closed idle."""
+        """Slices one after another on one connection; the one to repeat if it was closed idle, or
+        if the ticket ran out."""
         connection = self._connections.borrow(address, job.lane, job.request.deadline, job)
         answered, clean = connection.sequence > 0, False
         most = connection.greeting.max_bytes
@@ -197,6 +200,8 @@ class RangeReader:
             self._ask(connection, part, job)
             while (answer := self._answer(connection, job)) is not None:
                 answered = True
+                if _is_over(answer) and job.renewals.take():
+                    return part
                 following = job.next(most)
                 # Asked before the bytes are taken, so that the owner never waits for the reader.
                 early = following is not None and len(following.copies) <= EARLY_ITEMS
@@ -254,6 +259,11 @@ class RangeReader:
         if not isinstance(sent, Sent) or sent.nbytes != answer.nbytes:
             raise TransferFailed("the owner did not confirm the bytes that it sent")
         job.arrived(part, gone, answer.nbytes)
+
+
+def _is_over(answer: FromOwner) -> bool:
+    """Whether the owner says that the ticket's time is over."""
+    return isinstance(answer, Refused) and answer.code == DeadlineExceeded.__name__
 
 
 def typed_error(

@@ -1,0 +1,136 @@
+"""A ticket that runs out after its ranges were pinned is refused, on the connection that asked."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dataplane.errors import DeadlineExceeded
+from dataplane.transport.bulk_frames import (
+    COPY,
+    MAX_PULL_FRAME_BYTES,
+    Hold,
+    Pull,
+    Refused,
+    decode_from_owner,
+    encode,
+)
+from dataplane.transport.connections import Connections
+from dataplane.transport.holds import Holds
+from dataplane.transport.identity import new_identity
+from dataplane.transport.seam import (
+    Capabilities,
+    Endpoint,
+    Pinned,
+    ReadRequest,
+    Records,
+    Region,
+    RegionKey,
+    Remote,
+    Transport,
+)
+from dataplane.transport.secure_stream import door
+from dataplane.transport.slices import pieces_of
+from dataplane.transport.stream import BulkStream
+from dataplane.transport.tcp_owner import RangeServer
+from dataplane.transport.tickets import held_bytes, issue
+from dataplane.wire.records import EXTENT
+from dataplane.wire.tables import Owner
+
+KEY = b"k" * 32
+OWNER = Owner("a", 7)
+NBYTES = 4096
+
+
+class SlowDesk:
+    """Pins when the ticket is over, and no sooner."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def pin(self, ranges: Records, deadline: float) -> Pinned:
+        while time.monotonic() <= deadline:
+            time.sleep(0.001)
+        self.held.append(1)
+        return Pinned(1, np.array([(0, NBYTES)], EXTENT))
+
+    def unpin(self, ask: int, nbytes: int) -> None:
+        assert nbytes == 0
+        self.held.remove(ask)
+
+
+class Engine(Transport):
+    """One that never comes to move a byte."""
+
+    capabilities = Capabilities("engine", frozenset({"host"}), True, False)
+
+    def register(self, region: Region) -> RegionKey:
+        return RegionKey(1, b"card")
+
+    def read(self, request: ReadRequest) -> None: ...
+
+    def cancel(self, job: int) -> None: ...
+
+    def forget(self, remote: Remote) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Asking:
+    """Whoever borrows a connection, and is never told to stop."""
+
+    stopped = False
+
+    def watch(self, stream: BulkStream) -> None: ...
+
+    def unwatch(self, stream: BulkStream) -> bool:
+        return True
+
+
+class Served:
+    def __init__(self, tls: bool) -> None:
+        self.desk = SlowDesk()
+        identity = new_identity() if tls else None
+        self.arena = np.zeros(NBYTES, np.uint8)
+        region, engine = Region(self.arena.ctypes.data, NBYTES), Engine(OWNER)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint(
+            f"127.0.0.1:{listener.getsockname()[1]}", identity.fingerprint if identity else ""
+        )
+        stream_of = door(identity.pem) if identity else BulkStream
+        self.server = RangeServer(listener, OWNER, KEY, region, self.desk, stream_of)
+        holds = Holds(engine, engine.register(region), region, self.desk, KEY)
+        self.server.start({"engine": holds})
+        self.listener = listener
+
+
+@pytest.fixture(params=[False, True], ids=["tcp", "tls"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    served = Served(request.param)
+    yield served
+    served.server.close()
+    served.listener.close()
+
+
+@pytest.mark.parametrize("engine", ["", "engine"])
+def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
+    served: Served, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    deadline = time.monotonic() + 30
+    connection = Connections(KEY).borrow(served.endpoint, "small", deadline, Asking())
+    pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
+    bound = held_bytes(pieces, engine, b"") if engine else pieces
+    ticket = issue(KEY, OWNER, 50, connection.nonce(), bound)
+    asked = Hold(1, ticket, pieces, NBYTES, engine, 0, b"") if engine else None
+    connection.stream.send(encode(asked or Pull(1, ticket, pieces, NBYTES)), deadline)
+    frame = connection.stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+    assert frame is not None, "the owner closed the connection without a word"
+    answer = decode_from_owner(frame)
+    assert isinstance(answer, Refused) and isinstance(answer.error(), DeadlineExceeded)
+    assert not served.desk.held
+    connection.stream.close()
+    caplog.clear()  # the error that was logged keeps frames, and they what was to be sent

@@ -11,7 +11,7 @@ from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, chunks, group_names, name_list, named_rows, row_names
 from dataplane.client.session import Session
-from dataplane.errors import InvalidCall
+from dataplane.errors import InvalidCall, StaleEpoch
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import NO_GROUP
@@ -111,10 +111,13 @@ def _pages(
         body = Read(handle.name, generation, rows, filtered, wanted, session.max_rows, after)
         try:
             page = yield from ask(body, ReadDone, deadline)
-        except BaseException:
+        except BaseException as exc:
             # The pages before this one are pinned; their pins go with an object nobody keeps.
             session.pinned(*(p.pin for p in pages))
-            raise
+            if not (after and isinstance(exc, StaleEpoch)):
+                raise
+            pages, after = [], b""  # rows moved: some would come twice, others not at all
+            continue
         pages.append(page)
         if not page.cursor:
             return pages

@@ -14,15 +14,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import FieldUnknown, LeaseExpired, RowsGone, StaleEpoch, counted
+from dataplane.errors import (
+    FieldUnknown,
+    LeaseExpired,
+    RowsGone,
+    StaleEpoch,
+    Unavailable,
+    counted,
+)
 from dataplane.memory.space import Space
+from dataplane.metadata.roster import Roster
 from dataplane.peer import packs
 from dataplane.peer import rows as rowset
 from dataplane.peer.budgets import Budgets
 from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.host import Caller, Entry, Host, call_stage
+from dataplane.peer.host import Caller, Entry, Host, call_deadline, call_stage
 from dataplane.peer.leases import Handed, Leases
-from dataplane.peer.mesh import Mesh
+from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.peer.routing import Routing
@@ -251,13 +259,21 @@ class Reading:
                 asked = msgspec.structs.replace(asked, fields=left)
 
     async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows, peer after peer. The cursor is the roster's number (u8), which peer
-        (u2) and a key."""
-        roster = self.host.roster
+        """A page of all rows. StaleEpoch where the roster changed since the page before."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            if body.after and body.after[:8] != roster.epoch[1].to_bytes(8, "little"):
+                raise StaleEpoch("the roster changed in the middle of this read: read again")
+            try:
+                return await self._page_under(roster, body)
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end):
+                    raise
+
+    async def _page_under(self, roster: Roster, body: Read) -> tuple[Table, bytes]:
+        """Peer after peer. The cursor is the roster's number (u8), which peer (u2) and a key."""
         members = roster.members
-        number = roster.epoch[1].to_bytes(8, "little")
-        if body.after and body.after[:8] != number:
-            raise StaleEpoch("the roster changed in the middle of this read: read again")
         at, after = int.from_bytes(body.after[8:10], "little"), body.after[10:]
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         tables: list[Table] = []
@@ -270,8 +286,10 @@ class Reading:
             limit -= rowset.count(found.table.rows)
             after = found.table.rows.keys[-16:] if found.more else b""
             at += not found.more
-        cursor = b"" if at >= len(members) else number + at.to_bytes(2, "little") + after
-        return rowset.join(tables), cursor
+        if at >= len(members):
+            return rowset.join(tables), b""
+        place = roster.epoch[1].to_bytes(8, "little") + at.to_bytes(2, "little")
+        return rowset.join(tables), place + after
 
     async def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)

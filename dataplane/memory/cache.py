@@ -1,7 +1,9 @@
 """Copies of other hosts' ranges, kept while there is room: never a replica, never the truth.
 
 Runs in the peer. A copy is a local range of the pull class that the cache holds one reference to;
-readers pin it like any other range. Unpinned copies are evicted, least recently used first.
+readers pin it like any other range. Unpinned copies are evicted, least recently used first; one
+whose range the owner has used again goes when that is heard of. But for `evictable_bytes`, a sum,
+what is done to some copies costs nothing for the others: a host may keep millions.
 """
 
 from __future__ import annotations
@@ -11,30 +13,31 @@ from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.memory.extents import Mask, Records, every
+from dataplane.memory.extents import Mask, Records, each_once, every
 from dataplane.memory.ranges import Ranges
+from dataplane.memory.recency import Recency, Slots
 from dataplane.wire.records import RANGE, U8
 
 _FIRST_ROWS = 256
+_LOOK = 4096
+"""Copies that an eviction looks at together."""
 
 
 class PulledCopies:
-    """Columns by slot: local range, bytes, last use, owner. Keys lead to slots per owner."""
+    """Columns by slot: local range, bytes, owner. The remote range's id leads to it, per owner."""
 
     def __init__(self, ranges: Ranges, release: Callable[[Records], int]) -> None:
         self.cached_bytes = 0
         self._ranges = ranges
         self._release = release
-        self._slots: dict[int, dict[int, int]] = {}  # incarnation -> (generation, range) -> slot
-        self._clock = 0
+        self._slots: dict[int, dict[int, int]] = {}  # incarnation -> range -> slot
+        self._recency = Recency()
         self._local = np.zeros(_FIRST_ROWS, RANGE)  # generation 0: the slot is unused
         self._id = np.zeros(_FIRST_ROWS, np.intp)  # of the local range: to count by, it is quicker
-        self._remote = np.zeros(_FIRST_ROWS, U8)
+        self._remote = np.zeros(_FIRST_ROWS, RANGE)
         self._owner = np.zeros(_FIRST_ROWS, U8)
-        self._nbytes = np.zeros(_FIRST_ROWS, np.int64)
-        self._used_at = np.zeros(_FIRST_ROWS, np.int64)
+        self._nbytes = np.zeros(_FIRST_ROWS, np.int64)  # 0: the slot is unused
         self._spare: list[int] = list(range(_FIRST_ROWS - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -51,51 +54,61 @@ class PulledCopies:
         found = np.zeros(len(remote), RANGE)
         known = self._slots.get(incarnation)
         if known:
-            slots = _slots_of(known, remote)
-            hit = slots >= 0
-            found[hit] = self._local[slots[hit]]
-            self._used_at[slots[hit]] = self._tick()
+            at, slots = self._kept(known, remote)
+            same = self._remote[slots]["generation"] == remote["generation"][at]
+            found[at[same]] = self._local[slots[same]]
+            self._recency.use(each_once(slots[same]))
         return found
 
     def insert(self, incarnation: int, remote: Records, local: Records) -> None:
         """Keep these copies; the one reference that each local range has becomes the cache's.
 
-        A copy that is here already stays, and the newcomer's reference is released.
+        A copy that is here already stays, and the newcomer's reference is released, unless the
+        newcomer is of a later generation.
         """
         known = self._slots.setdefault(incarnation, {})
-        keys = _keys(remote)
-        slots = self._take_slots(len(keys))
-        kept = map(known.setdefault, keys.tolist(), slots.tolist())
-        fresh = np.fromiter(kept, np.intp, len(keys)) == slots
-        if not every(fresh):
-            self._spare.extend(slots[~fresh].tolist())
-            self._release(local[~fresh])
-            keys, local, slots = keys[fresh], local[fresh], slots[fresh]
-        if not len(keys):
-            return
+        if len(each_once(remote["range"])) < len(remote):
+            remote, local = self._first_of_each(remote, local)
+        at, slots = self._kept(known, remote)
+        older = self._older(slots, remote[at])
+        if not every(older):
+            stays = at[~older]
+            self._release(local[stays])
+            remote, local = np.delete(remote, stays), np.delete(local, stays)
+        self._clear(slots[older])  # their names lead to the newcomers from here on
+        slots = self._take_slots(len(remote))
+        known.update(zip(remote["range"].tolist(), slots.tolist(), strict=True))
         nbytes = self._ranges.extents(local)["length"].astype(np.int64)
         self._local[slots] = local
         self._id[slots] = local["range"]
-        self._remote[slots] = keys
+        self._remote[slots] = remote
         self._owner[slots] = incarnation
         self._nbytes[slots] = nbytes
-        self._used_at[slots] = self._tick()
+        self._recency.use(slots)
         self.cached_bytes += int(nbytes.sum())
 
     def evict(self, nbytes: int) -> int:
         """Let go of at least `nbytes` of copies that nobody pins, as far as there are: the bytes
-        that became free."""
-        kept = np.flatnonzero(self._unread())
-        kept = kept[np.argsort(self._used_at[kept], kind="stable")]
-        enough = int(np.searchsorted(np.cumsum(self._nbytes[kept]), nbytes)) + 1
-        return self._drop(kept[:enough])
+        that became free. One that is found pinned counts as used now."""
+        freed, pinned = 0, []
+        while freed < nbytes and len(oldest := self._recency.take(_LOOK)):
+            unread = self._unread(oldest)
+            given = np.cumsum(np.where(unread, self._nbytes[oldest], 0))
+            enough = int(np.searchsorted(given, nbytes - freed)) + 1
+            self._recency.put_back(oldest[enough:])
+            oldest, unread = oldest[:enough], unread[:enough]
+            pinned.append(oldest[~unread])
+            freed += self._drop(oldest[unread])
+        for slots in pinned:
+            self._recency.use(slots)
+        return freed
 
     @property
     def evictable_bytes(self) -> int:
         """What `evict` could free now."""
         if not self.cached_bytes:
             return 0
-        return int(self._nbytes @ self._unread())
+        return int(self._nbytes.sum(where=self._unread(slice(None))))
 
     def drop_owner(self, incarnation: int) -> int:
         """Let go of all copies of a peer that is gone. The bytes that became free at once; pinned
@@ -109,56 +122,64 @@ class PulledCopies:
         """Let go of the copies of ranges of a peer that are not alive any more there. The bytes
         that became free at once."""
         slots = np.flatnonzero((self._local["generation"] != 0) & (self._owner == incarnation))
-        remote = self._remote[slots].view(RANGE)
-        return self._drop(slots[~alive(remote)]) if len(slots) else 0
+        return self._drop(slots[~alive(self._remote[slots])]) if len(slots) else 0
 
-    def _drop(self, slots: npt.NDArray[np.intp]) -> int:
-        if not len(slots):
-            return 0
-        of, keys = self._owner[slots], self._remote[slots]
+    def _first_of_each(self, remote: Records, local: Records) -> tuple[Records, Records]:
+        """The others' references are released."""
+        _, first = np.unique(remote["range"], return_index=True)
+        self._release(np.delete(local, first))
+        return remote[first], local[first]
+
+    def _kept(self, known: dict[int, int], remote: Records) -> tuple[Slots, Slots]:
+        """Which of these ranges have a copy, of whatever generation, and its slot."""
+        slots = map(known.get, remote["range"].tolist(), repeat(-1))
+        of = np.fromiter(slots, np.intp, len(remote))
+        at = np.flatnonzero(of >= 0)
+        return at, of[at]
+
+    def _older(self, slots: Slots, remote: Records) -> Mask:
+        """Per slot, whether its copy is of an earlier generation: dead at its owner."""
+        ahead = remote["generation"] - self._remote[slots]["generation"]
+        older: Mask = ahead.view(np.int32) > 0  # generations begin again after 2**32
+        return older
+
+    def _drop(self, slots: Slots) -> int:
+        of, keys = self._owner[slots], self._remote[slots]["range"]
         while len(of):  # one owner after another, each without a loop in Python
             its = of == of[0]
             deque(map(self._slots[int(of[0])].__delitem__, keys[its].tolist()), maxlen=0)
             of, keys = of[~its], keys[~its]
+        return self._clear(slots)
+
+    def _clear(self, slots: Slots) -> int:
+        """But for the names that lead to them."""
+        if not len(slots):
+            return 0
         local = self._local[slots]
         self._local[slots] = 0
         self._id[slots] = 0
+        self._recency.forget(slots)
         self.cached_bytes -= int(self._nbytes[slots].sum())
+        self._nbytes[slots] = 0
         self._spare.extend(slots.tolist())
         return self._release(local)
 
-    def _unread(self) -> Mask:
-        """Per slot, whether it has a copy to which the cache has the only reference."""
+    def _unread(self, slots: Slots | slice) -> Mask:
+        """Per slot that is in use, whether the cache has the only reference to its copy."""
         # The cache's own references keep these alive: nobody need compare generations.
-        alone = self._ranges.counts_of(self._id) == 1
-        mask: Mask = alone & (self._local["generation"] != 0)
-        return mask
+        alone: Mask = self._ranges.counts_of(self._id[slots]) == 1
+        return alone
 
-    def _take_slots(self, count: int) -> npt.NDArray[np.intp]:
+    def _take_slots(self, count: int) -> Slots:
         have = len(self._local)
         if count > len(self._spare):
             more = max(have, count)
             self._local = np.concatenate((self._local, np.zeros(more, RANGE)))
             self._id = np.concatenate((self._id, np.zeros(more, np.intp)))
-            self._remote = np.concatenate((self._remote, np.zeros(more, U8)))
+            self._remote = np.concatenate((self._remote, np.zeros(more, RANGE)))
             self._owner = np.concatenate((self._owner, np.zeros(more, U8)))
             self._nbytes = np.concatenate((self._nbytes, np.zeros(more, np.int64)))
-            self._used_at = np.concatenate((self._used_at, np.zeros(more, np.int64)))
             self._spare.extend(range(have + more - 1, have - 1, -1))
         slots = np.array(self._spare[len(self._spare) - count :], np.intp)
         del self._spare[len(self._spare) - count :]
         return slots
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-
-def _keys(ranges: Records) -> npt.NDArray[np.uint64]:
-    """Range and generation as one number."""
-    keys: npt.NDArray[np.uint64] = np.ascontiguousarray(ranges).view(U8)
-    return keys
-
-
-def _slots_of(known: dict[int, int], remote: Records) -> npt.NDArray[np.intp]:
-    return np.fromiter(map(known.get, _keys(remote).tolist(), repeat(-1)), np.intp, len(remote))

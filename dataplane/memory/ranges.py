@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowsGone
-from dataplane.memory.extents import Bytes, Mask, Records, every
+from dataplane.memory.extents import Bytes, Mask, Records, each_once, every
 from dataplane.wire.records import EXTENT, RANGE, U4, U8
 
 Counts = npt.NDArray[np.integer] | int
@@ -112,7 +112,7 @@ class Ranges:
             counts = counts if isinstance(counts, int) else counts[alive]
         np.subtract.at(self._refs, ids, np.asarray(counts, np.int64))
         dead = ids[self._refs[ids] <= 0]
-        return self._free(_each_once(dead) if len(dead) > 1 else dead)
+        return self._free(each_once(dead) if len(dead) > 1 else dead)
 
     def extents(self, ranges: Records) -> Records:
         """Where these ranges lie: EXTENT records, padding included. RowsGone if any is dead."""
@@ -249,10 +249,3 @@ class Ranges:
         self._admission = np.concatenate((self._admission, np.zeros(more, np.uint8)))
         self._account = np.concatenate((self._account, np.zeros(more, U4)))
         self._born = np.concatenate((self._born, np.zeros(more, np.int64)))
-
-
-def _each_once(ids: Ids) -> Ids:
-    """In order. `np.unique` would fill a hash table first, for four times the time."""
-    ids = np.sort(ids)
-    again = ids[1:] == ids[:-1]
-    return ids[np.concatenate(([True], ~again))] if np.count_nonzero(again) else ids

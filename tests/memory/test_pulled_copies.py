@@ -13,18 +13,20 @@ PAGE = 4096
 PEER, READER, WRITER = 0, 1, 2
 
 
-def remote(*numbers: int) -> np.ndarray:
-    return np.array([(n, 5) for n in numbers], RANGE)
+def remote(*numbers: int, generation: int = 5) -> np.ndarray:
+    return np.array([(n, generation) for n in numbers], RANGE)
 
 
-def pull(space: Space, incarnation: int, *numbers: int, pages: int = 1) -> np.ndarray:
+def pull(
+    space: Space, incarnation: int, *numbers: int, pages: int = 1, generation: int = 5
+) -> np.ndarray:
     sizes = np.full(len(numbers), pages * PAGE, U8)
     count, extents = space.reserve(PEER, Admission.PULL, [sizes])
     assert count == 1
     column = np.empty(len(sizes), EXTENT)
     column["offset"], column["length"] = place(sizes, extents), sizes
     local = space.commit(PEER, column, 1, Admission.PULL)
-    space.copies.insert(incarnation, remote(*numbers), local)
+    space.copies.insert(incarnation, remote(*numbers, generation=generation), local)
     return local
 
 
@@ -149,3 +151,37 @@ def test_copies_come_in_any_order_and_one_that_comes_twice_is_kept_once() -> Non
     assert space.copies.lookup(11, remote(2, 9)).tolist() == [local[1].item(), local[0].item()]
     assert space.ranges.alive(local).tolist() == [True, True, False]
     assert space.stats()["cached_bytes"] == 2 * PAGE
+
+
+def test_a_copy_goes_when_its_owner_has_used_the_range_again() -> None:
+    space = Space(64 * PAGE)
+    dead = pull(space, 11, 1, 2, 3)
+    pin = space.pin(READER, dead[:1])
+    new = pull(space, 11, 1, 2, generation=6)
+    assert space.alive(dead).tolist() == [True, False, True], "a reader still has the first"
+    assert space.copies.lookup(11, remote(1, 2, generation=6)).tolist() == new.tolist()
+    assert found(space, 11, 1, 2, 3) == [False, False, True]
+    assert space.stats()["cached_bytes"] == 3 * PAGE
+    assert space.unpin(READER, [pin]) == PAGE
+
+
+def test_a_copy_of_an_earlier_life_of_a_range_takes_no_place() -> None:
+    space = Space(64 * PAGE)
+    last, first = 2**32 - 1, 1  # 0 is no generation
+    dead = pull(space, 11, 1, generation=last)
+    new = pull(space, 11, 1, 2, generation=first)
+    late = pull(space, 11, 1, 2, generation=last)
+    assert not space.alive(dead).any() and not space.alive(late).any()
+    found = space.copies.lookup(11, remote(1, 2, generation=first))
+    assert found.tolist() == new.tolist() and space.stats()["cached_bytes"] == 2 * PAGE
+
+
+def test_a_copy_found_pinned_was_used_then() -> None:
+    space = Space(64 * PAGE)
+    local = pull(space, 11, 1, 2, 3)
+    pin = space.pin(READER, local[:1])
+    assert space.copies.evict(PAGE) == PAGE
+    assert found(space, 11, 2) == [False]
+    space.unpin(READER, [pin])
+    assert space.copies.evict(PAGE) == PAGE
+    assert space.alive(local).tolist() == [True, False, False], "3 was used before 1"

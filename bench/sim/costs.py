@@ -52,7 +52,7 @@ class Costs(msgspec.Struct, frozen=True):
     Of the peers or the controller: an `operation`, a `crossing` (what a claim that another host
     meets takes of all peers beside its operations), a byte that is moved, a byte of arena that
     is touched for the first time. `idle`: the share of a core that a service takes for nothing,
-    `watch`: the share that the bench takes for each process that it watches. `delay_s`: nobody's
+    `watch`: the share that the bench takes to watch the run. `delay_s`: nobody's
     processor, of a hand-over; `crossing_delay_s`: of one between hosts, beside that."""
 
     activities: dict[str, dict[str, Price]]
@@ -97,12 +97,6 @@ class Place:
     def less(self, background: float) -> Place:
         """Without what somebody takes of the cores all the time."""
         return replace(self, cores=max(0.25, self.cores - background))
-
-
-def processes(job: Job, plane: str) -> int:
-    """How many a run has."""
-    services = 1 if plane == "controller" else job.hosts
-    return services + 3 * job.hosts + job.trainers * job.tp
 
 
 def written(job: Job, prompt: Prompt) -> Work:

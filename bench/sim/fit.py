@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from bench.planes.base import Job
 from bench.schedule import schedule
-from bench.sim.costs import Costs, Place, Price, Work, processes, read, written
+from bench.sim.costs import Costs, Place, Price, Work, read, written
 from bench.sim.model import Design, Model
 from bench.sim.plan import Plan
 
@@ -160,7 +160,7 @@ def predict(job: Job, costs: Costs, design: type[Design], cores: int, rivals: fl
     rivals: strangers beside it who want a core all the time.
     """
     services = job.hosts if design.name == "dataplane" else 1
-    taken = costs.watch * processes(job, design.name) + costs.idle * services
+    taken = costs.watch + costs.idle * services
     place = Place(cores=cores, one_machine=True, rivals=rivals).less(taken)
     return Model(Plan(job), costs, place, design).run().step_s
 
@@ -213,9 +213,9 @@ def _service(seen: Sequence[Seen]) -> list[float]:
 
 
 def _watched(seen: Seen) -> float:
-    """The share of a core that the runner takes for each process of the run."""
-    count = processes(seen.job, str(seen.run["plane"]))
-    return float(seen.run["cpu_seconds"]["runner"] / seen.run["seconds"] / count)
+    """The share of a core that the runner takes. More processes do not make it more: its looks at
+    them rest nine times as long as they took (bench/memory.py)."""
+    return float(seen.run["cpu_seconds"]["runner"] / seen.run["seconds"])
 
 
 def _error(

@@ -58,6 +58,8 @@ def seconds(value: object, what: str) -> float | None:
     """A duration, or None for no limit. One that is negative has passed already."""
     if value is None:
         return None
+    if type(value) is float and value < float("inf"):  # as most often; a Real is slow to tell
+        return value
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(f"{what}={value!r:.80}: give a number of seconds, or None for no limit")
     return None if value == float("inf") else float(value)

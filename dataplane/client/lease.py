@@ -144,14 +144,17 @@ class Lease:
         self.id = claimed.lease
         self.n = len(claimed.table.rows.keys) // KEY.itemsize
         self.state = "leased"
-        self._open = np.ones(self.n, np.bool_)
+        self._open: npt.NDArray[np.bool_] | None = None
+        """per row whether it was neither finished nor dropped; None: all are open"""
         self._added: list[Written] = []
         self._lost: set[str] = set()
 
     @property
     def open_rows(self) -> int:
         """Rows that were neither finished nor dropped."""
-        return int(self._open.sum()) if self.state == "leased" else 0
+        if self.state != "leased":
+            return 0
+        return self.n if self._open is None else int(self._open.sum())
 
     @property
     def added(self) -> list[str]:
@@ -210,15 +213,19 @@ class Lease:
         """
         self.check()
         given = tag_columns(tags, self.n)
-        index = np.flatnonzero(self._open) if rows is None else rows
-        at = None if len(index) == self.n else index
+        at = rows
+        if at is None and self._open is not None:
+            at = np.flatnonzero(self._open)
+        left = self.n if at is None else len(at)
+        if left == self.n:
+            at = None
         body = Finish(
             self.id,
             outcome,
             None if at is None else at.astype(U4).tobytes(),
             tags=take_tags(given, at),
         )
-        if not len(index):
+        if not left:
             self._end("finished")
         elif outcome == "ack":
             yield from self._ack(body, at, timeout)
@@ -287,8 +294,10 @@ class Lease:
 
     def _closed_rows(self, outcome: Outcome, rows: npt.NDArray[np.intp] | None) -> None:
         if rows is not None:
+            if self._open is None:
+                self._open = np.ones(self.n, np.bool_)
             self._open[rows] = False
-        if rows is None or not self._open.any():
+        if self._open is None or rows is None or not self._open.any():
             ended = {"ack": "acked", "release": "released", "drop": "dropped"}
             self._end(ended[outcome])
 
@@ -314,7 +323,7 @@ class Lease:
             index = group_positions(table, groups)
         else:
             return None
-        return index[self._open[index]]
+        return index if self._open is None else index[self._open[index]]
 
     def abandon(self) -> None:
         """Give the rows back without a call: from a finalizer."""

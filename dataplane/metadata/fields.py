@@ -203,8 +203,11 @@ class Fields:
     ) -> tuple[Array, Array]:
         """(position among `slots`, VALUE record) of values and leaves that another peer owns."""
         rows, records = [np.zeros(0, np.intp)], [_NO_VALUE[:0]]
-        far = np.array([owner.peer != address for owner in self._known.owners], np.bool_)
-        for name in (self.names if names is None else names) if far.any() else ():
+        others = [owner.peer != address for owner in self._known.owners]
+        if not any(others):
+            return rows[0], records[0]
+        far = np.array(others, np.bool_)
+        for name in self.names if names is None else names:
             bit = self.names.get(name, -1)
             if bit in self._values:
                 # The owners first: mostly none is far, and the rest need not be looked at.

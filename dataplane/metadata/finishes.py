@@ -129,7 +129,7 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
         state.free_acked(slots)
     if outcome != "keep":
         lease.left[positions] = False
-        if not lease.left.any():
+        if not np.count_nonzero(lease.left):
             # An ack that comes again, after the rows went back, must not pass for one that is in.
             (state.leases.end if outcome == "release" else state.leases.finish)(lease)
     return freed

@@ -42,7 +42,9 @@ class Operations(Generic[ReplyT]):
         self, session: Hashable, op: int, floor: int, reply: ReplyT, part: int = 0
     ) -> None:
         """Keep the answer to a part of `op`, and forget those below `floor`."""
-        known = self._sessions.setdefault(session, _Session())
+        known = self._sessions.get(session)
+        if known is None:
+            known = self._sessions[session] = _Session()
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)

@@ -55,6 +55,12 @@ class PutPlan:
     new_groups: Array
     keep: bool
 
+    @property
+    def continues(self) -> bool:
+        """Is it about a group or row that is here already? The first one speaks for all."""
+        known = self.groups if len(self.groups) else self.slots
+        return bool(known[0] >= 0)
+
 
 def plan_put(
     state: State,
@@ -134,7 +140,7 @@ def shown(names: Sequence[Name] | None, keys: Array, positions: Array) -> list[N
 
 
 def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
-    dropped = new[state.tombstones.among(rows.keys[new])]
+    dropped = new[state.tombstones.among(rows.keys[new])] if len(state.tombstones) else _NONE
     if len(dropped):
         keys = shown(rows.names, rows.keys, dropped)
         raise RowsDropped(

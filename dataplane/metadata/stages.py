@@ -138,7 +138,7 @@ class Stage:
         states = self.rows.state[slots]
         for state, column in ((READY, self._ready), (ACKED, self._acked)):
             among = states == state
-            if among.any():
+            if np.count_nonzero(among):
                 self._bump(column, slots[among], -1)
         self.rows.forget(slots)
 

@@ -206,7 +206,7 @@ class State:
         self.incarnation[slots] += np.uint32(1)
         self._ids.give_back(slots)
         grouped = groups >= 0
-        if grouped.any():
+        if np.count_nonzero(grouped):
             if not dropped:
                 self.freed_rows += self.index.keys[slots].tobytes()
             self._leave(slots[grouped], groups[grouped], dropped)
@@ -242,7 +242,7 @@ class State:
         """The slots at these positions of a lease, without rows that are gone."""
         slots = lease.slots[positions]
         there = self.incarnation[slots] == lease.incarnations[positions]
-        result: Array = slots if there.all() else slots[there]
+        result: Array = slots if every(there) else slots[there]
         return result
 
     def _test(self, where: Filter, slots: Array) -> Array:

@@ -101,7 +101,7 @@ def names_of(given: dict[int, Name], ids: Array, keys: bytes) -> list[Name] | No
 def _groups(state: State, slots: Array) -> tuple[bytes, Array]:
     """(the group_index column, the groups in the order in which they occur)."""
     groups = state.group[slots].astype(np.int64)
-    if not len(groups) or int(groups.max()) < 0:
+    if not np.count_nonzero(groups >= 0):
         return b"", np.zeros(0, np.int64)
     if int(groups.min()) == int(groups[0]) == int(groups.max()):
         return bytes(4 * len(slots)), groups[:1]

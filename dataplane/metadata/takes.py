@@ -6,7 +6,7 @@ costs depends on the units taken, never on how many rows there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ _FIRST_LOOK = 64
 class Taken:
     """lease None: nothing was taken. amount: sum of the budget's tag. blocked: the next ready unit
     would not fit into the budget (with units 0: it is larger than the whole budget). nbytes: what
-    the claim's peer has to pull. needed_bytes: cut by the credit, which had to be this much."""
+    the claim's peer has to pull. needed_bytes: cut by the credit, which had to be this much.
+    slots: the rows, for `Store.table`; they hold until the next change."""
 
     lease: int | None = None
     units: int = 0
@@ -34,6 +35,7 @@ class Taken:
     blocked: bool = False
     nbytes: int = 0
     needed_bytes: int = 0
+    slots: Array | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def take(
         picked.blocked,
         picked.nbytes,
         picked.needed_bytes,
+        lease.slots,
     )
 
 

@@ -176,7 +176,7 @@ class Grants:
         flat = rowset.flat_values(columns).copy()
         index = flat["range"].astype(np.intp)
         total = len(extents) + len(known)
-        if len(flat) and int(index.max()) >= total:
+        if np.count_nonzero(index >= total):
             raise ProtocolError(f"a value names range {int(index.max())} of {total}")
         counts = np.bincount(index, minlength=total).astype(U4)
         lengths = extents["length"]

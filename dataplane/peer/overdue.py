@@ -25,9 +25,13 @@ TURNS = 20
 was due meanwhile is due at once, and the call shall not be late only because of that."""
 
 
+_WAITS_FOR_ROWS = (Claim, Wait, Losses)
+"""What says itself how long it waits."""
+
+
 def limit_s(request: Request) -> float:
     """How long a call may take, from its arrival on."""
-    if isinstance(request.body, Claim | Wait | Losses):
+    if isinstance(request.body, _WAITS_FOR_ROWS):
         waits_ms = request.body.timeout_ms
         return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
     return request.deadline_ms / 1000 if request.deadline_ms else math.inf

@@ -22,6 +22,7 @@ from dataplane.errors import (
     Unavailable,
     counted,
 )
+from dataplane.memory.extents import every
 from dataplane.memory.space import Space
 from dataplane.metadata.roster import Roster
 from dataplane.peer import packs
@@ -135,7 +136,7 @@ class Reading:
         places = np.zeros(len(flat), PLACE)
         places["nbytes"] = flat["nbytes"]
         places["spec"] = flat["spec"]
-        if here.all():
+        if every(here):
             pin, starts = space.pin_places(holder, rowset.ranges_of(flat))
             places["offset"] = starts + flat["delta"]
         else:

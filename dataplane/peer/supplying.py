@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from dataplane.errors import DataplaneError
 from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.takes import Taken
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.leases import Handed, Part
@@ -58,14 +59,15 @@ class Supplying:
         now = self.host.now()
         self.shipping.lease_to(holder, self.host.address)
         taken = entry.store.take(stage, want, holder, now, credit=credit)
-        return None if taken.lease is None else self._granted(entry, taken.lease, fields)
+        return None if taken.lease is None else self._granted(entry, taken, fields)
 
-    def _granted(self, entry: Entry, lease: int, fields: list[str] | None) -> Handed:
+    def _granted(self, entry: Entry, taken: Taken, fields: list[str] | None) -> Handed:
         """Leased rows with what they have here of the fields that are asked for."""
+        assert taken.lease is not None and taken.slots is not None
         known = None if fields is None else entry.store.known(fields)
-        table = entry.store.table(lease, known)
+        table = entry.store.table(taken.slots, known)
         self.settle(entry)
-        return Handed(Part(self.host.owner, lease, rowset.count(table.rows)), table)
+        return Handed(Part(self.host.owner, taken.lease, len(taken.slots)), table)
 
     async def _order(self, caller: Caller, body: Order) -> Body:
         """Lease what is ordered, and hand it to the claim's peer; unwanted, it goes back."""
@@ -84,7 +86,7 @@ class Supplying:
         )
         if taken.lease is None:
             return Supplied(0, 0.0, taken.blocked, 0, taken.needed_bytes)
-        handed = self._granted(entry, taken.lease, body.fields)
+        handed = self._granted(entry, taken, body.fields)
         table, packs = handed.table, list[bytes]()
         if body.claimant != self.host.address:
             table, packs = inlined(table, self.host.owner, self.host.space, self.host.arena)

@@ -62,7 +62,7 @@ class Writing:
             if self._must_wait(session, entry, body):
                 return self._put_routed(session, request, body)
             plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
-            committed = self._commit_put(session, entry, body)
+            committed = self._commit_put(session, entry, body, plan.continues)
         try:
             self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
@@ -81,7 +81,8 @@ class Writing:
                 nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
                 await self.grants.budgets.before_putting(session, entry, nbytes, opens)
                 place = _Placed(self.host, look)  # names may have left the directory meanwhile
-            committed = self._commit_put(session, entry, body)
+            continues = self._continues(session, entry, body.rows)
+            committed = self._commit_put(session, entry, body, continues)
         caller = caller_of(self.host, request, session)
         stored: list[Index] = []
         tried = np.zeros(rowset.count(body.rows), np.bool_)
@@ -120,8 +121,8 @@ class Writing:
             columns = [rowset.take_column(c, index) for c in body.columns]
             entry.store.check_put(rows, columns, replace=body.replace)
 
-    def _commit_put(self, session: Session, entry: Entry, body: Put) -> Committed:
-        kind = Admission.CONTINUE if self._continues(session, entry, body.rows) else Admission.OPEN
+    def _commit_put(self, session: Session, entry: Entry, body: Put, continues: bool) -> Committed:
+        kind = Admission.CONTINUE if continues else Admission.OPEN
         return self.grants.commit(session, entry, body.columns, body.ranges, body.shared, kind)
 
     def _must_wait(self, session: Session, entry: Entry, body: Put) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+from bench.sim.costs import Work
 from bench.sim.model import Claimed, Design, Model, Steps
 from bench.traces import Prompt
 
@@ -50,11 +51,12 @@ class Central(Design):
         asked = self.env.now
         yield self._dealt[step, stage]
         hand = self._hands[step, stage, rank]
+        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
         if not hand:
+            yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))
             return []
         prompt = hand.popleft()
         work = self.plan.work_of(stage, prompt)
-        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
         yield self.env.timeout(self.costs.delay_s)
         yield from self._move(_AT, host, work.nbytes, self.costs.of(stage, ("claim",), work))
         self.outcome.peers[1] += 1

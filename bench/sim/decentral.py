@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from bench.sim.costs import Work
 from bench.sim.model import Claimed, Design, Model, Steps
 from bench.traces import Prompt
 
@@ -100,6 +101,7 @@ class Decentral(Design):
             queue.waiting.append((host, event))
             yield event
         if not queue.left:
+            yield self.hosts.work(self.costs.of(stage, ("claim",), Work()))
             return []
         supplier, taken = queue.take(host, most)
         groups = [prompt for _, prompt in taken]

@@ -16,7 +16,7 @@ from bench.planes.base import Job
 from bench.sim.central import Central
 from bench.sim.costs import Costs, Place, Price, Work
 from bench.sim.decentral import Decentral, Pages
-from bench.sim.fit import Seen, fit, least_squares
+from bench.sim.fit import Seen, fit, least_squares, predict, priced
 from bench.sim.model import Design, Model, Outcome
 from bench.sim.plan import Plan
 from bench.sim.runs import in_turn
@@ -155,12 +155,12 @@ def test_runs_of_two_kinds_take_turns_over_the_whole() -> None:
     assert in_turn("", "xy") == ["x", "y"]
 
 
-def as_run(told: Job, prices: Costs, rivals: float, others: float) -> Seen:
+def as_run(told: Job, prices: Costs, rivals: float, others: float, watch: float = 0.0) -> Seen:
     """What a run would have told, had it gone as the model says beside so many rivals."""
     beside = replace_place(ONE_MACHINE, rivals=rivals)
     ends = run(told, Central, beside, prices).step_ends
     controller = {"controller": {"cpu_seconds": {"controller": 0.0}}}
-    cpu_seconds = {"runner": 0.0, "machine": others * ends[-1]}
+    cpu_seconds = {"runner": watch * ends[-1], "machine": (others + watch) * ends[-1]}
     return Seen(
         told,
         {
@@ -184,6 +184,19 @@ def test_strangers_press_as_hard_as_step_times_say(monkeypatch: pytest.MonkeyPat
         found, pressing = fit({"controller": seen}, {"controller": Central}, 2)
         assert pressing == pytest.approx(expected)
         assert found["controller"].delay_s == found["controller"].crossing_delay_s == 0.0
+
+
+def test_the_runner_takes_as_much_of_the_cores_whatever_it_watches() -> None:
+    free, dear = costs(Price(), 0.0, 0.0), costs(Price(once=0.02), 0.0, 0.0)
+    seen = [
+        as_run(job(hosts=hosts, trainers=hosts), free, 0.0, 0.0, watch=0.5) for hosts in (1, 2, 2)
+    ]
+    assert priced(seen).watch == pytest.approx(0.5)
+    for hosts in (1, 8):
+        told = job(hosts=hosts, trainers=hosts)
+        watched = predict(told, replace(dear, watch=0.5), Central, cores=2)
+        beside = replace_place(ONE_MACHINE, cores=1.5)
+        assert watched == run(told, Central, beside, dear).step_s
 
 
 def test_a_price_is_of_a_time_its_rows_and_its_bytes() -> None:

@@ -30,6 +30,10 @@ def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
     """Slices of at most `max_bytes` and `max_items`, in order; together they are `copies`."""
     nbytes = copies["nbytes"].astype(np.int64)
     ends = np.cumsum(nbytes)
+    if 0 < len(copies) <= max_items and ends[-1] <= max_bytes:
+        # as most reads are, and several look one after another
+        yield Slice(np.arange(len(copies)), copies, int(ends[-1]))
+        return
     starts = ends - nbytes
     first = starts // max_bytes
     last = np.where(nbytes > 0, (ends - 1) // max_bytes, first)

@@ -199,7 +199,8 @@ class Replicas:
             self._begin(new)
         # The roster says so, and not who was the backup last: a copy that was never in sync, or is
         # of a backup before the last, has undone what its owner answered since.
-        whole = {t.owner for t in new.takeovers if t.heir == self.host.owner and t.in_sync}
+        last = {t.owner: t for t in new.takeovers}
+        whole = {t.owner for t in last.values() if t.heir == self.host.owner and t.in_sync}
         for owner in old.owners:
             if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
                 continue

@@ -7,14 +7,15 @@ whoever asks there waits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
 
-from dataplane.errors import ProtocolError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.columns import Array
 from dataplane.metadata.restating import gained, names_for
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster import Flags, Roster
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
@@ -22,8 +23,10 @@ from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import KEY, column
 from dataplane.wire.rosters import KnownNames, Restate, Restated
 
+log = logging.getLogger(__name__)
+
 RETRY_S = 0.2
-TELL_S = 300.0
+TELL_S = 60.0
 """Until a peer with very many names has told them; one that is dead or stopped is lost before."""
 
 
@@ -42,10 +45,9 @@ class Restating:
         untold = self.host.untold
         lost = [o for o in old.owners if o.peer in untold and not new.has(o)]
         late = [(self.host.serving(owner), untold.pop(owner.peer)) for owner in lost]
-        given = gained(old, new).get(self.host.address)
-        if given is not None and not new.places_like(old):
-            # A process that is new as well has nothing to tell.
-            late += [(owner.peer, given) for owner in new.owners if old.has(owner)]
+        given = self._given(old, new)
+        if given.any():  # also those that this peer did not know: they joined before it did
+            late += [(owner.peer, given) for owner in new.owners]
         for address, shards in late:
             if address is not None:
                 untold[address] = untold.get(address, False) | shards
@@ -53,6 +55,17 @@ class Restating:
             self._asking.add(address)
             self.mesh.spawn(self._ask(address))
         self._finish()
+
+    def _given(self, old: Roster, new: Roster) -> Flags:
+        """Shards of which others may know more. Where rosters were missed by which some moved these
+        are all that this peer has: they may have been another's meanwhile."""
+        here, none = self.host.address, np.zeros(new.shards, np.bool_)
+        if here not in new.members or new.places_like(old) and not _moved_since(old, new):
+            return none
+        if new.epoch == (old.epoch[0], old.epoch[1] + 1):
+            return gained(old, new).get(here, none)
+        mine: Flags = new.primaries == new.members.index(here)
+        return mine
 
     async def _ask(self, address: str) -> None:
         """Until it has told everything, or is no member any more. What was told under a roster
@@ -65,7 +78,9 @@ class Restating:
                 try:
                     body = Restate(shards)
                     await self.mesh.call(address, body, timeout_s=TELL_S, epoch=roster.epoch)
-                except (StaleEpoch, Unavailable):
+                except DataplaneError as exc:
+                    if not isinstance(exc, StaleEpoch | Unavailable):
+                        log.warning("%s does not tell what it knows: %s", address, exc)
                     await self.host.another_roster(roster, self.host.now() + RETRY_S)
                 else:
                     if self.host.roster is roster:
@@ -101,6 +116,8 @@ class Restating:
             raise ProtocolError(f"{len(shards)} bits for {roster.shards} shards")
         for told in self._known(roster, caller.address, shards):
             await self.mesh.call(caller.address, told, epoch=roster.epoch)
+        if self.host.roster is not roster:
+            raise StaleEpoch(f"the roster changed while {self.host.address} told what it knows")
         return Done()
 
     def _known(self, roster: Roster, address: str, shards: Array) -> Iterator[Restated]:
@@ -108,3 +125,9 @@ class Restating:
             for names in names_for(entry.store, roster, shards, self.host.address):
                 yield Restated(names=[names])
         yield Restated(self.partitions.known(address))
+
+
+def _moved_since(old: Roster, new: Roster) -> bool:
+    """Whether shards may have come and gone under rosters in between."""
+    followed = new.epoch[0] == old.epoch[0]
+    return not followed or any(one.number > old.epoch[1] for one in new.takeovers)

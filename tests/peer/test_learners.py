@@ -75,3 +75,28 @@ def test_only_a_copy_that_was_in_sync_is_taken_over(
     assert backup.taken == taken
     # Its shards are served there one way or the other: owners of values hear what it names.
     assert {body.origin for body in backup.told} == {PRIMARY}
+
+
+def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
+    """Two that leave hand their shards to and fro; then one dies before the other has its copy."""
+    made = Authority(Roster.from_seeds([PRIMARY.peer, BACKUP.peer]), 77)
+    backup = Backup(made.roster)
+
+    def beat(owner: Owner, **said: bool) -> None:
+        made.beat(owner, made.roster.epoch, **said)
+        backup.turn(made.roster)
+
+    for owner in (PRIMARY, BACKUP):
+        beat(owner)
+    for owner in (PRIMARY, BACKUP):
+        beat(owner, synced=True)
+    for owner in (PRIMARY, PRIMARY, BACKUP, BACKUP, BACKUP):
+        beat(owner, synced=True, leaving=True)
+    assert len(made.roster.shards_of(PRIMARY.peer)) == made.roster.shards
+    assert [one.owner for one in made.roster.takeovers] == [PRIMARY, BACKUP]
+    shipped = Append(7, 0, [Shipment("p", 1, [], Definition())])
+    assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
+    made.lost(PRIMARY)
+    backup.turn(made.roster)
+    assert not made.roster.takeovers[-1].in_sync
+    assert not backup.taken

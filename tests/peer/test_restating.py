@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import ProtocolError, Unavailable
+from dataplane.errors import ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.roster import Roster
@@ -168,6 +168,73 @@ async def test_nobody_is_waited_for_who_is_lost_with_all_it_knew() -> None:
     await home.others.tell(*(set(home.others.asked) - {keeper.peer}))
     await home.turn(plane.lose(keeper)[0])
     await home.others.break_off(keeper.peer)
+    assert not home.host.untold
+
+
+JOINER = Owner("tcp://10.0.1.1:7101", 50)
+
+
+async def test_a_peer_that_comes_asks_also_those_that_joined_before() -> None:
+    plane = Plane()
+    plane.made.beat(JOINER, (1, 1))
+    later = Owner("tcp://10.0.1.2:7101", 51)
+    plane.made.beat(later, (1, 1))
+    home = Home(later, Roster.from_seeds(SEEDS))
+    await home.turn(plane.made.roster)
+    assert JOINER.peer in home.others.asked
+
+
+@pytest.mark.parametrize("never_seen", [False, True])
+async def test_shards_that_were_anothers_under_a_missed_roster_are_asked_for(
+    never_seen: bool,
+) -> None:
+    """Also by a seed that was there when nobody had seen it."""
+    plane = Plane()
+    before = plane.made.roster
+    plane.made.beat(JOINER, (1, 1))
+    joined = plane.made.roster
+    theirs = joined.primaries == joined.members.index(JOINER.peer)
+    after, _ = plane.lose(JOINER)
+    assert after.places_like(before)
+    back = after.members[int(after.primaries[theirs][0])]
+    owner = next(one for one in after.owners if one.peer == back)
+    home = Home(owner, Roster.from_seeds(SEEDS) if never_seen else before)
+    await home.turn(after)
+    assert set(home.others.asked) == set(after.members)
+
+
+async def test_nobody_is_asked_where_only_backups_got_in_sync() -> None:
+    plane, home = await a_home_with_a_lost_peers_shards()
+    await home.others.tell(*home.others.asked)
+    plane.sync()
+    assert plane.made.roster.epoch[1] > home.host.roster.epoch[1] + 1
+    await home.turn(plane.made.roster)
+    assert not home.others.asked
+
+
+async def test_what_is_told_across_a_change_of_rosters_is_not_all() -> None:
+    """A peer that leaves hands over in the middle what it was to tell."""
+    plane, home = await a_home_with_a_lost_peers_shards()
+    roster = home.host.roster
+    shards = np.packbits(np.ones(roster.shards, np.bool_)).tobytes()
+
+    async def call(address: str, body: Body, **how: Any) -> Body:
+        home.host.roster = plane.sync()
+        return Done()
+
+    home.others.call = call  # type: ignore[method-assign]
+    with pytest.raises(StaleEpoch):
+        await home.others.handlers[Restate](Caller(SEEDS[2], 3), Restate(shards))
+
+
+async def test_a_peer_that_fails_to_tell_is_asked_again() -> None:
+    _, home = await a_home_with_a_lost_peers_shards()
+    first, *rest = home.others.asked
+    await home.others.tell(*rest)
+    home.host.another_roster = lambda than, until: asyncio.sleep(0)
+    home.others.asked.pop(first)[1].set_exception(ProtocolError("no room in the frame"))
+    await asyncio.sleep(0.01)
+    await home.others.tell(first)
     assert not home.host.untold
 
 

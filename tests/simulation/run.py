@@ -65,6 +65,7 @@ class Run:
         self.rng = random.Random(seed)
         self.droppers = random.Random(f"droppers of {seed}")
         """by itself: seeds without one go as they went before there were any"""
+        self.newcomers = random.Random(f"newcomers of {seed}")
         self.loop = VirtualLoop()
         rng = self.rng
         self.cluster = Cluster(self.loop, random.Random(rng.random()), rng.choice((3, 3, 4, 4, 5)))
@@ -173,6 +174,9 @@ class Run:
         for place in self.cluster.places:
             self.cluster.start(place)
         await asyncio.sleep(3.0)
+        for _ in range(self.newcomers.choice((0, 0, 1, 2))):
+            self.cluster.join()  # before the clients, so that some of them are there
+            await asyncio.sleep(self.newcomers.uniform(0.5, 3.0))
         self._people()
         if self.rng.random() < 0.9:
             await self.faults.run(self.rng.uniform(5.0, 25.0))

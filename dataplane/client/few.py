@@ -88,13 +88,14 @@ def lay_few(prepared: Prepared) -> Few | None:
     if prepared.n > 1 and sum(map(_nbytes, strips)) > _FEW_BYTES:
         return None
     sizes = [_each(strip.sizes, strip.count) for strip in strips]
-    small = sum(room(n) for each in sizes for n in each if n < PACK_LIMIT_BYTES)
+    rooms = [list(map(room, each)) for each in sizes]
     large = [n for each in sizes for n in each if n >= PACK_LIMIT_BYTES]
-    total = small + sum(map(room, large))
+    total = sum(map(sum, rooms))
+    small = total - sum(map(room, large))
     if small > BLOCK_STEP_BYTES or len(large) > FEW_LARGE:
         return None
     laid = _Laid(1 if small else 0)
-    records = iter([laid.add(strip, each) for strip, each in zip(strips, sizes, strict=True)])
+    records = iter([laid.add(*one) for one in zip(strips, sizes, rooms, strict=True)])
     cells = [
         Cells(c.field, next(records))
         if c.leaf_counts is None
@@ -114,13 +115,12 @@ class _Laid:
         self._next_range = first_large
         self._delta = 0
 
-    def add(self, strip: Strip, sizes: list[int]) -> Records:
+    def add(self, strip: Strip, sizes: list[int], rooms: list[int]) -> Records:
         """The VALUE records of a strip."""
         specs = _each(strip.specs, strip.count)
         records = []
-        for value, size, spec in zip(strip.source, sizes, specs, strict=True):
+        for value, size, takes, spec in zip(strip.source, sizes, rooms, specs, strict=True):
             if size < PACK_LIMIT_BYTES:
-                takes = room(size)
                 records.append(_VALUE.pack(0, 0, size, spec, self._delta, 0))
                 self.packed += (value, _PADDING[takes - size])
                 self._delta += takes

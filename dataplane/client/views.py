@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.memory.extents import every
 from dataplane.wire import objects
 from dataplane.wire.arrays import Array, dtype_of, shape_of
 from dataplane.wire.limits import MAX_RANK
@@ -325,10 +326,10 @@ def _check_places(places: Records, specs: int, arena_bytes: int) -> None:
             if not flags & PLACE_ABSENT and (offset + nbytes > arena_bytes or spec >= specs):
                 raise _outside()
         return
-    present = places["flags"] & PLACE_ABSENT == 0
-    ends = places["offset"] + places["nbytes"]
-    inside = (places["offset"] <= arena_bytes) & (ends <= arena_bytes)
-    if not (~present | (inside & (ends >= places["offset"]) & (places["spec"] < specs))).all():
+    nbytes = places["nbytes"]
+    sound = (nbytes <= arena_bytes) & (places["offset"] <= arena_bytes - nbytes)
+    sound &= places["spec"] < specs
+    if not every(sound) and not every(sound | (places["flags"] & PLACE_ABSENT != 0)):
         raise _outside()
 
 

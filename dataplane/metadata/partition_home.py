@@ -57,11 +57,13 @@ class StageAdded:
 
 
 class PartitionHome:
-    """One partition's record. `peers` are all that may hold rows of it."""
+    """One partition's record. `peers` are all that may hold rows of it. `others` are told as well,
+    and not waited for: the keeper of the roster may be down for long, and has no rows."""
 
-    def __init__(self, partition: str, peers: Iterable[str]) -> None:
+    def __init__(self, partition: str, peers: Iterable[str], others: Iterable[str] = ()) -> None:
         self.partition = partition
         self._peers = set(peers)
+        self._others = set(others)
         self._declared = Definition()
         self._definition = Definition()
         self._generation = 0
@@ -92,7 +94,7 @@ class PartitionHome:
     @property
     def is_over(self) -> bool:
         """Dropped, which every peer knows, or never declared: nothing here is needed any more."""
-        return not self.defined and (not self._generation or not self.silent)
+        return not self.defined and (not self._generation or self._peers <= self._acks)
 
     def is_in(self, generation: int, phase: Phase) -> bool:
         return generation == self._generation and phase == self._phase
@@ -106,12 +108,12 @@ class PartitionHome:
             self._check(generation)
         elif generation != self._generation:
             return set()
-        return self.silent if self._phase == phase else set(self._peers)
+        return self._peers - self._acks if self._phase == phase else set(self._peers)
 
     @property
     def silent(self) -> set[str]:
-        """The peers that did not answer yet that the last phase is in force there."""
-        return self._peers - self._acks
+        """All that did not answer yet that the last phase is in force there."""
+        return (self._peers | self._others) - self._acks
 
     @property
     def closed_groups(self) -> int:
@@ -190,13 +192,15 @@ class PartitionHome:
         self._check(generation)
         self._enter("dropped")
 
-    def members(self, peers: Iterable[str]) -> None:
-        """From now on these may hold rows; the answers of others are not waited for, and who is new
-        hears of the phase."""
-        before, self._peers = self._peers, set(peers)
-        if self._generation and self._phase != "open" and not self._peers <= before:
+    def members(self, peers: Iterable[str], others: Iterable[str] = ()) -> None:
+        """From now on `peers` may hold rows; the answers of others are not waited for, and who is
+        new hears of the phase."""
+        before = self._peers | self._others
+        self._peers, self._others = set(peers), set(others)
+        after = self._peers | self._others
+        if self._generation and self._phase != "open" and not after <= before:
             self._out.append(Broadcast(self._phase, self._generation))
-        self._acks &= self._peers
+        self._acks &= after
         self._closed = {p: n for p, n in self._closed.items() if p in self._peers}
         self._advance()
 

@@ -104,7 +104,7 @@ class Changes:
     async def _drops(self, entry: Entry, body: Drop) -> list[tuple[str, Drop]]:
         """Which peer drops what. What is dropped already does no harm to drop again."""
         if body.groups is None:
-            return [(member, body) for member in self.host.roster.members]
+            return [(member, body) for member in self.host.roster.hosts]
         found = await self.routing.find_groups(entry, body.groups, self.routing.shard())
         return [
             (address, Drop(body.partition, body.generation, groups=groups))

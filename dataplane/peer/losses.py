@@ -155,7 +155,7 @@ class LossReports:
     async def _remaining_anywhere(self, entry: Entry) -> int:
         roster = self.host.roster
         body = CanLose(entry.name, entry.generation)
-        calls = (self.mesh.call(m, body, epoch=roster.epoch) for m in roster.members)
+        calls = (self.mesh.call(m, body, epoch=roster.epoch) for m in roster.hosts)
         answers: list[Remaining] = await asyncio.gather(*calls)
         return sum(answer.rows for answer in answers)
 

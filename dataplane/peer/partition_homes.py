@@ -58,14 +58,16 @@ class PartitionHomes:
         """The partitions whose home is here."""
         return [name for name, home in self._homes.items() if home.defined]
 
+    def _made(self, partition: str) -> PartitionHome:
+        return PartitionHome(partition, self.host.roster.hosts, self.host.roster.others)
+
     # what is asked of a home
 
     async def _define(self, caller: Caller, body: Define) -> Body:
         await self.host.informed()
         home = self._homes.get(body.partition)
         if home is None:
-            home = PartitionHome(body.partition, self.host.roster.members)
-            self._homes[body.partition] = home
+            home = self._homes[body.partition] = self._made(body.partition)
         try:
             if body.definition is None and body.wait_ms:
                 await self._await_definition(home, body.wait_ms / 1000)
@@ -197,7 +199,7 @@ class PartitionHomes:
             if roster.home(partition) != self.host.address:
                 del self._homes[partition]
             else:
-                home.members(roster.members)
+                home.members(roster.hosts, roster.others)
                 self._carry_out(home)
                 self._let_go(home)
             for waiting in (self._defined, self._told):
@@ -209,8 +211,7 @@ class PartitionHomes:
         """A peer tells the new home what it knows."""
         home = self._homes.get(known.partition)
         if home is None:
-            home = PartitionHome(known.partition, self.host.roster.members)
-            self._homes[known.partition] = home
+            home = self._homes[known.partition] = self._made(known.partition)
         self._taken_over.add(known.partition)
         record = Record(known.generation, known.definition, known.phase)
         home.restate(peer, record, known.closed_groups)

@@ -274,7 +274,7 @@ class Reading:
 
     async def _page_under(self, roster: Roster, body: Read) -> tuple[Table, bytes]:
         """Peer after peer. The cursor is the roster's number (u8), which peer (u2) and a key."""
-        members = roster.members
+        members = roster.hosts
         at, after = int.from_bytes(body.after[8:10], "little"), body.after[10:]
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         tables: list[Table] = []

@@ -145,7 +145,7 @@ class Seats:
             entry = await self.partitions.entry(partition, generation, stage)
             seat = self._seats.get(key)
             if seat is None:
-                seat = Seat(entry, stage, StageHome(self.host.roster.members))
+                seat = Seat(entry, stage, StageHome(self.host.roster.hosts))
                 seat.home.sealed(entry.sealed)
                 self._seats[key] = seat
         self._refresh(seat)
@@ -165,6 +165,8 @@ class Seats:
         seat = await self._seat(body.partition, body.generation, body.stage)
         if caller.epoch != self.host.roster.epoch:  # it may have taken rows over meanwhile
             raise StaleEpoch(f"the roster changed before stage {body.stage!r} was looked up here")
+        if caller.address not in self.host.roster.hosts:
+            return Done()  # it has no rows, and the end of a stage must not wait for it
         seat.home.admit(caller.address)
         counts = Counts(*msgspec.structs.astuple(body.counts))
         if body.where is None:
@@ -294,7 +296,7 @@ class Seats:
             there = peer in self.host.roster.members
             return peer if wanted and there and self._is_in_force(seat) else None
 
-        peers = self.host.roster.members if watch.peer is None else [watch.peer]
+        peers = self.host.roster.hosts if watch.peer is None else [watch.peer]
         telling = (self.mesh.insist(functools.partial(find, peer), body) for peer in peers)
         await asyncio.gather(*telling)
 
@@ -332,7 +334,7 @@ class Seats:
 
     def _has_heard_all(self, seat: Seat) -> bool:
         """A peer that has not reported yet may have what is waited for, or be full of it."""
-        return seat.counts.keys() >= set(self.host.roster.members)
+        return seat.counts.keys() >= set(self.host.roster.hosts)
 
     def _is_satisfied(self, seat: Seat, body: Wait) -> bool:
         totals = list(seat.counts.values())

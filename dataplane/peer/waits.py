@@ -109,7 +109,7 @@ class Waits:
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
         asked = Missing(entry.name, entry.generation, stage, unit)  # type: ignore[arg-type]
-        members = self.host.roster.members[:MAX_PEERS_ASKED]
+        members = self.host.roster.hosts[:MAX_PEERS_ASKED]
         answers = await asyncio.gather(
             *(self.mesh.call(m, asked, timeout_s=limit_s) for m in members), return_exceptions=True
         )

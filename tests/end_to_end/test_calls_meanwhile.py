@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
+import pytest
 
-from dataplane import Partition, Plane, RowsGone, tag
+from dataplane import Partition, PartitionGone, Plane, RowsGone, StreamEnd, tag
 from tests.end_to_end.conftest import until
-from tests.end_to_end.test_attacks_peers import Addressed, hosts
+from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
 from tests.end_to_end.test_joining import join
 from tests.end_to_end.test_succession import planes
 
@@ -95,3 +96,27 @@ def test_no_call_fails_where_another_peer_joins_leaves_or_dies(
             worker.stop()
     assert hosts.peers["e"].wait(60) == 0
     assert not any(worker.failure for worker in workers), workers_said(workers)
+
+
+def test_all_calls_go_on_while_the_keeper_of_the_roster_is_away(
+    hosts: Addressed, planes: dict[str, Plane]
+) -> None:
+    """It has no rows: nothing but fail-over and joining needs it."""
+    in_sync(planes["b"])
+    workers = [Worker(planes[at], f"p{at}") for at in "bc"]
+    try:
+        watched(workers, "the keeper went", lambda: hosts.kill("a"))
+    finally:
+        for worker in workers:
+            worker.stop()
+    assert not any(worker.failure for worker in workers), workers_said(workers)
+    part = planes["b"].partition("q", stages={"s": ["x"]})
+    part.put({"x": [1, 2]})
+    part.seal()
+    with planes["c"].partition("q").claim("s", rows=2, timeout=30) as batch:
+        assert len(batch) == 2
+    with pytest.raises(StreamEnd):
+        part.claim("s", rows=1, timeout=30)
+    part.drop()
+    with pytest.raises(PartitionGone):
+        part.put({"x": [3]})

@@ -49,6 +49,28 @@ def test_attaching_to_what_nobody_declared_says_how_to_declare_it() -> None:
         PartitionHome("step-1", "ab").define(None, 1000)
 
 
+def test_who_has_no_rows_is_told_and_not_waited_for() -> None:
+    home = PartitionHome("step-1", "ab", "k")
+    generation = home.define(TRAIN, 1000).generation
+    home.seal(generation)
+    assert home.silent == set("abk")
+    assert home.missing(generation, "sealing") == set("ab")
+    for phase in ("sealing", "sealed"):
+        for peer in "ab":
+            home.phase_ack(peer, generation, phase)  # type: ignore[arg-type]
+    assert home.record.phase == "sealed"
+    assert home.silent == {"k"}
+    home.instructions()
+    home.members("abk")
+    assert home.missing(generation, "sealed") == {"k"}  # it may have rows from here on
+    home.members("ab", "kn")
+    assert home.instructions() == [Broadcast("sealed", generation)]  # for who is new
+    home.drop(generation)
+    for peer in "ab":
+        home.phase_ack(peer, generation, "dropped")
+    assert home.is_over
+
+
 def test_a_seal_reaches_every_peer_before_it_is_final() -> None:
     home, generation = opened()
     home.seal(generation)

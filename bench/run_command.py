@@ -85,11 +85,15 @@ def register(commands: Any) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> int:
-    """Groups of a step where nobody says how many."""
+    """Groups of a step, also where nobody says how many. TraceError where the files have fewer, or
+    fewer steps."""
     if not options.trace_file:
-        return _PROMPTS
+        return options.prompts or _PROMPTS
     _, recorded = load.load(options.trace_file, options.trace[0], options.seed)
-    return min(_PROMPTS, load.fewest(recorded, options.steps)) or _PROMPTS
+    prompts = options.prompts or min(_PROMPTS, load.fewest(recorded, options.steps)) or _PROMPTS
+    if why := load.too_short(recorded, options.steps, prompts):
+        raise TraceError(options.trace_file[0], why)
+    return prompts
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
@@ -102,7 +106,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     console = Console()
     runs: list[dict[str, Any]] = []
     described = machine.describe()
-    prompts = options.prompts or _prompts(options)
+    prompts = _prompts(options)
     bounds.check(options.hosts, options.trainers, options.tp, prompts, options.steps)
     several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
     for trace, columns, dedup in several:

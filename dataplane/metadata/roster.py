@@ -139,10 +139,11 @@ class Roster:
         """The members that host shards, in order: those that may hold rows."""
         return [self.members[index] for index in np.unique(self.primaries)]
 
-    @property
+    @cached_property
     def others(self) -> list[str]:
         """The members that host none, in order: who only keeps the roster, and who leaves."""
-        return [member for member in self.members if member not in self.hosts]
+        hosts = set(self.hosts)
+        return [member for member in self.members if member not in hosts]
 
     def primary(self, shards: npt.ArrayLike) -> U2Column:
         """Index into `members` per shard."""

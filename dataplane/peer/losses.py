@@ -155,7 +155,9 @@ class LossReports:
     async def _remaining_anywhere(self, entry: Entry) -> int:
         roster = self.host.roster
         body = CanLose(entry.name, entry.generation)
-        calls = (self.mesh.call(m, body, epoch=roster.epoch) for m in roster.hosts)
+        # Who leaves has no rows any more, and may still be telling what it lost.
+        asked = {*roster.hosts, *roster.leaving}
+        calls = (self.mesh.call(m, body, epoch=roster.epoch) for m in sorted(asked))
         answers: list[Remaining] = await asyncio.gather(*calls)
         return sum(answer.rows for answer in answers)
 

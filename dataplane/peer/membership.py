@@ -140,6 +140,8 @@ class Membership:
         """Whether it is sure that nobody else serves this peer's shards."""
         if self._heard is None or (self.office.is_open and self.keeper.sure()):
             return True
+        if self.host.address not in self.host.roster.members:
+            return False  # it joins, and others have the roster with it already
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         return (backup is not None and in_sync) or self.host.now() - self._heard < LEASE_S
 

@@ -28,6 +28,8 @@ IN_FORCE_S = 25.0
 """How long a seal or a drop waits for all peers: less than its asker waits for the home."""
 RETRY_S = 0.5
 """A peer that was away is told again after so long."""
+MAX_RETRY_S = 15.0
+"""And one without rows ever more seldom: nobody waits for it, and it may be away for long."""
 
 
 def gone(partition: str) -> PartitionGone:
@@ -150,19 +152,23 @@ class PartitionHomes:
                     self.mesh.spawn(self._tell(home, address, body))
 
     async def _tell(self, home: PartitionHome, address: str, body: Phase) -> None:
-        """Until the peer has answered, or is no member any more."""
-        while address in self.host.roster.members and self._homes.get(home.partition) is home:
-            if body.phase != "dropped" and not home.is_in(body.generation, body.phase):
+        """Until the peer has answered, or is no member any more. An end is told also once the home
+        is let go: who has no rows is not waited for, and keeps an entry until it hears."""
+        pause_s = RETRY_S
+        while address in self.host.roster.members:
+            here = self._homes.get(home.partition) is home
+            if body.phase != "dropped" and not (here and home.is_in(body.generation, body.phase)):
                 break
             try:
                 await self.mesh.call(address, body)
                 home.phase_ack(address, body.generation, body.phase)
                 break
             except DataplaneError as exc:
-                log.warning(
-                    "%s is not told that %r is %s: %s", address, body.partition, body.phase, exc
-                )
-                await asyncio.sleep(RETRY_S)
+                say = log.warning if pause_s == RETRY_S else log.debug
+                say("%s is not told that %r is %s: %s", address, body.partition, body.phase, exc)
+                await asyncio.sleep(pause_s)
+                if address not in self.host.roster.hosts:
+                    pause_s = min(2 * pause_s, MAX_RETRY_S)
         self._follow(home)
 
     def _follow(self, home: PartitionHome) -> None:

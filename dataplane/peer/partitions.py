@@ -111,7 +111,20 @@ class Partitions:
             entry = self._enter(partition, Defined(generation, definition, "open"))
         except PartitionGone:
             return None
-        return entry if entry.generation == generation else None
+        if entry.generation != generation:
+            return None
+        for stage, fields in definition.stages.items():  # only hosts are told of those added later
+            self._learn(entry, stage, fields)
+        return entry
+
+    def ended(self, partition: str, generation: int) -> None:
+        """Whom this peer backs up has dropped it. Nobody waits until one without rows is told, and
+        this one may be all that is left to remember."""
+        entry = self.host.entries.get(partition)
+        if entry is not None and entry.generation == generation:
+            self._drop(entry)
+        else:
+            self._note_dropped(partition, generation)
 
     def known(self, address: str) -> list[KnownPartition]:
         """What this peer knows of partitions whose home is there now."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import ProtocolError, StaleEpoch
@@ -31,7 +32,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.peer.supplying import Supplying
 from dataplane.wire.journal import Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import Phase
+from dataplane.wire.peering import AddStage, Phase
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.rosters import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
@@ -163,10 +164,14 @@ class Replicas:
                 self._follow(owner, copy, op)
                 if isinstance(op, Phase) and op.phase == "dropped":
                     origin.copies.pop(key, None)
+                    self.partitions.ended(*key)
             origin.next += 1
 
     def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
         """Values that the primary wrote get second copies here, for as long as rows name them."""
+        if isinstance(op, AddStage):
+            stages = {**copy.definition.stages, op.stage: op.fields}
+            copy.definition = msgspec.structs.replace(copy.definition, stages=stages)
         freed = copy.store.freed()
         copy.store.unnamed()
         copy.store.forgotten()

@@ -7,6 +7,7 @@ times.
 
 from __future__ import annotations
 
+import threading
 import time
 
 MAX_RENEWALS = 2
@@ -19,10 +20,12 @@ class Renewals:
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._left = MAX_RENEWALS
+        self._lock = threading.Lock()  # a large read asks on several connections at once
 
     def take(self) -> bool:
         """Whether a fresh ticket may follow one that expired."""
-        if not self._left or time.monotonic() >= self._deadline:
-            return False
-        self._left -= 1
-        return True
+        with self._lock:
+            if not self._left or time.monotonic() >= self._deadline:
+                return False
+            self._left -= 1
+            return True

@@ -11,7 +11,9 @@ from dataplane.metadata.authority import Authority
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.replicas import Replicas
+from dataplane.wire.journal import encode_ops
 from dataplane.wire.messages import Done
+from dataplane.wire.peering import AddStage, Phase
 from dataplane.wire.rosters import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
@@ -39,10 +41,17 @@ class Backup:
         self.told: list[Inherited] = []
         numbers = iter(range(1, 100))
         self.host: Any = SimpleNamespace(
-            owner=BACKUP, address=BACKUP.peer, roster=roster, lease_numbers=numbers
+            owner=BACKUP,
+            address=BACKUP.peer,
+            roster=roster,
+            lease_numbers=numbers,
+            now=lambda: 0.0,
         )
         mesh: Any = SimpleNamespace(handlers={}, spawn=lambda _: None, tell=self._tell)
-        partitions: Any = SimpleNamespace(take_over=self._take_over)
+        self.ended: list[tuple[str, int]] = []
+        partitions: Any = SimpleNamespace(
+            take_over=self._take_over, ended=lambda *key: self.ended.append(key)
+        )
         grants: Any = SimpleNamespace(inherited=None)
         self.replicas = Replicas(self.host, mesh, partitions, None, grants, None, None)  # type: ignore[arg-type]
         self.append = mesh.handlers[Append]
@@ -52,6 +61,7 @@ class Backup:
 
     def _take_over(self, partition: str, generation: int, definition: Definition) -> None:
         self.taken.append(partition)
+        self.stages = list(definition.stages)
 
     def turn(self, new: Roster) -> None:
         old, self.host.roster = self.host.roster, new
@@ -100,3 +110,17 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
     backup.turn(made.roster)
     assert not made.roster.takeovers[-1].in_sync
     assert not backup.taken
+
+
+def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partition() -> None:
+    """A backup without shards is not told of them by the partition's home."""
+    first, *later = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
+    late = encode_ops([AddStage("p", 1, "late", ["x"])])
+    ended = encode_ops([Phase("q", 2, "dropped")])
+    shipped = [Shipment("p", 1, [late], Definition()), Shipment("q", 2, [ended], Definition())]
+    assert backup.append(caller, Append(7, 0, shipped)) == Done()
+    for roster in later:
+        backup.turn(roster)
+    assert (backup.taken, backup.stages, backup.ended) == (["p"], ["late"], [("q", 2)])

@@ -58,6 +58,8 @@ class SimulatedEngine:
             loop.call_on(machine, network.delay(), send, pin, places)
 
         def send(pin: int, places: Records) -> None:
+            if (remote.owner.peer, remote.owner.incarnation) not in network.peers:
+                return  # it has ended in order meanwhile, and its arena with it
             if not answer.done() and not network.is_cut(self.machine, machine):
                 gone = np.asarray(places["offset"] == GONE, np.bool_)
                 self._copy(owner, copies[~gone], places[~gone])

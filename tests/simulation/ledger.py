@@ -6,7 +6,7 @@ missing only with the peers that the authority called lost while they alone had 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,7 @@ class Ledger:
         self.gone: dict[Owner, float] = {}
         """when processes were called lost"""
         self.beginnings = 0
-        """how often nobody was left who knew the partition: it began anew, empty"""
+        """how often nobody was left who knew the partition, or how far it was: it began anew"""
         self.violations: list[str] = []
 
     def wrong(self, what: str) -> None:
@@ -170,9 +170,16 @@ class Ledger:
 
     # what the authority decides
 
-    def removed(self, known: Mapping[Owner, Peer], owner: Owner, in_sync: bool, now: float) -> None:
+    def removed(
+        self,
+        known: Mapping[Owner, Peer],
+        owner: Owner,
+        in_sync: bool,
+        hosts: Set[Owner],
+        now: float,
+    ) -> None:
         """A process is no member any more. known: all that ever ran, with what they had in memory
-        when they died."""
+        when they died. hosts: those with shards that are left."""
         self.gone[owner] = now
         if self.replicas == 1:
             for group in self.groups:
@@ -184,7 +191,7 @@ class Ledger:
         if not in_sync:
             for peer in together.values():
                 self._excuse_shards(peer, f"the shards of {owner.peer} had no backup in sync")
-            if not any(o not in self.gone and peer.host.entries for o, peer in known.items()):
+            if _standing(known[one] for one in hosts & known.keys()) < _standing(known.values()):
                 self.beginnings += 1
         if self.replicas == 2:
             for peer in together.values():
@@ -255,3 +262,9 @@ class Ledger:
                     if not row.dropping and not row.acks.get(stage) and stage not in row.doubtful:
                         self.wrong(f"a row of {group.name} never got through {stage}")
                         break
+
+
+def _standing(peers: Iterable[Peer]) -> tuple[int, bool]:
+    """The newest generation of the partition that they know, and whether it takes no more rows."""
+    entries = (entry for peer in peers for entry in peer.host.entries.values())
+    return max(((one.generation, one.store.sealing) for one in entries), default=(0, False))

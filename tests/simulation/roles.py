@@ -374,7 +374,8 @@ class Consumer(Role):
 
 class Sealer(Role):
     """Seals once every producer is done; again where the partition began anew meanwhile, for who is
-    left would wait for the end of an empty one."""
+    left would wait for the end of an empty one, and where its peer was lost: a part of the plane
+    that was cut off may have said that it is sealed when the others went on without it."""
 
     producers: list[Role]
     others: list[Role]
@@ -383,7 +384,8 @@ class Sealer(Role):
         sealed = -1
         while not all(one.done for one in self.others):
             await asyncio.sleep(0.2)
-            if self.ledger.beginnings != sealed and all(one.done for one in self.producers):
+            anew = self.ledger.beginnings != sealed or self.client.owner in self.ledger.gone
+            if anew and all(one.done for one in self.producers):
                 sealed = self.ledger.beginnings
                 self.doing = "seals"
                 await self._patiently(self._seal)

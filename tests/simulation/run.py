@@ -149,7 +149,8 @@ class Run:
                 else f"{address[-4:]} is removed, {'' if in_sync else 'not '}in sync"
             )
             if not left:  # who leaves in order takes nothing along
-                run.ledger.removed(run.cluster.known, owner, in_sync, run.loop.now)
+                hosts = {one for one in roster.owners if one.peer in roster.hosts} - {owner}
+                run.ledger.removed(run.cluster.known, owner, in_sync, hosts, run.loop.now)
             remove(authority, address)
 
         def losing(store: JournaledStore, owner: Owner) -> Lost:

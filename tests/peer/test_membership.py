@@ -1,0 +1,50 @@
+"""When a peer may answer for its shards."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from dataplane.metadata.authority import Authority
+from dataplane.metadata.roster import Roster
+from dataplane.peer.membership import Membership
+from dataplane.wire.rosters import Rostered
+from dataplane.wire.tables import Owner
+
+SEEDS = [f"tcp://10.0.0.{n}:7101" for n in range(1, 4)]
+JOINER = Owner("tcp://10.0.1.1:7101", 9)
+
+
+async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in() -> None:
+    """Others may have it already, and ask."""
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    for number, seed in enumerate(SEEDS, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+    made.beat(JOINER, (1, 1))
+    answers = [Rostered(), Rostered(made.roster.table)]
+
+    async def call(*args: Any, **how: Any) -> Rostered:
+        return answers.pop(0)
+
+    host: Any = SimpleNamespace(
+        owner=JOINER,
+        address=JOINER.peer,
+        incarnation=JOINER.incarnation,
+        roster=Roster.from_seeds(SEEDS),
+        heirs=SimpleNamespace(follow=lambda old, new: None),
+        now=asyncio.get_running_loop().time,
+    )
+    host.turn = lambda new: setattr(host, "roster", new)
+    mesh: Any = SimpleNamespace(
+        handlers={}, call=call, others=SimpleNamespace(on_away=[]), part=None
+    )
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    membership = Membership(host, mesh, keeper)
+    await membership._say()
+    assert not membership.may_serve()
+    await membership._say()
+    assert host.roster.has(JOINER)
+    assert membership.may_serve()

@@ -6,6 +6,7 @@ the message is answered, well or not, those extents are the peer's.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Grants:
         self.doubts = Doubts(host, mesh, self.lent)
         self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
         """`Devices.reserve`"""
+        self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
+        """owners that have yet to answer what this peer took over of theirs"""
         mesh.handlers[Release] = self._release_here
 
     # asked for by clients
@@ -256,8 +259,18 @@ class Grants:
         if owner == self.host.owner:
             return bool(self.host.space.release(ranges, counts))
         body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
-        self.mesh.spawn(self.mesh.tell(owner, body))
+        self.mesh.spawn(self._release_there(owner, body))
         return False
+
+    async def _release_there(self, owner: Owner, body: Release) -> None:
+        """Not before the owner has answered what was taken over. Until then these references are
+        the lost peer's there, nothing is released, and what was taken over names them still: they
+        would be lent for ever. Messages that wait for the backup, or are repeated, keep no order.
+        """
+        telling = self._telling.get(owner)
+        if telling:
+            await asyncio.wait(telling)
+        await self.mesh.tell(owner, body)
 
     def _release_here(self, caller: Caller, body: Release) -> Body:
         """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
@@ -267,6 +280,18 @@ class Grants:
         if self.host.space.release(ranges, self.lent.returned(by, ranges, counts)):
             self.room.pump()
         return Done()
+
+    def took_over(self, owner: Owner, body: Inherited) -> None:
+        """Tell an owner of values what a lost peer's shards hold there, which are this peer's now.
+        What is let go of that from here on is told after it."""
+        task = self.mesh.spawn(self.mesh.tell(owner, body))
+        self._telling.setdefault(owner, set()).add(task)
+        task.add_done_callback(lambda _: self._told(owner, task))
+
+    def _told(self, owner: Owner, task: asyncio.Task[Any]) -> None:
+        self._telling[owner].discard(task)
+        if not self._telling[owner]:
+            del self._telling[owner]
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """A peer took over a lost one's shards and says what those hold here, or that it was given

@@ -262,7 +262,7 @@ class Replicas:
         for other in self.host.roster.owners:
             ranges, counts = _joined(held.get(other, []))
             body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
-            self.mesh.spawn(self.mesh.tell(other, body))
+            self.grants.took_over(other, body)
 
     def _look_for_orphans(self, entry: Entry, store: Store, holders: dict[int, str]) -> None:
         asked: dict[str, dict[int, Entry]] = {}

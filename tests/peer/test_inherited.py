@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Coroutine
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,8 @@ from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.roster import Roster
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import Release
 from dataplane.wire.records import EXTENT
 from dataplane.wire.rosters import Inherited
 from dataplane.wire.tables import Owner, Takeover
@@ -66,6 +70,46 @@ def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
     grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     assert grants.host.space.alive(ranges).tolist() == [True, False]
     assert grants.lent.holders() == [HEIR]
+
+
+class SlowToInherit:
+    """An heir's way to the owner of values, on which what it took over comes late."""
+
+    def __init__(self, owner: Grants) -> None:
+        self.handlers: dict[type[Body], Any] = {}
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._owner = owner
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    async def tell(self, to: Owner, body: Body) -> Body:
+        heir = Caller(HEIR.peer, HEIR.incarnation)
+        if isinstance(body, Inherited):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return self._owner.inherited(heir, body)
+        answer: Body = self._owner.mesh.handlers[Release](heir, body)
+        return answer
+
+
+async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_late_who_it_is() -> (
+    None
+):
+    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    way = SlowToInherit(owner)
+    heir = Grants(SimpleNamespace(owner=HEIR), way, None, None, None)  # type: ignore[arg-type]
+    held = np.ones(2, "<u4")
+    heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
+    heir.let_go(owner.host.owner, ranges[:1], held[:1])
+    await asyncio.gather(*way.tasks)
+    assert owner.host.space.alive(ranges).tolist() == [False, True]
+    assert len(owner.lent) == 1
+    # And what it lets go later, at once.
+    heir.let_go(owner.host.owner, ranges[1:], held[1:])
+    await way.tasks[-1]
+    assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
 
 
 def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:

@@ -47,16 +47,16 @@ class Backup:
             lease_numbers=numbers,
             now=lambda: 0.0,
         )
-        mesh: Any = SimpleNamespace(handlers={}, spawn=lambda _: None, tell=self._tell)
+        mesh: Any = SimpleNamespace(handlers={})
         self.ended: list[tuple[str, int]] = []
         partitions: Any = SimpleNamespace(
             take_over=self._take_over, ended=lambda *key: self.ended.append(key)
         )
-        grants: Any = SimpleNamespace(inherited=None)
+        grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, None, grants, None, None)  # type: ignore[arg-type]
         self.append = mesh.handlers[Append]
 
-    def _tell(self, to: Owner, body: Inherited) -> None:
+    def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)
 
     def _take_over(self, partition: str, generation: int, definition: Definition) -> None:

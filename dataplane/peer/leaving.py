@@ -30,6 +30,9 @@ LEAVE_S = 60.0
 """A peer that was told to leave ends after so long, whatever it still has."""
 QUIET_S = 5.0
 """Requests that were begun before are waited for so long."""
+FATE_S = 20.0
+"""It waits so long to hear whether members that it cannot reach are lost. By then they are called
+so, also where the authority is new or doubts it, or others reach them."""
 POLL_S = 0.1
 MAX_RANGES = 4096
 
@@ -76,7 +79,8 @@ class Leaving:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._calls_end()
-                await self._until(self._is_backed_up)
+                until = self.host.now() + FATE_S
+                await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
                 await self._fall_silent()
                 self.membership.leave()
                 await self._until(self.membership.left.is_set)
@@ -96,6 +100,17 @@ class Leaving:
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
         return in_sync or not len(self.host.roster.shards_of(self.host.address))
+
+    def _knows_who_lives(self, until: float) -> bool:
+        """Whether no member may have died unnoticed. What lies here of one may be all that is left:
+        second copies, which this peer's heir would make anew from the dead, and the copy of its
+        shards. When it is called lost they become values and shards, which move out."""
+        others = self.mesh.others
+        return self.host.now() >= until or not any(
+            others.is_away(owner.peer)
+            or others.incarnation(owner.peer) not in (None, owner.incarnation)
+            for owner in self.host.roster.owners
+        )
 
     async def _until(self, true: Callable[[], bool]) -> None:
         """Unavailable when whom this waits for is away."""

@@ -28,6 +28,8 @@ class Acquaintances:
         self.host = host
         self.on_away: list[Callable[[Owner], None]] = []
         """called with a peer whose connection broke, and that did not answer for a while"""
+        self.looked_for: set[str] = set()
+        """whose connection broke, and who may answer yet"""
         self._bulk = bulk
         self._names: dict[str, str] = {}
         self._known: dict[str, int] = {}
@@ -74,6 +76,11 @@ class Acquaintances:
     def is_away(self, address: str) -> bool:
         """It was there, and cannot be reached."""
         return address in self._away
+
+    def may_be_dead(self, owner: Owner) -> bool:
+        """This process does not answer there any more, or has to be looked for."""
+        there = self._known.get(owner.peer, owner.incarnation) == owner.incarnation
+        return not there or owner.peer in self._away or owner.peer in self.looked_for
 
     def gone(self) -> list[Owner]:
         """All that were there and cannot be reached."""

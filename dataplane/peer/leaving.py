@@ -105,12 +105,8 @@ class Leaving:
         """Whether no member may have died unnoticed. What lies here of one may be all that is left:
         second copies, which this peer's heir would make anew from the dead, and the copy of its
         shards. When it is called lost they become values and shards, which move out."""
-        others = self.mesh.others
-        return self.host.now() >= until or not any(
-            others.is_away(owner.peer)
-            or others.incarnation(owner.peer) not in (None, owner.incarnation)
-            for owner in self.host.roster.owners
-        )
+        members = self.host.roster.owners
+        return self.host.now() >= until or not any(map(self.mesh.others.may_be_dead, members))
 
     async def _until(self, true: Callable[[], bool]) -> None:
         """Unavailable when whom this waits for is away."""

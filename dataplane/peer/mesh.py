@@ -59,7 +59,6 @@ class Mesh:
         self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self.spawn, gate)
         self._closing = False
-        self._looked_for: set[str] = set()
         self._told = itertools.count(1)
         self._telling: set[int] = set()
         self.on_parted: list[Callable[[str], None]] = []
@@ -329,8 +328,8 @@ class Mesh:
             for tell in self.on_parted:
                 tell(link.address)
         incarnation = self.others.incarnation(link.address)
-        if incarnation is not None and link.address not in self._looked_for:
-            self._looked_for.add(link.address)
+        if incarnation is not None and link.address not in self.others.looked_for:
+            self.others.looked_for.add(link.address)
             self.spawn(self._look_for(link.address, incarnation))
 
     def part(self, address: str) -> None:
@@ -352,7 +351,7 @@ class Mesh:
                 if link is not None and link.hello is None:
                     self._break(link)  # who waits for it to be there waits no longer
         finally:
-            self._looked_for.discard(address)
+            self.others.looked_for.discard(address)
 
     async def _greets(self, address: str) -> bool:
         try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.roster import Roster
 from dataplane.peer import leaving
+from dataplane.peer.acquaintance import Acquaintances
 from dataplane.peer.leaving import FATE_S, Leaving
 from dataplane.wire.tables import Owner
 
@@ -27,17 +30,19 @@ class Plane:
         for owner in (HERE, HEIR, DEAD):
             self.authority.beat(owner, self.authority.roster.epoch)
         self.now = 100.0
-        self.away: set[str] = set()
-        self.met = {owner.peer: owner.incarnation for owner in (HEIR, DEAD)}
         self.said = False
         self.told, self.left = asyncio.Event(), asyncio.Event()
         self.host: Any = SimpleNamespace(
-            address=HERE.peer, owner=HERE, name="here", solo=False, entries={}, silent=False
+            address=HERE.peer, owner=HERE, incarnation=HERE.incarnation, plane="p", name="here"
         )
+        self.host.founding, self.host.solo = (1, 1), False
+        self.host.entries, self.host.silent = {}, False
         self.host.now = lambda: self.now
         self.host.progress = SimpleNamespace(settled=self._done)
         mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0))
-        mesh.others = SimpleNamespace(is_away=self.away.__contains__, incarnation=self.met.get)
+        self.others = mesh.others = Acquaintances(self.host, lambda: ([], "", []))
+        for owner in (HEIR, DEAD):
+            self.meet(owner)
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
             may_leave=lambda: True, leave=self._leave, left=self.left, clear=None
@@ -47,6 +52,14 @@ class Plane:
             self.host, mesh, membership, nothing, nothing, door, nothing, nothing
         )
         self.turn()
+
+    def meet(self, owner: Owner) -> None:
+        """A process says who it is."""
+        here = self.others.introduction()
+        incarnation, name = owner.incarnation, f"at {owner.peer}"
+        self.others.meet(
+            msgspec.structs.replace(here, name=name, address=owner.peer, incarnation=incarnation)
+        )
 
     async def _done(self, *_: object) -> None:
         pass
@@ -66,16 +79,25 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("returned", [False, True], ids=["away", "back as a new process"])
+def _breaks(others: Acquaintances) -> None:
+    others.looked_for.add(DEAD.peer)
+
+
+def _is_away(others: Acquaintances) -> None:
+    others.away(DEAD.peer)
+
+
+@pytest.mark.parametrize("seen", [_breaks, _is_away, None])
 async def test_who_leaves_stays_until_a_dead_member_is_called_lost(
-    monkeypatch: pytest.MonkeyPatch, returned: bool
+    monkeypatch: pytest.MonkeyPatch, seen: Callable[[Acquaintances], None] | None
 ) -> None:
+    """It saw only a broken connection, or that nobody is there, or already its next process."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    if returned:
-        plane.met[DEAD.peer] += 1
+    if seen is None:
+        plane.meet(Owner(DEAD.peer, DEAD.incarnation + 1))
     else:
-        plane.away.add(DEAD.peer)
+        seen(plane.others)
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()
@@ -91,7 +113,7 @@ async def test_it_does_not_wait_for_ever_for_one_that_others_may_reach(
 ) -> None:
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    plane.away.add(DEAD.peer)
+    plane.others.away(DEAD.peer)
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()

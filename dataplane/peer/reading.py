@@ -274,20 +274,20 @@ class Reading:
 
     async def _page_under(self, roster: Roster, body: Read) -> tuple[Table, bytes]:
         """Peer after peer. The cursor is the roster's number (u8), which peer (u2) and a key."""
-        members = roster.hosts
+        hosts = roster.hosts
         at, after = int.from_bytes(body.after[8:10], "little"), body.after[10:]
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         tables: list[Table] = []
-        while at < len(members) and limit > 0:
+        while at < len(hosts) and limit > 0:
             asked = Read(
                 body.partition, body.generation, None, body.where, body.fields, limit, after
             )
-            found: Found = await self.mesh.call(members[at], asked, epoch=roster.epoch)
+            found: Found = await self.mesh.call(hosts[at], asked, epoch=roster.epoch)
             tables.append(found.table)
             limit -= rowset.count(found.table.rows)
             after = found.table.rows.keys[-16:] if found.more else b""
             at += not found.more
-        if at >= len(members):
+        if at >= len(hosts):
             return rowset.join(tables), b""
         place = roster.epoch[1].to_bytes(8, "little") + at.to_bytes(2, "little")
         return rowset.join(tables), place + after

@@ -109,9 +109,9 @@ class Waits:
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
         asked = Missing(entry.name, entry.generation, stage, unit)  # type: ignore[arg-type]
-        members = self.host.roster.hosts[:MAX_PEERS_ASKED]
+        hosts = self.host.roster.hosts[:MAX_PEERS_ASKED]
         answers = await asyncio.gather(
-            *(self.mesh.call(m, asked, timeout_s=limit_s) for m in members), return_exceptions=True
+            *(self.mesh.call(m, asked, timeout_s=limit_s) for m in hosts), return_exceptions=True
         )
         found = [a.stats for a in answers if isinstance(a, StatsDone) and a.stats]
         silent = sum(isinstance(a, BaseException) for a in answers)

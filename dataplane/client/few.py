@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.layout import BLOCK_STEP_BYTES, PARCEL_BYTES
+from dataplane.client.parallel import carry_out
 from dataplane.client.values import Buffer, Prepared, Strip
 from dataplane.client.written import Cells, Written
 from dataplane.memory.mapping import WriteMaps
@@ -57,8 +58,9 @@ class Few:
     def copy(self, offsets: list[int], writes: WriteMaps) -> None:
         """Write the values to where their ranges start."""
         ranges = [self.block, *self.large] if self.block else self.large
-        for source, offset, size in zip(ranges, offsets, self.sizes, strict=True):
-            writes.view(offset, size)[:] = np.frombuffer(source, np.uint8)
+        places = zip(ranges, offsets, self.sizes, strict=True)
+        copies = ((writes.view(at, size), np.frombuffer(one, np.uint8)) for one, at, size in places)
+        carry_out(copies, self.nbytes)
 
     def riding(self) -> Written:
         """As the parts of a message that has the values in it."""

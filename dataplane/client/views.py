@@ -16,6 +16,7 @@ from typing import Any, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client.parallel import SHARED_BYTES, Copy, carry_out
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.memory.extents import every
 from dataplane.wire import objects
@@ -26,7 +27,6 @@ from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
-_LARGE_BYTES = 1 << 16
 _ROWS_A_RUN = 4
 
 
@@ -204,15 +204,17 @@ class ColumnView(Sequence[Any]):
         """Copy the bytes of all rows, one behind the other, into `target`."""
         dense = self.dense()
         if dense is not None and dense.size:
-            target.view(dense.dtype).reshape(dense.shape)[...] = dense
-            return
+            carry_out([(target.view(dense.dtype).reshape(dense.shape), dense)], dense.nbytes)
+        else:
+            carry_out(self._copies(target), target.nbytes)
+
+    def _copies(self, target: npt.NDArray[np.uint8]) -> Iterator[Copy]:
         small, at = memoryview(cast(Any, target)), 0
         for offset, nbytes, _, _ in self._places.tolist():
-            if nbytes < _LARGE_BYTES:
+            if nbytes < SHARED_BYTES:
                 small[at : at + nbytes] = self._bytes[offset : offset + nbytes]
             else:
-                # numpy lets other threads run while it copies
-                target[at : at + nbytes] = self._base[offset : offset + nbytes]
+                yield target[at : at + nbytes], self._base[offset : offset + nbytes]
             at += nbytes
 
     def equals(self, other: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
 from dataplane.client.few import Few, lay_few
 from dataplane.client.filling import fill
 from dataplane.client.layout import plan
+from dataplane.client.parallel import populate
 from dataplane.client.parcel import Parcel
 from dataplane.client.rows import (
     Identity,
@@ -338,9 +339,9 @@ def write_run(
 
 def _populate(session: Session, fresh: Records) -> None:
     """Bring the pages of extents in that were just granted, where there are many."""
-    for offset, length in fresh.tolist():
-        if length >= _POPULATE_BYTES:
-            session.writes.populate(offset, length)
+    large = fresh[fresh["length"] >= _POPULATE_BYTES]
+    if len(large):
+        populate(session.writes, large.tolist(), int(large["length"].sum()))
 
 
 def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> None:

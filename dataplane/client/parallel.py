@@ -1,0 +1,97 @@
+"""Large copies, and the first touch of pages, shared among a few threads: one core cannot fill the
+memory bus.
+
+A copy is a (target, source) pair of arrays of equal shape. Threads take them in turn from one
+iterator; what is too small to be shared is done while the next large one is looked for. The threads
+live as long as one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.mapping import WriteMaps
+
+Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+_Item = TypeVar("_Item")
+
+SHARED_BYTES = 64 << 10
+"""Copies of fewer bytes take no longer than handing them to a thread."""
+MAX_THREADS = 4
+"""Enough to fill the memory of most machines; the other cores belong to whoever puts."""
+_THREAD_BYTES = 16 << 20
+"""What makes a thread worth starting."""
+_PAGE_BYTES = 4096
+
+
+def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
+    """Do all of them, `nbytes` in sum."""
+    threads = _threads(nbytes)
+    if threads < 2:
+        for target, source in copies:
+            target[...] = source
+    else:
+        _share(threads, lambda one: np.copyto(*one), _pieces(copies, -(-nbytes // threads)))
+
+
+def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Bring the pages of these (offset, length) in, `nbytes` in sum."""
+    pieces = (
+        (at, min(_THREAD_BYTES, offset + length - at))
+        for offset, length in extents
+        for at in range(offset, offset + length, _THREAD_BYTES)
+    )
+    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces)
+
+
+def _threads(nbytes: int) -> int:
+    """One for every 16 MiB, four at most, and no more than this process may use cores."""
+    return min(MAX_THREADS, nbytes // _THREAD_BYTES, len(os.sched_getaffinity(0)))
+
+
+def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> None:
+    turn = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with turn:
+                item = next(items, None)
+            if item is None:
+                return
+            do(item)
+
+    if threads < 2:
+        work()
+        return
+    with ThreadPoolExecutor(threads - 1, "dataplane-copy") as pool:
+        others = []
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: a limit, or the exit
+            for _ in range(threads - 1):
+                others.append(pool.submit(work))
+        work()
+    for other in others:
+        other.result()
+
+
+def _pieces(copies: Iterable[Copy], most: int) -> Iterator[Copy]:
+    """Cut so that no thread is left with a long one at the end. Long runs are worth keeping: from
+    some length on (the C library's choice) they bypass the caches."""
+    for target, source in copies:
+        while len(target) == 1 and target.ndim > 1:
+            target, source = target[0], source[0]  # noqa: PLW2901
+        if target.nbytes <= most:
+            yield target, source
+            continue
+        rows = -(-len(target) // -(-target.nbytes // most))
+        if target.ndim == 1:
+            rows = -(-rows // _PAGE_BYTES) * _PAGE_BYTES
+        for first in range(0, len(target), rows):
+            yield target[first : first + rows], source[first : first + rows]

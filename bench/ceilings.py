@@ -7,23 +7,22 @@ changing clock slows both sides of a ratio. The other ends are processes of thei
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import numpy as np
 import uvloop
 
-from bench.processes import die_with
+from bench.processes import die_with, spawned
 
 ROUND_TRIPS = 400
 MESSAGE_BYTES = 64
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Ceilings:
@@ -33,31 +32,29 @@ class Ceilings:
         self.block = block
         self.copied = np.empty_like(block)
         self.copied[...] = block
-        self._children: list[Any] = []
-        self._control, self._stream = self._connected(_source, block.nbytes)
-        _, self._unix = self._connected(_echo, MESSAGE_BYTES)
+        self._owned = ExitStack()
+        with self._owned:  # also where one does not start
+            folder = self._owned.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+            self._control, self._stream = self._connected(_source, block.nbytes)
+            _, self._unix = self._connected(_echo, os.path.join(folder, "echo"))
+            self._owned = self._owned.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._unix.close()
-        self._stream.close()
-        for child in self._children:
-            child.terminate()
-            child.join()
+        self._owned.close()
 
     def _connected(
-        self, serve: Callable[[Connection, int, int], None], nbytes: int
+        self, serve: Callable[..., None], told: int | str
     ) -> tuple[Connection, socket.socket]:
         """A child that serves one connection of ours, and that connection."""
-        ours, theirs = _SPAWN.Pipe()
-        child = _SPAWN.Process(target=serve, args=(theirs, nbytes, os.getpid()), daemon=True)
-        child.start()
-        self._children.append(child)
+        child, ours = spawned(serve, told)
+        self._owned.callback(child.join)
+        self._owned.callback(child.terminate)
         address = ours.recv()
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-        sock = socket.socket(family)
+        sock = self._owned.enter_context(socket.socket(family))
         sock.connect(address)
         return ours, sock
 
@@ -103,11 +100,9 @@ def _source(control: Connection, nbytes: int, parent: int) -> None:
         stream.sendall(memoryview(block))
 
 
-def _echo(control: Connection, nbytes: int, parent: int) -> None:
+def _echo(control: Connection, path: str, parent: int) -> None:
     die_with(parent)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        path = os.path.join(folder, "echo")
-        uvloop.run(_serve_echo(path, control))
+    uvloop.run(_serve_echo(path, control))
 
 
 async def _serve_echo(path: str, control: Connection) -> None:

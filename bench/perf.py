@@ -7,8 +7,6 @@ clients and the ends of the ceilings are processes of their own, as in real use.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +18,7 @@ import numpy as np
 
 from bench.ceilings import Ceilings
 from bench.peers import one_peer, two_peers
-from bench.processes import die_with
+from bench.processes import die_with, spawned
 
 ROWS = 256
 VALUE_BYTES = 1 << 20
@@ -31,7 +29,6 @@ CLIENT_S = 0.7
 FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
 SHARD_CLAIMS = 40
 ARENA = "2304MiB"
-_SPAWN = multiprocessing.get_context("spawn")
 
 Samples = dict[str, list[float]]
 
@@ -202,10 +199,7 @@ def _many_clients(peer: str, plane: str, count: int) -> float:
     pipes: list[Connection] = []
     children = []
     for nth in range(count):
-        ours, theirs = _SPAWN.Pipe()
-        args = (theirs, peer, plane, nth, os.getpid())
-        child = _SPAWN.Process(target=_client, args=args, daemon=True)
-        child.start()
+        child, ours = spawned(_client, peer, plane, nth)
         children.append(child)
         pipes.append(ours)
     for pipe in pipes:

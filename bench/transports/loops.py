@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,12 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from bench.processes import die_with
+from bench.processes import die_with, spawned
 from bench.transports.engines import ENGINES, Memory
 from bench.transports.shapes import Shape
 
 PATIENCE_S = 60.0
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class LoopFailed(RuntimeError):
@@ -72,10 +69,7 @@ class Loop:
         return count
 
     def _started(self, run: Callable[..., None], name: str, nbytes: int) -> Connection:
-        ours, theirs = _SPAWN.Pipe()
-        child = _SPAWN.Process(target=run, args=(theirs, name, nbytes, os.getpid()), daemon=True)
-        child.start()
-        theirs.close()
+        child, ours = spawned(run, name, nbytes)
         self._children.append((child, ours))
         return ours
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from bench import __main__, cli
 from bench.ceilings import Ceilings
 from bench.perf import FEW_ROWS, MANY_ROWS, report_of
 
@@ -46,6 +54,74 @@ def test_a_ratio_compares_what_was_measured_side_by_side() -> None:
     report = report_of(taken)
     assert report["put"]["of_memcpy"] == 0.5
     assert report["spread"]["put_s"] == {"min": 2.0, "max": 18.0, "samples": 3}
+
+
+def test_every_figure_is_made_of_its_own_samples() -> None:
+    """Each kind of sample has a value of its own, so that none stands for another."""
+    names = [*TIMES, f"shard_{FEW_ROWS}_s", f"shard_{MANY_ROWS}_s"]
+    one = {name: float(n) for n, name in enumerate(names, 2)}
+    report = report_of({name: [value, value, value, 100.0] for name, value in one.items()})
+    gigabytes, rtt = 256 * (1 << 20) / 1e9, one["round_trip_s"]
+    assert report["ceiling"]["memcpy_GBps"] == gigabytes / one["memcpy_s"]
+    assert report["ceiling"]["socket_GBps"] == gigabytes / one["socket_s"]
+    assert report["ceiling"]["unix_rtt_us"] == rtt * 1e6
+    assert report["put"]["GBps"] == gigabytes / one["put_s"]
+    assert report["pull"]["GBps"] == gigabytes / one["pull_s"]
+    assert report["claim_local"]["ms_p50"] == one["claim_s"] * 1e3
+    assert report["claim_local"]["ms_p99"] > 90e3
+    assert report["cycle"]["per_s"] == 1 / one["cycle_s"]
+    assert report["shard"] == {
+        "claim_ms_p50_at_10k": one[f"shard_{FEW_ROWS}_s"] * 1e3,
+        "claim_ms_p50_at_1m": one[f"shard_{MANY_ROWS}_s"] * 1e3,
+        "bytes_per_row": one["bytes_per_row"],
+    }
+    assert report["clients"] == {"1": one["clients_1"], "4": one["clients_4"]}
+    assert report["fields"]["32"] == gigabytes / 4 / one["fields_32_s"]
+    assert report["ratios"] == pytest.approx(
+        {
+            "put_list_of_memcpy": one["memcpy_s"] / one["put_list_s"],
+            "claim_round_trips": one["claim_s"] / rtt,
+            "claim_1MiB_of_1KiB": one["claim_s"] / one["claim_small_s"],
+            "claim_1MiB_of_cold_1KiB": one["claim_s"] / one["claim_small_cold_s"],
+            "cycle_round_trips": one["cycle_s"] / rtt,
+            "shard_1m_of_10k": one[f"shard_{MANY_ROWS}_s"] / one[f"shard_{FEW_ROWS}_s"],
+            "clients_4_of_1": one["clients_4"] / one["clients_1"],
+            "fields_32_of_1": one["fields_1_s"] / one["fields_32_s"],
+        }
+    )
+
+
+def test_ctrl_c_ends_the_ceilings_without_a_word_or_a_leftover(tmp_path: Path) -> None:
+    """A terminal sends it to the whole group, and so to the other ends as well."""
+    program = """
+import numpy as np, time
+from bench.ceilings import Ceilings
+if __name__ == "__main__":
+    with Ceilings(np.zeros((1, 64), np.uint8)):
+        print("up", flush=True)
+        time.sleep(60)
+"""
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        text=True,
+    )
+    assert runner.stdout and runner.stdout.readline() == "up\n"
+    os.killpg(runner.pid, signal.SIGINT)
+    _, told = runner.communicate(timeout=60)
+    assert told.count("Traceback") == 1, told  # of the program above, which catches nothing
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_modules_are_loaded_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", stopped)
+    assert __main__.main() == 130
 
 
 def test_the_ceilings_move_every_byte() -> None:

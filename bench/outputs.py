@@ -5,6 +5,7 @@ never ends in a path that cannot be written.
 from __future__ import annotations
 
 import json
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,24 +42,22 @@ def write_json(path: Path, told: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file. Raises NotWritten."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as exc:
-        raise NotWritten(f"{path} cannot be written: {exc.strerror}") from exc
+    """Write a file whole: whoever is stopped meanwhile leaves the one before. Raises NotWritten."""
+    with replacing(path) as partial:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of `path` when the body is done. A body that breaks
     off leaves nothing behind. Raises NotWritten."""
-    special = path.exists() and not path.is_file()  # a pipe or a device has no place to take
-    partial = path if special else path.with_name(f"{path.name}.part")
+    special = _special(path)
+    partial = path if special else _partial(path)
     try:
         yield partial
         if not special:
-            partial.replace(path)
+            partial.replace(path.resolve())  # where it is a link, the link stays
     except OSError as exc:
         raise NotWritten(f"{path} cannot be written: {exc.strerror or exc}") from exc
     finally:
@@ -66,8 +65,19 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
+def _special(path: Path) -> bool:
+    """A pipe or a device, which has no place to take."""
+    return path.exists() and not path.is_file()
+
+
+def _partial(path: Path) -> Path:
+    """Beside the file, and of this process: two that write the same report do not mix."""
+    return path.resolve().with_name(f"{path.name}.{os.getpid()}.part")
+
+
 def _try(path: Path) -> None:
-    """Open it for writing. What was not there before is not there afterwards."""
+    """Open it for writing, and what takes its place. What was not there before is not there
+    afterwards."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -75,6 +85,9 @@ def _try(path: Path) -> None:
             pass
         if not there:
             path.unlink()
+        if not _special(path):
+            _partial(path).open("wb").close()
+            _partial(path).unlink()
     except FileExistsError:
         raise ArgumentTypeError(f"{str(path)!r}: {str(path.parent)!r} is no folder") from None
     except OSError as exc:

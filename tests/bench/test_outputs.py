@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -65,6 +66,26 @@ def test_a_file_that_breaks_off_leaves_the_one_before(tmp_path: Path) -> None:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "of yesterday" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_that_is_not_written_whole_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "r.json", tmp_path / "latest.json"
+    path.write_text("of yesterday")
+    link.symlink_to(path)
+
+    def stopped(self: Path, text: str) -> None:
+        with self.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_text", stopped)
+        outputs.write_json(path, {"runs": []})
+    assert path.read_text() == "of yesterday" and sorted(tmp_path.iterdir()) == [link, path]
+    outputs.write_json(link, {"runs": []})
+    assert json.loads(path.read_text()) == {"runs": []} and link.is_symlink()
 
 
 def test_a_disk_that_fills_up_ends_a_command_with_a_message(

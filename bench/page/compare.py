@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.page import svg
-from bench.page.names import Figure, colour
+from bench.page.names import OUTCOMES, Figure, colour
 from bench.page.svg import Scale
 
 _WIDTH, _LEFT, _ROW = 860, 190, 26
@@ -21,12 +21,14 @@ _OPERATIONS = {
 Line = Mapping[str, Any]
 
 
-def compare(reports: Sequence[Mapping[str, Any]]) -> Figure | None:
+def compare(told: Mapping[str, Any]) -> Figure | None:
     """A row an operation, in it a dot a plane with the range of its samples."""
-    told = next(iter(reports), None)
-    if told is None or not told["results"]:
+    if "results" not in told:
         return None
+    title = "The same batch through other planes"
     lines: list[Line] = told["results"]
+    if not lines:
+        return Figure("compare", title, _absent(told), "")
     low = min(line["seconds"]["min"] for line in lines) * 1e3
     high = max(line["seconds"]["max"] for line in lines) * 1e3
     x = Scale(low / 1.5, high * 1.5, _LEFT, _WIDTH - 10, log=True)
@@ -45,7 +47,7 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> Figure | None:
                 y += _ROW
     parts.insert(0, svg.bottom_axis(x, top, y, "milliseconds, each tick ten times the one before"))
     drawing = svg.svg(_WIDTH, y + 36, parts, "Milliseconds of each operation and plane")
-    return Figure("compare", "The same batch through other planes", _sentence(told), drawing)
+    return Figure("compare", title, _sentence(told), drawing)
 
 
 def _legend(planes: Sequence[str]) -> list[str]:
@@ -72,9 +74,18 @@ def _row(title: str, lines: Sequence[Line], x: Scale, y: float) -> list[str]:
 
 
 def _sentence(told: Mapping[str, Any]) -> str:
-    absent = [name for name, plane in told["planes"].items() if plane["status"] != "ok"]
-    missing = f" Not measured here: {', '.join(absent)}." if absent else ""
     return (
         f"{told['rows']} ragged rows a batch; dots are medians, lines reach from the quickest to "
-        f"the slowest sample; further left is better.{missing}"
-    )
+        f"the slowest sample; further left is better. {_absent(told)}"
+    ).rstrip()
+
+
+def _absent(told: Mapping[str, Any]) -> str:
+    """What was not measured, or not to its end, and the first line of why."""
+    whys = {
+        name: f"{OUTCOMES.get(plane['status'], plane['status'])}: {plane['error']}"
+        for name, plane in told["planes"].items()
+        if plane["status"] != "ok"
+    } | dict(told.get("not_run", {}))
+    absent = "; ".join(f"{name} ({why.splitlines()[0]})" for name, why in whys.items())
+    return f"Not measured, or not to its end: {absent}." if absent else ""

@@ -12,7 +12,7 @@ from typing import Any
 from bench import outputs
 from bench.page import latency, memory, sim, throughput
 from bench.page.compare import compare
-from bench.page.names import Figure, Run, gib, switch
+from bench.page.names import Figure, Run, by_trace, gib, switch
 from bench.page.transports import transports
 
 Report = Mapping[str, Any]
@@ -56,19 +56,19 @@ def load(path: Path) -> Report:
 def figures(reports: Sequence[Report]) -> list[Figure]:
     """All that can be drawn from what is there."""
     runs = _runs(reports)
-    perf = [report for report in reports if "ceiling" in report]
+    cases = by_trace([case for report in reports for case in report.get("memory", ())])
     drawn = (
         throughput.throughput(runs),
         memory.curves(runs),
-        memory.smallest([case for report in reports for case in report.get("memory", ())]),
+        *map(memory.smallest, cases.values()),
         throughput.stages(runs),
         latency.latency(runs),
-        compare([report for report in reports if "results" in report]),
-        latency.ceilings(perf),
-        transports(reports),
-        latency.scaling(runs, perf),
-        sim.accuracy(reports),
-        sim.model(reports),
+        *map(compare, reports),
+        *map(latency.ceilings, reports),
+        *map(transports, reports),
+        latency.scaling(runs, [report for report in reports if "ceiling" in report]),
+        *map(sim.accuracy, reports),
+        *map(sim.model, reports),
     )
     return [figure for figure in drawn if figure]
 
@@ -85,13 +85,17 @@ def _figure(figure: Figure) -> str:
 
 
 def _head(reports: Sequence[Report]) -> str:
-    machine = reports[0]["machine"]
-    where = (
+    where = "; ".join(dict.fromkeys(_machine(report) for report in reports))
+    told = "Ratios travel between machines, absolute figures do not."
+    return f"<header><h1>dataplane bench</h1><p>{escape(where)}. {told}</p></header>"
+
+
+def _machine(report: Report) -> str:
+    machine = report["machine"]
+    return (
         f"{machine['cores']} cores, {gib(machine['memory_bytes'])}, {machine['cpu']}, "
         f"{machine['system']}, Python {machine['python']}"
     )
-    told = "Ratios travel between machines, absolute figures do not."
-    return f"<header><h1>dataplane bench</h1><p>{escape(where)}. {told}</p></header>"
 
 
 def _details(reports: Sequence[Report]) -> str:
@@ -106,12 +110,20 @@ def _details(reports: Sequence[Report]) -> str:
             f"<details><summary>{escape(name)}</summary><pre>{escape(run['error'])}</pre></details>"
         )
     parts.append("<h2>Commands and machine</h2>")
-    parts += [f"<pre>{escape(report['command'])}</pre>" for report in reports]
-    packages = ", ".join(
-        f"{name} {version}" for name, version in reports[0]["machine"]["packages"].items()
-    )
-    parts.append(f"<p>{escape(packages)}</p>")
+    for where, members in _by_machine(reports).items():
+        parts += [f"<pre>{escape(report['command'])}</pre>" for report in members]
+        parts.append(f"<p>{escape(where)}</p>")
     return f"<section>{''.join(parts)}</section>"
+
+
+def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
+    """Reports by where they were made, and with which versions."""
+    found: dict[str, list[Report]] = {}
+    for report in reports:
+        versions = report["machine"]["packages"].items()
+        packages = ", ".join(f"{name} {version}" for name, version in versions)
+        found.setdefault(f"{_machine(report)}; {packages}", []).append(report)
+    return found
 
 
 def _table(runs: Sequence[Run]) -> str:

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.page import svg
-from bench.page.names import GIB, Figure, Run, by_trace, colour, gib, run_label, switch
+from bench.page.names import (
+    GIB,
+    OUTCOMES,
+    Figure,
+    Run,
+    by_job,
+    by_trace,
+    colour,
+    gib,
+    run_label,
+    switch,
+)
 from bench.page.svg import Point, Scale
 
 _WIDTH = 860
@@ -18,8 +29,10 @@ Case = dict[str, Any]
 
 
 def curves(runs: Sequence[Run]) -> Figure | None:
-    """A panel a run, all of a trace on the same axes."""
-    drawn = [run for run in runs if run.get("memory_curve", {}).get("seconds")]
+    """A panel a run, all of a trace on the same axes; none of a run that failed to start, whose
+    time counts from somewhere else."""
+    started = [run for run in runs if run["seconds"] or run.get("killed")]
+    drawn = [run for run in started if run.get("memory_curve", {}).get("seconds")]
     parts: list[str] = []
     y = 0.0
     for trace, members in by_trace(drawn).items():
@@ -112,22 +125,25 @@ def _sentence(runs: Sequence[Run]) -> str:
         )
     run = killed[0]
     limit = gib(run["memory_limit_bytes"])
-    same = [r for r in runs if r["plane"] == "dataplane" and r["status"] == "ok"]
+    job = next(members for members in by_job(runs) if run in members)
+    same = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
     said = (
         f"With {limit} a host, the same trace and the same bytes, {run['plane']} (dedup "
         f"{switch(run['dedup'])}) fills its host until the kernel kills it"
     )
     if same:
         peak = max(same[0]["peak_host_bytes"] or [0])
-        said += f", dataplane stays at {gib(peak)} at most and finishes"
+        dedup = switch(same[0]["dedup"])
+        said += f", dataplane (dedup {dedup}) stays at {gib(peak)} at most and finishes"
     return said + "."
 
 
-def smallest(cases: Sequence[Case]) -> Figure | None:
-    """Lines over the number of prompts, one a plane and dedup."""
-    cases = [case for case in cases if case["status"] == "ok"]
+def smallest(told: Sequence[Case]) -> Figure | None:
+    """Lines over the number of prompts, one a plane and dedup; what has no answer is named."""
+    title = "How little memory is enough"
+    cases = [case for case in told if case["status"] == "ok"]
     if not cases:
-        return None
+        return Figure("smallest", title, _unanswered(told), "") if told else None
     lines: dict[tuple[str, bool], list[Case]] = {}
     for case in sorted(cases, key=lambda case: int(case["prompts"])):
         lines.setdefault((case["plane"], case["dedup"]), []).append(case)
@@ -148,7 +164,18 @@ def smallest(cases: Sequence[Case]) -> Figure | None:
         ends.append((y(value), f"{plane}, dedup {switch(dedup)}", colour(plane)))
     parts += _end_labels(ends, right + 14)
     drawing = svg.svg(_WIDTH, bottom + 40, parts, "Smallest surviving limit over prompts")
-    return Figure("smallest", "How little memory is enough", _smallest_sentence(lines), drawing)
+    sentence = f"{_smallest_sentence(lines)} {_unanswered(told)}".rstrip()
+    return Figure("smallest", title, sentence, drawing)
+
+
+def _unanswered(cases: Sequence[Case]) -> str:
+    """Who is missing among the lines, and why."""
+    whys: dict[tuple[str, str], None] = {}
+    for case in cases:
+        if case["status"] != "ok":
+            whys[case["plane"], OUTCOMES.get(case["status"], str(case["status"]))] = None
+    absent = ", ".join(f"{plane} ({why})" for plane, why in whys)
+    return f"No answer for {absent}." if absent else ""
 
 
 def _line(cases: Sequence[Case], x: Scale, y: Scale) -> str:
@@ -183,11 +210,12 @@ def _smallest_sentence(lines: dict[tuple[str, bool], list[Case]]) -> str:
             continue
         first, last = cases[0], cases[-1]
         told.append(
-            f"{plane} (dedup {switch(dedup)}) needs {_amount(first)} a host at "
+            f"{first['trace']}: {plane} (dedup {switch(dedup)}) needs {_amount(first)} a host at "
             f"{first['prompts']} prompts and {_amount(last)} at {last['prompts']}"
         )
     return (
-        f"{'; '.join(told)}. Each point: the smallest limit, 7 % apart, that a real run survived."
+        f"{'; '.join(told) or 'Lower is better'}. Each point: the smallest limit, 7 % apart, that "
+        "a real run survived."
     )
 
 

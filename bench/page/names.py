@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,22 @@ class Figure:
     drawing: str
 
 
+_JOB = (
+    "trace",
+    "rows_expected",
+    "bytes_unique",
+    "columns",
+    "hosts",
+    "prompts",
+    "samples",
+    "steps",
+    "staleness",
+    "seed",
+    "trainers",
+    "tp",
+    "pace",
+    "memory_limit_bytes",
+)
 _COLOURS = ("dataplane", "controller", "ray-driver", "ray-store", "transfer_queue")
 
 
@@ -46,15 +62,24 @@ def run_label(run: Run, among: Sequence[Run]) -> str:
     parts = [run["plane"]]
     if differ(among, "dedup"):
         parts.append(f"dedup {switch(run['dedup'])}")
-    if differ(among, "columns"):
-        parts.append(f"{run['columns']} columns")
-    if differ(among, "hosts"):
-        parts.append(f"{run['hosts']} hosts")
-    if differ(among, "prompts"):
-        parts.append(f"{run['prompts']} prompts")
-    if differ(among, "staleness"):
-        parts.append(f"staleness {run['staleness']}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *settings(run, among)])
+
+
+def settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
+    """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
+    shown = {
+        "columns": f"{run.get('columns')} columns",
+        "hosts": f"{run.get('hosts')} hosts",
+        "prompts": f"{run.get('prompts')} prompts",
+        "steps": f"{run.get('steps')} steps",
+        "staleness": f"staleness {run.get('staleness')}",
+        "seed": f"seed {run.get('seed')}",
+        "trainers": f"{run.get('trainers')} trainers",
+        "tp": f"{run.get('tp')} ranks a trainer",
+        "pace": f"pace {run.get('pace')}",
+        "memory_limit_bytes": f"limit {gib(run.get('memory_limit_bytes') or 0)}",
+    }
+    return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
 
 def differ(runs: Sequence[Run], setting: str) -> bool:
@@ -66,6 +91,15 @@ def by_trace(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         traces.setdefault(run["trace"], []).append(run)
     return traces
+
+
+def by_job(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that did the same work: the same rows, bytes, columns, hosts and limit. Only those may
+    be set beside each other."""
+    jobs: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        jobs.setdefault(tuple(str(run.get(name)) for name in _JOB), []).append(run)
+    return list(jobs.values())
 
 
 def gib(nbytes: float) -> str:

@@ -14,7 +14,11 @@ _DEADLINE_S = 90
 _HEIGHT = "document.body.offsetHeight"
 
 
-class BrowserMissing(RuntimeError):
+class NoPicture(RuntimeError):
+    """The browser made none; the message has the end of what it said."""
+
+
+class BrowserMissing(NoPicture):
     """No browser is installed; the message names the target that installs one."""
 
 
@@ -27,7 +31,7 @@ def told_by(page: Path, script: str, width: int = 900) -> str:
         shown = _open(asked, width, 1200, "--dump-dom")
     found = re.search(r'data-told="([^"]*)"', shown)
     if not found:
-        raise RuntimeError(f"the browser said nothing about {page}: {shown[-500:]}")
+        raise NoPicture(f"the browser said nothing about {page}: {shown[-500:]}")
     return unescape(found[1])
 
 
@@ -46,13 +50,17 @@ def _open(page: Path, width: int, height: int, what: str) -> str:
         # As root it starts only without its sandbox; the page is ours and fetches nothing.
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         size = f"--window-size={width},{height}"
-        done = subprocess.run(
-            [browser, *options, f"--user-data-dir={profile}", size, what, page.resolve().as_uri()],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_DEADLINE_S,
-        )
+        asked = [f"--user-data-dir={profile}", size, what, page.resolve().as_uri()]
+        try:
+            done = subprocess.run(
+                [browser, *options, *asked],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_DEADLINE_S,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise NoPicture(f"{browser} was not done within {_DEADLINE_S} s") from exc
     if done.returncode:
-        raise RuntimeError(f"{browser} ended with {done.returncode}: {done.stderr[-500:]}")
+        raise NoPicture(f"{browser} ended with {done.returncode}: {done.stderr[-500:]}")
     return done.stdout

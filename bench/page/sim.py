@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.page import svg
@@ -18,12 +18,11 @@ _GB = 1e9
 Report = dict[str, Any]
 
 
-def accuracy(reports: Sequence[Any]) -> Figure | None:
+def accuracy(told: Mapping[str, Any]) -> Figure | None:
     """For each case: recorded time alone, the prediction as a bar, every run as a dot."""
-    told = [report for report in reports if report.get("cases")]
-    if not told:
+    cases = told.get("cases")
+    if not cases:
         return None
-    cases = [case for report in told for case in report["cases"]]
     most = max(max(*case["steps_s"], case["predicted_step_s"]) for case in cases)
     x = Scale(0, most * 1.05, _NAMES, _WIDTH - 20)
     bottom = 16.0 + _ROW * len(cases)
@@ -33,8 +32,8 @@ def accuracy(reports: Sequence[Any]) -> Figure | None:
     drawing = svg.svg(_WIDTH, bottom + 36, parts, "Predicted and measured seconds of a step")
     sentence = (
         f"Bars are predicted without the runs (pale: recorded time alone), dots are the runs: "
-        f"accuracy {told[0]['accuracy']:.3f}, recorded time alone would have had "
-        f"{told[0]['accuracy_of_recorded_time']:.3f}."
+        f"accuracy {told['accuracy']:.3f}, recorded time alone would have had "
+        f"{told['accuracy_of_recorded_time']:.3f}."
     )
     return Figure("sim-accuracy", "What the model is worth", sentence, drawing)
 
@@ -51,10 +50,9 @@ def _case(case: dict[str, Any], x: Scale, y: float) -> list[str]:
     ]
 
 
-def model(reports: Sequence[Any]) -> Figure | None:
+def model(told: Mapping[str, Any]) -> Figure | None:
     """Step stall and the fullest service over hosts, each variant a line in its band."""
-    told = next((report for report in reports if report.get("model")), None)
-    if told is None or len({result["hosts"] for result in told["model"]}) < 2:
+    if len({result["hosts"] for result in told.get("model", ())}) < 2:
         return None
     results = told["model"]
     panels = [

@@ -6,10 +6,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.page import svg
-from bench.page.names import OUTCOMES, Figure, Run, by_trace, colour, gib, run_label
+from bench.page.names import (
+    OUTCOMES,
+    Figure,
+    Run,
+    by_job,
+    by_trace,
+    colour,
+    gib,
+    run_label,
+    settings,
+)
 from bench.page.svg import Scale
 
 _WIDTH, _LEFT, _ROW, _BAR = 860, 250, 30, 18
+
+_TITLED = ("hosts", "prompts", "steps", "memory_limit_bytes")
 
 # What a worker does, in the order of drawing: class, what it is called, its activities.
 _ACTIVITIES = (
@@ -30,9 +42,9 @@ def throughput(runs: Sequence[Run]) -> Figure | None:
     x = Scale(0, most * 1.02, _LEFT, _WIDTH - 190)
     parts: list[str] = []
     y = 0.0
-    for trace, members in by_trace(runs).items():
+    for members in by_job(runs):
         y += 24
-        parts.append(svg.text(0, y - 6, _trace_title(trace, members), "group"))
+        parts.append(svg.text(0, y - 6, _title(members, runs), "group"))
         for run in members:
             parts += _row(run, run_label(run, members), x, y)
             y += _ROW
@@ -47,14 +59,16 @@ def _ok(run: Run) -> bool:
     return bool(run["status"] == "ok" and run["seconds"])
 
 
-def _trace_title(trace: str, runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[Run], among: Sequence[Run]) -> str:
+    """What these runs, which did the same work, were about; the rest where not all did so."""
     run = runs[0]
     shared = f"{run['bytes_unique'] / 1e9:.2f} GB of distinct bytes, {run['hosts']} hosts"
     limit = run.get("memory_limit_bytes")
     return (
-        f"{trace}: {run['prompts']} prompts × {run['samples']}, {shared}"
+        f"{run['trace']}: {run['prompts']} prompts × {run['samples']}, {shared}"
         + (f" of {gib(limit)} each" if limit else "")
         + (f", {run['steps']} steps" if run.get("steps", 1) > 1 else "")
+        + "".join(f", {other}" for other in settings(run, among, _TITLED))
     )
 
 
@@ -76,21 +90,23 @@ def _row(run: Run, label: str, x: Scale, y: float) -> list[str]:
 
 def _sentence(runs: Sequence[Run]) -> str:
     told = []
-    for trace, members in by_trace(runs).items():
+    for members in by_job(runs):
+        among = [run for run in runs if run["trace"] == members[0]["trace"]]
+        job = ", ".join([members[0]["trace"], *settings(members[0], among)])
         ours = [run for run in members if run["plane"] == "dataplane" and _ok(run)]
         others = [run for run in members if run["plane"] != "dataplane"]
         finished = [run for run in others if _ok(run)]
         if not ours or not others:
             continue
-        best = min(run["seconds"] for run in ours)
+        best = min(ours, key=lambda run: float(run["seconds"]))
+        took = f"{job}: {run_label(best, members)} took {best['seconds']:.2f} s"
         if not finished:
-            told.append(f"{trace}: dataplane took {best:.2f} s, nobody else finished")
+            told.append(f"{took}, nobody else finished")
             continue
         rival = min(finished, key=lambda run: float(run["seconds"]))
         told.append(
-            f"{trace}: dataplane took {best:.2f} s, {rival['seconds'] / best:.2g} × as fast as "
-            f"the best other run that finished ({run_label(rival, members)}, "
-            f"{rival['seconds']:.2f} s)"
+            f"{took}, {rival['seconds'] / best['seconds']:.2g} × as fast as the best other run "
+            f"that finished ({run_label(rival, members)}, {rival['seconds']:.2f} s)"
         )
     said = "; ".join(told) if told else "Longer bars are better"
     return f"{said}. All rows count from the start signal until the last trainer is done."

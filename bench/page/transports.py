@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bench.page import svg
@@ -12,10 +12,10 @@ from bench.page.svg import Scale
 _WIDTH, _LEFT, _ROW = 860, 190, 26
 
 
-def transports(reports: Sequence[Mapping[str, Any]]) -> Figure | None:
+def transports(report: Mapping[str, Any]) -> Figure | None:
     """A block a transport, a bar a batch; one that was not run is named with its reason."""
-    told = next((report["transports"] for report in reports if report.get("transports")), None)
-    if told is None:
+    told = report.get("transports")
+    if not told:
         return None
     run = {name: shapes for name, shapes in told.items() if shapes.get("status") != "not run"}
     shares = [figures["of_ceiling"] for shapes in run.values() for figures in shapes.values()]

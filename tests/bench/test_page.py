@@ -167,6 +167,57 @@ def test_the_page_names_no_address_and_shows_errors_as_text(tmp_path: Path) -> N
     assert told.count("python -m bench run --trace video") == 3
 
 
+def test_only_runs_that_did_the_same_work_are_set_beside_each_other(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    small = run("dataplane", prompts=2, rows_expected=16, seconds=0.5, memory_limit_bytes=6 << 30)
+    write(page, [report(runs=[small]), report(runs=[run("controller", seconds=50.0), killed()])])
+    told = page.read_text()
+    assert "as fast as" not in told and "nobody else finished" not in told
+    assert "until the kernel kills it. " not in told and "until the kernel kills it.<" in told
+    assert "video: 2 prompts × 8" in told and "video: 16 prompts × 8" in told
+    alike = [run("dataplane", dedup=on, seconds=took) for on, took in ((True, 2.0), (False, 8.0))]
+    write(page, [report(runs=[*alike, run("controller", dedup=False, seconds=5.0), killed()])])
+    told = page.read_text()
+    assert "dataplane, dedup on took 2.00 s, 2.5 × as fast as" in told
+    assert "kills it, dataplane (dedup on) stays at 1 GiB at most and finishes." in told
+
+
+def test_what_was_not_run_is_named_beside_what_was(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    absent = {**case("ray-driver", False, 4, None), "status": "not installed"}
+    write(page, [report(memory=[case("dataplane", True, 4, 624 << 20), absent])])
+    assert "No answer for ray-driver (not installed)." in page.read_text()
+    write(page, [report(memory=[{**absent, "plane": "dataplane", "status": "not run"}])])
+    assert "No answer for dataplane (not run)." in page.read_text()
+    planes = {
+        "dataplane": {"status": "ok", "error": ""},
+        "ray-store": {"status": "error", "error": "it died\nafter a while"},
+    }
+    took = {"min": 0.1, "median": 0.2, "max": 0.3, "samples": 3}
+    line = {"plane": "dataplane", "hosts": 1, "batch": "64 MiB", "operation": "put"}
+    compared = {"rows": 256, "planes": planes, "not_run": {"packed": "it needs tensordict"}}
+    for lines in ([{**line, "seconds": took}], []):
+        write(page, [report(results=lines, **compared)])
+        told = "ray-store (failed: it died); packed (it needs tensordict)."
+        assert f"Not measured, or not to its end: {told}" in page.read_text()
+
+
+def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:
+    page, (runs, cases, perf) = tmp_path / "report.html", full()
+    other = {**perf["machine"], "cores": 64, "packages": {"numpy": "2.5.0"}}
+    write(page, [runs, cases, {**perf, "machine": other}])
+    told = page.read_text()
+    assert "2 cores" in told and "64 cores" in told and "numpy 2.0.0" in told
+    assert told.index("numpy 2.0.0") < told.rindex("<pre>") < told.index("numpy 2.5.0")
+
+
+def test_a_run_that_never_started_stretches_no_axis(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    waited = run("ray-store", status="error", error="no node", rows=0, seconds=None)
+    write(page, [report(runs=[run("dataplane"), waited])], only=["memory"])
+    assert page.read_text().count('class="panel') == 1
+
+
 def test_one_figure_can_be_had_alone_for_a_picture(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write(page, full(), only=["memory"])
@@ -228,12 +279,27 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not page.exists()
     assert "is no report of this bench" in capsys.readouterr().err
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
-    assert main(["report", str(tmp_path / "cut.json"), "-o", str(page)]) == 2
-    assert "no whole report" in capsys.readouterr().err and not page.exists()
+    endless = {"train": {"claim": {"p50": float("inf"), "p90": 1, "p99": 1, "max": 1}}}
+    (tmp_path / "odd.json").write_text(json.dumps(report(runs=[run("x", latency_ms=endless)])))
+    for name in ("cut.json", "odd.json"):
+        assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
+        assert "no whole report" in capsys.readouterr().err and not page.exists()
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
     options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "smallest"]
     assert main(options) == 2 and not page.exists()
     assert "no figure smallest in these reports, but throughput, memory" in capsys.readouterr().err
+
+
+def test_a_page_never_takes_the_place_of_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(full()[0]))
+    before = path.read_text()
+    for options in (["-o", str(path)], ["-o", str(tmp_path / "p.html"), "--png", str(path)]):
+        assert main(["report", str(path), *options]) == 2
+    assert path.read_text() == before
+    assert "is one of the reports" in capsys.readouterr().err
 
 
 def test_ticks_are_round_numbers_within_the_scale() -> None:

@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else a token file of another cluster of this user is asked for
     "RAY_gcs_server_port_wait_time_s": f"{_START_S:.0f}",  # 20 s, and a busy machine takes longer
+    "RAY_NUM_REDIS_GET_RETRIES": f"{_START_S / 2:.0f}",  # of 2 s each, for the first node
 }
 """Of every process here."""
 _PAUSE_S = 0.05

@@ -155,15 +155,10 @@ def _recorded(settings: Settings, folder: str) -> str:
         return ""
     from bench.traces import load, parquet
 
-    name, prompts = load.load(settings.trace_files, settings.trace, settings.seed)
-    if why := load.too_short(prompts, settings.steps, settings.prompts):
-        raise parquet.TraceError(settings.trace_files[0], why)
-    prompts = load.cut(prompts, settings.steps, settings.prompts)
-    if len(sizes := {len(prompt.samples) for prompt in prompts}) > 1:
-        why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
-        raise parquet.TraceError(settings.trace_files[0], why)
+    trace, seed = settings.trace, settings.seed
+    prompts = load.of_run(settings.trace_files, trace, seed, settings.steps, settings.prompts)
     path = Path(folder) / "trace.parquet"
-    parquet.write(path, name, settings.seed, prompts)
+    parquet.write(path, trace, seed, prompts)
     return str(path)
 
 

@@ -16,7 +16,6 @@ from bench.run import Settings, execute, variants
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
 
-_PROMPTS = 16
 _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),  # as each plane says
     "on": (True,),
@@ -85,15 +84,13 @@ def register(commands: Any) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> int:
-    """Groups of a step, also where nobody says how many. TraceError where the files have fewer, or
-    fewer steps."""
+    """Groups of a step, also where nobody says how many. TraceError where a run cannot be made of
+    the files."""
     if not options.trace_file:
-        return options.prompts or _PROMPTS
-    _, recorded = load.load(options.trace_file, options.trace[0], options.seed)
-    prompts = options.prompts or min(_PROMPTS, load.fewest(recorded, options.steps)) or _PROMPTS
-    if why := load.too_short(recorded, options.steps, prompts):
-        raise TraceError(options.trace_file[0], why)
-    return prompts
+        return options.prompts or load.PROMPTS
+    files, steps = options.trace_file, options.steps
+    recorded = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
+    return int(len(recorded) // steps)
 
 
 def _run(options: argparse.Namespace, command: str) -> int:

@@ -16,6 +16,7 @@ from bench.traces.polytrace import Group
 from bench.traces.sample import Prompt, Sample
 from bench.traces.tasks import TASKS, Task
 
+PROMPTS = 16  # groups in a step of a run, where nobody says how many
 _PARQUET = b"PAR1"
 _TOOL_TIMES = 1 << 33  # a stream of its own, beyond every step's number
 
@@ -62,19 +63,27 @@ def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
     return kept
 
 
-def fewest(prompts: Sequence[Prompt], steps: int) -> int:
-    """Groups of the smallest of the first steps; 0 where there are fewer steps."""
+def of_run(
+    paths: Sequence[Path], task: str, seed: int, steps: int, per_step: int | None
+) -> list[Prompt]:
+    """What a run of so many steps and groups a step takes of the files; per_step None: as many as
+    there are, `PROMPTS` at most.
+
+    Raises TraceError, also where the files have less, or groups of different sizes.
+    """
+    _, prompts = load(paths, task, seed)
     counts = Counter(prompt.step for prompt in prompts)
-    return min(counts[step] for step in range(steps))
-
-
-def too_short(prompts: Sequence[Prompt], steps: int, per_step: int) -> str:
-    """What the trace lacks for a run of so many steps and groups a step; "" when it has enough."""
-    if not (least := fewest(prompts, steps)):
-        return f"it has {len({p.step for p in prompts})} steps, and --steps asks for {steps}"
-    if least < per_step:
-        return f"it has a step of {least} groups, and --prompts asks for {per_step}"
-    return ""
+    least = min(counts[step] for step in range(steps))
+    if not least:
+        raise TraceError(paths[0], f"it has {len(counts)} steps, and --steps asks for {steps}")
+    if per_step and least < per_step:
+        why = f"it has a step of {least} groups, and --prompts asks for {per_step}"
+        raise TraceError(paths[0], why)
+    kept = cut(prompts, steps, per_step or min(PROMPTS, least))
+    if len(sizes := {len(prompt.samples) for prompt in kept}) > 1:
+        why = f"it has groups of {min(sizes)} to {max(sizes)} rows; a run takes groups of one size"
+        raise TraceError(paths[0], why)
+    return kept
 
 
 def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:

@@ -128,7 +128,9 @@ def register(commands: Any) -> None:
         default=memory_bytes() * 3 // 8,
         help="no more is tried; all hosts must fit into this machine; default: 3/8 of its memory",
     )
-    parser.add_argument("--timeout", type=seconds, default=60.0, help="seconds that a run may take")
+    parser.add_argument(
+        "--timeout", type=seconds, default=240.0, help="seconds that a run may take"
+    )
     parser.add_argument("--json", type=outputs.report, default=None, help="write the cases here")
     parser.set_defaults(perform=perform)
 

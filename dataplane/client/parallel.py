@@ -58,15 +58,21 @@ def _threads(nbytes: int) -> int:
 
 
 def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> None:
+    """All of the threads have ended when this returns or raises: nobody writes any more."""
     turn = threading.Lock()
 
     def work() -> None:
-        while True:
-            with turn:
-                item = next(items, None)
-            if item is None:
-                return
-            do(item)
+        nonlocal items
+        try:
+            while True:
+                with turn:
+                    item = next(items, None)
+                if item is None:
+                    return
+                do(item)
+        except BaseException:
+            items = iter(())  # nobody begins another
+            raise
 
     if threads < 2:
         work()

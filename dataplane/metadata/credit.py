@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.memory.extents import PAGE_BYTES, padded
-from dataplane.metadata.columns import Array
+from dataplane.metadata.columns import Array, unique
 from dataplane.wire.records import U8
 
 
@@ -38,7 +38,7 @@ def pulled_per_row(rows: Array, records: Array, count: int) -> Array:
     result = np.zeros(count, np.int64)
     order = np.argsort(rows, kind="stable")
     rows, records = rows[order], records[order]
-    for owner in np.unique(records["owner"]):
+    for owner in unique(records["owner"]):
         mine = records["owner"] == owner
         of = records[mine]
         keys = of["generation"].astype(U8) << np.uint64(32) | of["range"]
@@ -51,4 +51,4 @@ def pulled_per_row(rows: Array, records: Array, count: int) -> Array:
 
 def rounding(records: Array) -> int:
     """What is added for whole pages: one for every owner that is read from, one for packs."""
-    return PAGE_BYTES * (len(np.unique(records["owner"])) + 1)
+    return PAGE_BYTES * (len(unique(records["owner"])) + 1)

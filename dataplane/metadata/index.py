@@ -15,6 +15,8 @@ _SMALLEST_BITS = 7
 _FULLEST = 0.6  # entries, removed ones included, over places
 _FULL_AFTER_REBUILD = 0.4
 
+_FEW = 32
+"""So few keys are looked up one by one: a round of probing in columns costs as much."""
 _MASK = (1 << 64) - 1
 _C1, _C2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _U1, _U2, _U32 = np.uint64(_C1), np.uint64(_C2), np.uint64(32)
@@ -73,10 +75,9 @@ class KeyIndex:
 
     def find(self, keys: Array) -> Array:
         """The id of each key, -1 where unknown."""
-        if len(keys) == 1:
-            place = self._place_of_one(keys)
-            return np.array([self._table[place] if place >= 0 else _EMPTY], np.int64)
-        ids, _ = self._probe(keys)
+        places = self._places(keys)
+        ids = self._table[places].astype(np.int64)
+        ids[places < 0] = _EMPTY
         return ids
 
     def insert(self, keys: Array, ids: Array) -> None:
@@ -89,12 +90,7 @@ class KeyIndex:
 
     def remove(self, ids: Array) -> None:
         """Forget ids that are known."""
-        keys = self.keys[ids]
-        if len(ids) == 1:
-            self._table[self._place_of_one(keys)] = _REMOVED
-        else:
-            _, places = self._probe(keys)
-            self._table[places] = _REMOVED
+        self._table[self._places(self.keys[ids])] = _REMOVED
         self._live -= len(ids)
 
     def _clean(self, bits: int) -> None:
@@ -103,9 +99,13 @@ class KeyIndex:
         self._table: Array = np.full(1 << bits, _EMPTY, np.int32)
         self._used = 0
 
-    def _place_of_one(self, keys: Array) -> int:
-        """Where the only key of a column lies in the table, -1 where it is unknown."""
-        first, second = keys.tolist()[0]
+    def _places(self, keys: Array) -> Array:
+        """Where each key lies in the table, -1 where it is unknown."""
+        if len(keys) > _FEW:
+            return self._probe(keys)
+        return np.array([self._place_of(*key) for key in keys.tolist()], np.int64)
+
+    def _place_of(self, first: int, second: int) -> int:
         place = _mixed_one(first, second) >> self._shift
         table, known = self._table, self.keys
         while (found := table.item(place)) != _EMPTY:
@@ -114,12 +114,11 @@ class KeyIndex:
             place = (place + 1) & self._last
         return -1
 
-    def _probe(self, keys: Array) -> tuple[Array, Array]:
-        """(ids, places in the table) of the keys, -1 where unknown: all keys step together."""
-        ids = np.full(len(keys), _EMPTY, np.int64)
-        places = ids.copy()
+    def _probe(self, keys: Array) -> Array:
+        """The same for many: all keys step together."""
+        places = np.full(len(keys), -1, np.int64)
         if not len(self.keys):
-            return ids, places
+            return places
         at = (mixed(keys) >> np.uint64(self._shift)).astype(np.int64)
         active = np.arange(len(keys))
         first, second = keys[:, 0], keys[:, 1]
@@ -127,21 +126,20 @@ class KeyIndex:
             found = self._table[at]
             known = self.keys[found]
             hit = (found >= 0) & (known[:, 1] == second) & (known[:, 0] == first)
-            ids[active[hit]] = found[hit]
             places[active[hit]] = at[hit]
             go_on = (~hit & (found != _EMPTY)).nonzero()[0]
             active, first, second = active[go_on], first[go_on], second[go_on]
             at = (at[go_on] + 1) & self._last
-        return ids, places
+        return places
 
     def _enter(self, keys: Array, ids: Array) -> None:
         self._used += len(ids)
-        if len(ids) == 1:
-            first, second = keys.tolist()[0]
-            place = _mixed_one(first, second) >> self._shift
-            while self._table.item(place) >= 0:
-                place = (place + 1) & self._last
-            self._table[place] = ids[0]
+        if len(ids) <= _FEW:
+            for (first, second), one in zip(keys.tolist(), ids.tolist(), strict=True):
+                place = _mixed_one(first, second) >> self._shift
+                while self._table.item(place) >= 0:
+                    place = (place + 1) & self._last
+                self._table[place] = one
             return
         at = (mixed(keys) >> np.uint64(self._shift)).astype(np.int64)
         while len(ids):

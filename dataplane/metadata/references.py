@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.columns import Array
+from dataplane.metadata.columns import Array, unique
 from dataplane.wire.records import RANGE, U4
 from dataplane.wire.tables import Owner
 
@@ -36,7 +36,7 @@ def ranges_of(ids: Array) -> Array:
 def by_owner(records: Array, owners: Sequence[Owner]) -> list[tuple[Owner, Array, Array]]:
     """Per owner the different ranges (RANGE) that records name, and how many name each (u4)."""
     result = []
-    for owner in np.unique(records["owner"]).tolist():
+    for owner in unique(records["owner"]).tolist():
         different, counts = np.unique(
             ids_of(records[records["owner"] == owner]), return_counts=True
         )

@@ -120,8 +120,8 @@ class State:
         """The different groups of these rows, in the order in which they occur."""
         groups = self.group[slots].astype(np.int64)
         groups = groups[groups >= 0]
-        if len(groups) < 2:
-            return groups
+        if len(groups) < 2 or every(groups == groups[0]):
+            return groups[:1]
         different, first = np.unique(groups, return_index=True)
         return different[np.argsort(first)]
 
@@ -282,10 +282,10 @@ class State:
             emptied = closed[self.groups.members.counts[closed] == 0]
             self.closed_groups -= int(self.groups.all_dropped(emptied).sum())
         spent = self.groups.spent(groups)
-        left = np.setdiff1d(groups, spent) if len(spent) else groups
         if len(spent):
             self.remove_groups(spent)
-        if len(left):
+        if len(spent) < len(groups):
+            left = np.setdiff1d(groups, spent) if len(spent) else groups
             for stage in self.stages.values():
                 stage.settle(left)
                 stage.groups.retest(left)

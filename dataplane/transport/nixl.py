@@ -1,9 +1,8 @@
 """NIXL as a transport: one-sided reads of the owner's memory by lists of addresses.
 
-Runs in a bulk worker, all of it in one thread: NIXL tells nothing of its own accord, so somebody
-must poll, and its agent is then never used from two threads. Large reads go in pieces, in turn, so
-that a small one does not wait for them. A piece that was posted is polled to its end, whatever
-becomes of the read: NIXL cannot promise that a piece given up writes nothing any more.
+Runs in a bulk worker; the thread that calls NIXL is in `nixl_reads`. Between peers of one host the
+reader's processor copies the bytes: there a second thread, with an agent of its own, takes half of
+the pieces of a large read.
 
 The region is the arena, or device arenas that this process opened by their handles. Which of them
 a driver lets a network card register, only trying it tells.
@@ -11,28 +10,20 @@ a driver lets a network card register, only trying it tells.
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
 import secrets
 import threading
-import time
-from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.errors import (
-    DataplaneError,
-    ProtocolError,
-    TransferFailed,
-    TransportMissing,
-    Unavailable,
-)
+from dataplane.errors import DataplaneError, ProtocolError, TransportMissing
 from dataplane.transport.bulk_frames import MAX_PULL_ITEMS
+from dataplane.transport.cuda_ipc import this_host
+from dataplane.transport.nixl_reads import BACKEND, NixlRead, NixlReads, Piece
 from dataplane.transport.seam import (
     Capabilities,
     Held,
@@ -48,35 +39,20 @@ from dataplane.transport.ucx_settings import settle
 from dataplane.wire.tables import Owner
 
 PIECE_BYTES = 16 << 20
-SPINS = 200
-"""Polls in a row before the thread sleeps between two."""
-BUSY_S = 0.000_05
-HELD_S = 0.000_5
-"""Between polls while readers hold ranges here: their wire-up needs an answer."""
-AFTERWARDS_S = 0.01
-"""Between polls for `LINGER_S` after that: a reader that was cancelled has left its connection, and
-its piece, which cannot be called back, may still wait for that answer."""
-LINGER_S = 3.0
-"""Longer than a cancelled read may take, see `engine.GRACE_S`."""
-IDLE_S = 0.5
-CHECK_S = 0.05
-SPARE_LIVES = 4
-"""Earlier lives of an owner's workers that are kept loaded."""
-BACKEND = "UCX"
 HOST_MEMORY, GPU_MEMORY = "DRAM", "VRAM"
-
-logger = logging.getLogger(__name__)
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
     """metadata: of the owner's NIXL agent. address: of the arena there; of device memory
-    `stretches` has all, and `on_gpu` says whether NIXL knows it as such."""
+    `stretches` has all, and `on_gpu` says whether NIXL knows it as such. host: of processes that
+    may read each other's memory, see `this_host`; "": not told."""
 
     address: int
     nbytes: int
     metadata: bytes
     stretches: list[Stretch] = []
     on_gpu: bool = False
+    host: str = ""
 
     @property
     def memory(self) -> str:
@@ -87,29 +63,6 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
 
 
 _cards = msgspec.msgpack.Decoder(Card)
-
-
-class _Read:
-    """A read on its way: the pieces that are left, and the one that is posted."""
-
-    def __init__(self, request: ReadRequest, held: Held, own: Stretches) -> None:
-        self.request = request
-        self.held = held
-        self.card = _card(held.key)
-        self.pieces = deque(_pieces(request, held, own, self.card.region()))
-        self.handle: Any = None
-        self.error: DataplaneError | None = None
-        self.done = threading.Event()
-        self._checked = time.monotonic()
-
-    def check(self) -> None:
-        """Notes that nobody needs the bytes any more; seldom, as it asks the kernel."""
-        if self.error is None and time.monotonic() - self._checked > CHECK_S:
-            self._checked = time.monotonic()
-            try:
-                self.held.check()
-            except DataplaneError as exc:
-                self.error = exc
 
 
 class NixlTransport(Transport):
@@ -125,182 +78,116 @@ class NixlTransport(Transport):
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
         self._generation = secrets.randbits(48)
-        self._agent = _agent(f"{owner.peer}-{self._generation:x}")
-        self._arrivals: queue.SimpleQueue[_Read | Remote | None] = queue.SimpleQueue()
-        self._reads: list[_Read] = []
-        self._known: dict[Owner, OrderedDict[int, str]] = {}
-        self._holds = 0
-        self._answers_until = 0.0
-        self._closed = False
+        self._name = f"{owner.peer}-{self._generation:x}"
+        self._agent = _agent(self._name)
+        self._host = _host()
+        self._beside: NixlReads | None = None
+        self._lock = threading.Lock()
 
     def register(self, region: Region) -> RegionKey:
         self._own = OpenRegion(region)
         self._memory = GPU_MEMORY if self._own.on_gpu else HOST_MEMORY
-        stretches = self._own.stretches
         self._own.bind()
+        self._register(self._agent)
         try:
-            self._agent.register_memory(
-                [(one.address, one.nbytes, one.device, "") for one in stretches.all],
-                self._memory,
-                [BACKEND],
-            )
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:
-            raise TransportMissing(f"nixl cannot register the memory here: {exc!r}") from exc
-        threading.Thread(target=self._live, name="nixl", daemon=True).start()
-        card = Card(region.address, region.nbytes, metadata)
+            raise TransportMissing(f"nixl cannot describe the memory here: {exc!r}") from exc
+        self._reads = NixlReads(self._bound, self._memory)
+        self._reads.start()
+        card = Card(region.address, region.nbytes, metadata, host=self._host)
         if region.pools:
-            card = Card(0, 0, metadata, list(stretches.all), self._own.on_gpu)
+            card = Card(0, 0, metadata, list(self._own.stretches.all), self._own.on_gpu)
         return RegionKey(self._generation, msgspec.msgpack.encode(card))
 
     def read(self, request: ReadRequest) -> None:
-        assert request.held is not None
-        read = _Read(request, request.held, self._own.stretches)
-        self._arrivals.put(read)
-        read.done.wait()
-        if read.error is not None:
-            raise read.error
+        held = request.held
+        assert held is not None
+        card = _card(held.key)
+        pieces = _pieces(request, held, self._own.stretches, card.region())
+        threads = self._threads(card, len(pieces))
+        check = _one_at_a_time(held.check)
+        reads = []
+        for number, thread in enumerate(threads):
+            some = pieces[number :: len(threads)]
+            generation = held.key.generation
+            read = NixlRead(request, some, generation, card.metadata, card.memory, check)
+            reads.append(read)
+            thread.submit(read)
+        for read in reads:
+            read.done.wait()
+        for read in reads:
+            if read.error is not None:
+                raise read.error
 
     def holding(self, count: int) -> None:
-        self._holds = count
-        self._answers_until = time.monotonic() + LINGER_S
-        self._arrivals.put(None)
+        self._reads.holding(count)
 
     def forget(self, remote: Remote) -> None:
-        self._arrivals.put(remote)
+        for reads in self._all():
+            reads.forget(remote)
 
     def close(self) -> None:
-        self._closed = True
-        self._arrivals.put(None)
+        with self._lock:
+            for reads in self._all():
+                reads.close()
 
-    # the thread
+    def _all(self) -> list[NixlReads]:
+        return [self._reads] if self._beside is None else [self._reads, self._beside]
 
-    def _live(self) -> None:
+    def _threads(self, card: Card, pieces: int) -> list[NixlReads]:
+        """Those that share a read; the second is started when it is first of use, and takes part
+        when it is ready."""
+        if pieces < 2 or not self._host or card.host != self._host:
+            return [self._reads]
+        with self._lock:
+            if self._beside is None:
+                self._beside = NixlReads(self._another, self._memory, "nixl-beside")
+                self._beside.start()
+        return [reads for reads in self._all() if reads.ready or reads is self._reads]
+
+    def _bound(self) -> Any:
+        self._own.bind()
+        return self._agent
+
+    def _another(self) -> Any:
+        self._own.bind()
+        agent = _agent(f"{self._name}-beside")
+        self._register(agent)
+        return agent
+
+    def _register(self, agent: Any) -> None:
+        own = self._own.stretches.all
+        memory = [(one.address, one.nbytes, one.device, "") for one in own]
         try:
-            self._own.bind()
-            self._run()
-        except BaseException:
-            # Reads would wait for ever. The peer starts another worker.
-            logger.exception("nixl: its thread failed, the bulk worker ends")
-            os._exit(1)
-
-    def _run(self) -> None:
-        spins = 0
-        while not self._closed:
-            moved = self._take(self._patience(spins))
-            for read in list(self._reads):
-                moved |= self._advance(read)
-            spins = 0 if moved else spins + 1
-            if self._is_answering() or (self._reads and not moved):
-                self._agent.get_new_notifs()  # nobody sends any; this makes UCX go on
-        for read in self._reads:
-            read.error = TransferFailed("the bulk worker stops")
-            read.done.set()
-
-    def _patience(self, spins: int) -> float:
-        if self._reads:
-            return 0 if spins < SPINS else BUSY_S
-        if self._holds:
-            return HELD_S
-        return AFTERWARDS_S if self._is_answering() else IDLE_S
-
-    def _is_answering(self) -> bool:
-        """Whether readers may need this side to go on."""
-        return bool(self._holds) or time.monotonic() < self._answers_until
-
-    def _take(self, patience_s: float) -> bool:
-        try:
-            arrived = self._arrivals.get(timeout=patience_s) if patience_s else self._at_once()
-        except queue.Empty:
-            return False
-        if isinstance(arrived, _Read):
-            self._reads.append(arrived)
-        elif isinstance(arrived, Remote):
-            for generation in list(self._known.get(arrived.owner, ())):
-                self._unload(arrived.owner, generation)
-        return True
-
-    def _at_once(self) -> _Read | Remote | None:
-        return self._arrivals.get_nowait()
-
-    def _advance(self, read: _Read) -> bool:
-        """Posts or polls one piece. Whether anything happened."""
-        try:
-            read.check()
-            if read.handle is not None:
-                return self._poll(read, self._agent.check_xfer_state(read.handle))
-            if read.error is None and read.pieces:
-                return self._post(read)
-        except DataplaneError as exc:
-            read.error = exc
+            agent.register_memory(memory, self._memory, [BACKEND])
         except Exception as exc:
-            read.error = self._failed(read, repr(exc))
-        if read.handle is None:
-            self._reads.remove(read)
-            read.done.set()
-        return True
+            raise TransportMissing(f"nixl cannot register the memory here: {exc!r}") from exc
 
-    def _post(self, read: _Read) -> bool:
-        local, remote = read.pieces.popleft()
-        name = self._loaded(read)
-        sides = (local, self._memory), (remote, read.card.memory)
-        descriptors = (self._agent.get_xfer_descs(*side) for side in sides)
-        read.handle = self._agent.initialize_xfer("READ", *descriptors, name, b"", [BACKEND])
-        return self._poll(read, self._agent.transfer(read.handle))
 
-    def _poll(self, read: _Read, state: str) -> bool:
-        if state == "PROC":
-            return False
-        handle, read.handle = read.handle, None
-        handle.release()
-        if state != "DONE" and read.error is None:
-            read.error = self._failed(read, "the engine reports an error")
-        if read.error is not None or not read.pieces:
-            self._reads.remove(read)
-            read.done.set()
-        return True
+def _host() -> str:
+    """Empty where the kernel does not tell: then no read is shared."""
+    try:
+        return this_host()
+    except OSError:
+        return ""
 
-    def _failed(self, read: _Read, why: str) -> DataplaneError:
-        owner = read.request.remote.owner
-        self._unload(owner, read.held.key.generation)
-        logger.warning("nixl: a read from peer %r failed: %s", owner.peer, why)
-        return TransferFailed(
-            f"the transfer from peer {owner.peer!r} over nixl broke off: {why}; it may be retried",
-            peer=owner.peer,
-        )
 
-    def _loaded(self, read: _Read) -> str:
-        """The remote agent of this generation; the oldest of too many is let go."""
-        remote, generation = read.request.remote, read.held.key.generation
-        known = self._known.setdefault(remote.owner, OrderedDict())
-        if generation not in known:
-            while len(known) >= len(remote.addresses) + SPARE_LIVES:
-                self._unload(remote.owner, next(iter(known)))
-            known[generation] = self._load(remote, read.card)
-        known.move_to_end(generation)
-        return known[generation]
+def _one_at_a_time(check: Callable[[], None]) -> Callable[[], None]:
+    """For two threads: what one was told the other is told too, and not asked for again."""
+    lock, told = threading.Lock(), list[DataplaneError]()
 
-    def _load(self, remote: Remote, card: Card) -> str:
-        try:
-            name = self._agent.add_remote_agent(card.metadata)
-        except Exception as exc:
-            raise Unavailable(
-                f"nixl does not reach peer {remote.owner.peer!r}: {exc!r}; its UCX may share no "
-                "network with this host's",
-                peer=remote.owner.peer,
-            ) from exc
-        return name.decode() if isinstance(name, bytes) else str(name)
+    def checked() -> None:
+        with lock:
+            if not told:
+                try:
+                    check()
+                except DataplaneError as exc:
+                    told.append(exc)
+            if told:
+                raise told[0]
 
-    def _unload(self, owner: Owner, generation: int) -> None:
-        known = self._known.get(owner, OrderedDict())
-        loaded = known.pop(generation, None)
-        if not known:
-            self._known.pop(owner, None)
-        if loaded is not None:
-            try:
-                self._agent.remove_remote_agent(loaded)
-            except Exception as exc:
-                logger.debug("nixl: %s could not be let go: %r", loaded, exc)
+    return checked
 
 
 def _card(key: RegionKey) -> Card:
@@ -310,10 +197,8 @@ def _card(key: RegionKey) -> Card:
         raise ProtocolError(f"not a card of nixl: {exc}") from exc
 
 
-def _pieces(
-    request: ReadRequest, held: Held, own: Stretches, theirs: Stretches
-) -> list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
-    """Local and remote (address, length, device) rows of each piece; neighbours are joined."""
+def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:
+    """Neighbours are joined."""
     copies = request.copies.copy()
     copies["start"] = held.sources
     apart = np.zeros(len(copies) - 1, bool)

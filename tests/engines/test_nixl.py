@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
+import numpy as np
 import pytest
 
-from dataplane.testing import TransportConformance
+from dataplane.testing import TransportConformance, hosts
 from dataplane.transport import registry
 
 pytestmark = pytest.mark.skipif(bool(registry.missing("nixl")), reason=registry.missing("nixl"))
+
+MIB = 1 << 20
+SECOND_THREAD = "nixl-beside: ready"
 
 
 class TestNixl(TransportConformance):
@@ -19,3 +26,28 @@ class TestNixlBetweenDevices(TransportConformance):
 
     transport = "nixl"
     device = True
+
+
+async def test_two_threads_share_large_reads_on_one_host_and_stop_together(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with hosts("nixl") as start:
+        owner, reader = await start("owner", 64 * MIB), await start("reader", 64 * MIB)
+        owner.fill()
+        copies = owner.place(np.arange(64) * MIB, np.full(64, MIB))[::-1].copy()
+        last, said, end = copies[:1], "", time.monotonic() + 30
+        while SECOND_THREAD not in said:
+            assert time.monotonic() < end, "the second thread does not start"
+            await reader.read(owner, copies)
+            said += capfd.readouterr().err
+        reader.bytes[:] = 0
+        assert (await reader.read(owner, copies)).nbytes == 64 * MIB
+        assert np.array_equal(reader.bytes, owner.bytes)
+        for moment_s in np.arange(8) * 0.003:
+            task = asyncio.create_task(reader.read(owner, copies))
+            await asyncio.sleep(moment_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            reader.bytes[:] = 0  # as if the space had been given to somebody else
+            assert (await reader.read_in_the_end(owner, last)).nbytes == MIB
+            assert not reader.bytes[: 63 * MIB].any()

@@ -50,10 +50,11 @@ class Price(msgspec.Struct, frozen=True):
 class Costs(msgspec.Struct, frozen=True):
     """Of one design, in processor seconds. `activities`: by role and activity of its workers.
     Of the peers or the controller: an `operation`, a `crossing` (what a claim that another host
-    meets takes of all peers beside its operations), a byte that is moved, a byte of arena that
-    is touched for the first time. `idle`: the share of a core that a service takes for nothing,
-    `watch`: the share that the bench takes to watch the run. `delay_s`: nobody's
-    processor, of a hand-over; `crossing_delay_s`: of one between hosts, beside that."""
+    meets takes of each peer that has a part in it, beside its operations), a byte that is moved, a
+    byte of arena that is touched for the first time. `idle`: the share of a core that a service
+    takes for nothing, `watch`: the share that the bench takes to watch the run. `delay_s`: nobody's
+    processor, of a hand-over; `crossing_delay_s`: of one between hosts, beside that, after the part
+    of each peer."""
 
     activities: dict[str, dict[str, Price]]
     operation: float
@@ -75,7 +76,7 @@ class Costs(msgspec.Struct, frozen=True):
         return self.factor * (operations * self.operation + nbytes * self.moved_byte)
 
     def crossed(self) -> float:
-        """Of one claim between hosts, of all peers that have a part in it."""
+        """Of one claim between hosts, of one peer that has a part in it."""
         return self.factor * self.crossing
 
 

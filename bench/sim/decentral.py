@@ -134,11 +134,12 @@ class Decentral(Design):
                 queue.waiting.popleft()[1].succeed()
 
     def _cross(self, home: int, host: int, supplier: int) -> Steps:
-        """A demand to the home, an order to the supplier, its grant: to each a third of it."""
-        for peer in (home, supplier, host):
-            yield self.hosts.operate(peer, self.costs.crossed() / 3)
+        """A demand to the home, an order to the supplier, its grant. Where the home is one of the
+        other two, what it would tell that one is no letter: with two hosts always."""
+        for peer in dict.fromkeys((home, supplier, host)):
+            yield self.hosts.operate(peer, self.costs.crossed())
+            yield self.env.timeout(self.costs.crossing_delay_s)
         yield self.hosts.round_trip()
-        yield self.env.timeout(self.costs.crossing_delay_s)
 
     def _pull(self, stage: str, supplier: int, host: int, groups: Sequence[Prompt]) -> Steps:
         """What this host has not pulled yet: both peers copy while the links carry."""

@@ -81,6 +81,12 @@ class Seen:
         hosts, workers = self.job.hosts, 2 * self.job.hosts + self.job.trainers
         return (self.claims() - workers * self.job.steps) * (hosts - 1) / hosts
 
+    def parts(self) -> float:
+        """Peers that had a part in crossings: who asked, who had the group and, where that is a
+        third one, the home. Homes are spread over the hosts."""
+        hosts = self.job.hosts
+        return self.crossings() * (2 + max(0, hosts - 2) / hosts)
+
     def claims(self) -> int:
         return sum(self.times(role, "claim") for role in ("reward", "reference", "train"))
 
@@ -201,14 +207,14 @@ def _features(seen: Seen, role: str, activity: str) -> list[float]:
 
 
 def _service(seen: Sequence[Seen]) -> list[float]:
-    """An operation, a crossing, a moved byte, a byte touched anew, a second of idling."""
+    """An operation, a part in a crossing, a moved byte, a byte touched anew, a second of idling."""
     columns = []
     for each in seen:
         peers = "controller" not in each.run["workers"]
         moved = each.run["moved"]["across"] if peers else each.run["bytes_moved"]
-        crossings, touched = (each.crossings(), each.touched_bytes()) if peers else (0.0, 0)
+        parts, touched = (each.parts(), each.touched_bytes()) if peers else (0.0, 0)
         idle = each.run["seconds"] * each.job.hosts if peers else 0.0
-        columns.append([each.operations(), crossings, moved, touched, idle])
+        columns.append([each.operations(), parts, moved, touched, idle])
     return least_squares(columns, [each.service_cpu_s() for each in seen])
 
 

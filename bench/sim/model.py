@@ -16,7 +16,7 @@ import simpy
 from bench import pace
 from bench.sim.costs import Costs, Place, Work
 from bench.sim.plan import Plan
-from bench.sim.share import Shared
+from bench.sim.share import Loop, Shared
 from bench.traces import Prompt
 
 Steps = Generator[Any, Any, None]
@@ -33,8 +33,10 @@ class Hosts:
     def __init__(self, env: simpy.Environment, place: Place, hosts: int) -> None:
         self._env, self._place = env, place
         one = Shared(env, place.cores, 1.0, rivals=place.rivals)
+        self._loops: list[Loop] | list[Shared]
         if place.one_machine:
-            self._loops = self._copiers = [one] * hosts
+            self._loops = [Loop(env, one) for _ in range(hosts)]
+            self._copiers = [one] * hosts
             self._workers: Shared | None = one
             return
         self._workers = None  # a core for each

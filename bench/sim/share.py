@@ -1,9 +1,11 @@
-"""Processor sharing: a pool of cores, or a link, in equal parts for all who use it."""
+"""Processor sharing: a pool of cores, or a link, in equal parts for all who use it; and a loop on
+such a pool, that does one thing after the other."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from typing import Any
 
 import simpy
@@ -72,3 +74,31 @@ class Shared:
             heapq.heappop(self._users)[2].succeed()
         if self._users:
             self._set_alarm()
+
+
+class Loop:
+    """One thread of a service on cores that it shares: however many wait for it, it wants one."""
+
+    def __init__(self, env: simpy.Environment, cores: Shared) -> None:
+        self._env, self._cores = env, cores
+        self._waiting: deque[tuple[float, Any]] = deque()
+        self._busy = False
+
+    def use(self, amount: float) -> Any:
+        """An event: so many units have been had, after those of all who asked before."""
+        done = self._env.event()
+        self._waiting.append((amount, done))
+        if not self._busy:
+            self._begin()
+        return done
+
+    def _begin(self) -> None:
+        self._busy = True
+        amount, done = self._waiting.popleft()
+        self._cores.use(amount).callbacks.append(lambda _: self._end(done))
+
+    def _end(self, done: Any) -> None:
+        done.succeed()
+        self._busy = False
+        if self._waiting:
+            self._begin()

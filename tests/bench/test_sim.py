@@ -20,7 +20,7 @@ from bench.sim.fit import Seen, fit, least_squares, predict, priced
 from bench.sim.model import Design, Model, Outcome
 from bench.sim.plan import Plan
 from bench.sim.runs import in_turn
-from bench.sim.share import Shared
+from bench.sim.share import Loop, Shared
 
 PER_BYTE = Price(once=1e-3, text_byte=1e-9, media_byte=1e-9)
 ONE_MACHINE = Place(cores=2, one_machine=True)
@@ -68,7 +68,7 @@ def run(told: Job, design: type[Design], place: Place, prices: Costs) -> Outcome
 
 
 def finished(
-    shared: Shared, env: simpy.Environment, jobs: list[tuple[float, float]]
+    shared: Shared | Loop, env: simpy.Environment, jobs: list[tuple[float, float]]
 ) -> list[float]:
     """When jobs of (start, amount) are done."""
     ends = [0.0] * len(jobs)
@@ -96,6 +96,20 @@ def test_a_lone_user_gets_no_more_than_one_core_and_a_rival_takes_its_part() -> 
     assert finished(Shared(env, 2.0, 1.0), env, [(0, 3.0)]) == [3.0]
     env = simpy.Environment()
     assert finished(Shared(env, 1.0, 1.0, rivals=1.0), env, [(0, 3.0)]) == [6.0]
+
+
+def test_a_loop_does_one_thing_after_the_other_on_cores_that_others_use_too() -> None:
+    env = simpy.Environment()
+    assert finished(Loop(env, Shared(env, 2.0, 1.0)), env, [(0, 1.0), (0, 0.5), (2, 1.0)]) == [
+        1.0,
+        1.5,
+        3.0,
+    ]
+    env = simpy.Environment()
+    cores = Shared(env, 1.0, 1.0)
+    cores.use(10.0)
+    # Two wait for the loop, and it still gets no more than half of the core.
+    assert finished(Loop(env, cores), env, [(0, 1.0), (0, 1.0)]) == pytest.approx([2.0, 4.0])
 
 
 def test_a_crowded_link_loses_speed() -> None:
@@ -132,6 +146,29 @@ def test_a_claim_between_hosts_costs_more_and_takes_longer() -> None:
         one = run(alone, Decentral, ONE_MACHINE, dear)
         assert one.crossings == 0
         assert one.step_s == run(alone, Decentral, ONE_MACHINE, free).step_s
+
+
+@pytest.mark.parametrize(("hosts", "parts"), [(1, 0.0), (2, 2.0), (8, 2.75)])
+def test_a_claim_between_hosts_is_the_work_of_two_peers_or_with_the_home_of_three(
+    hosts: int, parts: float
+) -> None:
+    told = job(steps=40, prompts=16, hosts=hosts, trainers=hosts)
+    seen = Seen(told, {"latency_ms": {"reward": {"claim": {"times": 10_000}}}})
+    assert seen.parts() == pytest.approx(parts * seen.crossings())
+    crossing = 1e-3
+    plan, spent = Plan(told), costs(Price(), 0.0, 0.0)
+    model = Model(plan, replace(spent, crossing=crossing), ONE_MACHINE, Decentral)
+    taken: list[float] = []
+    operate = model.hosts.operate
+
+    def counted(host: int, seconds: float) -> object:
+        taken.append(seconds)
+        return operate(host, seconds)
+
+    model.hosts.operate = counted  # type: ignore[method-assign]
+    outcome = model.run()
+    # Homes are spread over the hosts in the model too: as many parts as are expected of a run.
+    assert sum(taken) == pytest.approx(parts * outcome.crossings * crossing, rel=0.1)
 
 
 def test_what_crossed_and_what_was_touched_is_read_from_a_run() -> None:

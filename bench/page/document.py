@@ -80,7 +80,8 @@ def _runs(reports: Sequence[Report]) -> list[Run]:
 def _figure(figure: Figure) -> str:
     return (
         f'<section id="{figure.name}"><h2>{escape(figure.title)}</h2>'
-        f"<p>{escape(figure.sentence)}</p>{figure.drawing}</section>"
+        f"<p>{escape(figure.sentence)}</p>"
+        f'<div class="wide">{figure.drawing}</div></section>'
     )
 
 
@@ -129,7 +130,8 @@ def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
 def _table(runs: Sequence[Run]) -> str:
     names = ("run", "status", "rows", "seconds", "rows/s", "distinct GB", "moved GB", "peak GB")
     head = "".join(f"<th>{name}</th>" for name in names)
-    return f"<table><tr>{head}</tr>{''.join(map(_table_row, runs))}</table>"
+    rows = "".join(map(_table_row, runs))
+    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 def _table_row(run: Run) -> str:

@@ -113,7 +113,10 @@ def _hot_path(told: Perf) -> list[Block]:
     ours = colour("dataplane")
     blocks: list[Block] = []
     if clients := told.get("clients"):
-        bars = [(f"{n} clients", float(rate), ours) for n, rate in clients.items()]
+        bars = [
+            (f"{n} client{'' if n == '1' else 's'}", float(rate), ours)
+            for n, rate in clients.items()
+        ]
         blocks.append(("operations a second over clients of one peer", bars))
     if shard := told.get("shard"):
         bars = [
@@ -122,7 +125,9 @@ def _hot_path(told: Perf) -> list[Block]:
         ]
         blocks.append(("ms that a claim takes, over live rows (p50)", bars))
     if fields := told.get("fields"):
-        bars = [(f"{n} fields", float(rate), ours) for n, rate in fields.items()]
+        bars = [
+            (f"{n} field{'' if n == '1' else 's'}", float(rate), ours) for n, rate in fields.items()
+        ]
         blocks.append(("GB/s of a put, over fields for the same bytes", bars))
     return blocks
 

@@ -44,6 +44,15 @@ _JOB = (
     "pace",
     "memory_limit_bytes",
 )
+_COUNTED = {
+    "columns": "columns",
+    "hosts": "hosts",
+    "prompts": "prompts",
+    "steps": "steps",
+    "trainers": "trainers",
+    "tp": "ranks a trainer",
+}
+_NAMED = ("staleness", "seed", "pace")
 _COLOURS = ("dataplane", "controller", "ray-driver", "ray-store", "transfer_queue")
 
 
@@ -67,18 +76,10 @@ def run_label(run: Run, among: Sequence[Run]) -> str:
 
 def settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
     """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
-    shown = {
-        "columns": f"{run.get('columns')} columns",
-        "hosts": f"{run.get('hosts')} hosts",
-        "prompts": f"{run.get('prompts')} prompts",
-        "steps": f"{run.get('steps')} steps",
-        "staleness": f"staleness {run.get('staleness')}",
-        "seed": f"seed {run.get('seed')}",
-        "trainers": f"{run.get('trainers')} trainers",
-        "tp": f"{run.get('tp')} ranks a trainer",
-        "pace": f"pace {run.get('pace')}",
-        "memory_limit_bytes": f"limit {gib(run.get('memory_limit_bytes') or 0)}",
-    }
+    limit = run.get("memory_limit_bytes")
+    shown = {name: f"{run[name]} {what}" for name, what in _COUNTED.items() if name in run}
+    shown |= {name: f"{name} {run[name]}" for name in _NAMED if name in run}
+    shown["memory_limit_bytes"] = f"limit {gib(limit)}" if limit else "no limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
 

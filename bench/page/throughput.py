@@ -44,7 +44,8 @@ def throughput(runs: Sequence[Run]) -> Figure | None:
     y = 0.0
     for members in by_job(runs):
         y += 24
-        parts.append(svg.text(0, y - 6, _title(members, runs), "group"))
+        among = by_trace(runs)[members[0]["trace"]]
+        parts.append(svg.text(0, y - 6, _title(members, among), "group"))
         for run in members:
             parts += _row(run, run_label(run, members), x, y)
             y += _ROW
@@ -91,7 +92,7 @@ def _row(run: Run, label: str, x: Scale, y: float) -> list[str]:
 def _sentence(runs: Sequence[Run]) -> str:
     told = []
     for members in by_job(runs):
-        among = [run for run in runs if run["trace"] == members[0]["trace"]]
+        among = by_trace(runs)[members[0]["trace"]]
         job = ", ".join([members[0]["trace"], *settings(members[0], among)])
         ours = [run for run in members if run["plane"] == "dataplane" and _ok(run)]
         others = [run for run in members if run["plane"] != "dataplane"]

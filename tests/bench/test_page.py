@@ -37,6 +37,8 @@ return JSON.stringify({
   headings: [...document.querySelectorAll("h2")].map(h => h.textContent),
   fetched: performance.getEntriesByType("resource").map(r => r.name),
   wide: document.documentElement.scrollWidth - innerWidth,
+  smallest: Math.min(...[...document.querySelectorAll("text")].map(
+    text => parseFloat(getComputedStyle(text).fontSize) * text.getCTM().a)),
 });
 })()"""
 
@@ -111,10 +113,10 @@ def full() -> list[dict[str, Any]]:
     return [report(runs=[run("dataplane"), killed()]), report(memory=cases), report(**perf)]
 
 
-def look(page: Path) -> dict[str, Any]:
+def look(page: Path, width: int = 900) -> dict[str, Any]:
     """Open the page in a browser, and tell what is to be seen. Without one the test fails, and the
     message names what installs it."""
-    seen: dict[str, Any] = json.loads(told_by(page, _LOOK))
+    seen: dict[str, Any] = json.loads(told_by(page, _LOOK, width))
     return seen
 
 
@@ -132,6 +134,9 @@ def test_a_browser_shows_every_plot_with_nothing_cut_off_and_nothing_fetched(
     assert seen["kinds"]["limit"] == 2  # a panel for each of the two runs
     assert seen["kinds"]["kill"] == 4  # a cross in the panel, and one instead of a bar
     assert seen["kinds"]["shade"] == 4  # two hosts in each panel
+    on_a_phone = look(page, 500)
+    assert on_a_phone["wide"] <= 0 and on_a_phone["outside"] == []
+    assert on_a_phone["smallest"] >= 9  # pixels that a letter is high
 
 
 def test_a_simulation_shows_its_cases_and_the_model_with_bands(tmp_path: Path) -> None:

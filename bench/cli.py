@@ -41,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Does a data plane help this job, on this machine? Try: run --trace video "
+        "--json bench/out/report.json",
+        epilog="What is measured, and how: bench/README.md",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run_command.register(commands)
     perf_command.register(commands)

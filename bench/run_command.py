@@ -25,7 +25,8 @@ _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
 
 
 def register(commands: Any) -> None:
-    run = commands.add_parser("run", help="drive planes with a trace, and compare them")
+    what = "drive planes with a trace, and compare them"
+    run = commands.add_parser("run", help=what, description=f"{what}: a table, JSON and a page.")
     run.add_argument("--trace", type=names(TASKS), required=True, help=" or ".join(TASKS))
     run.add_argument(
         "--trace-file",
@@ -35,21 +36,21 @@ def register(commands: Any) -> None:
         help="Parquet of `trace`, or PolyTrace's own: the lengths and times of this task",
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
-    run.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts that share no memory")
+    run.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts that share no memory; 2")
     run.add_argument(
         "--prompts", type=bounds.prompts, help="groups in a step; 16, or what a file has"
     )
-    run.add_argument("--steps", type=bounds.steps, default=1)
+    run.add_argument("--steps", type=bounds.steps, default=1, help="one after the other; 1")
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
         default=0,
         help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
     )
-    run.add_argument("--seed", type=whole, default=0)
-    run.add_argument("--trainers", type=bounds.trainers, default=2, help="trainer ranks")
+    run.add_argument("--seed", type=whole, default=0, help="the same draws the same trace; 0")
+    run.add_argument("--trainers", type=bounds.trainers, default=2, help="trainer ranks; 2")
     run.add_argument(
-        "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer"
+        "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer; 1"
     )
     run.add_argument(
         "--pace",
@@ -67,7 +68,9 @@ def register(commands: Any) -> None:
         const="on",
         help="media of a group travel once; default: dataplane on, controller both ways",
     )
-    run.add_argument("--no-dedup", dest="dedup", action="store_const", const="off")
+    run.add_argument(
+        "--no-dedup", dest="dedup", action="store_const", const="off", help="as --dedup off"
+    )
     run.add_argument(
         "--columns",
         type=names(("needed", "all")),
@@ -78,8 +81,15 @@ def register(commands: Any) -> None:
     run.add_argument(
         "--memory-limit", type=size, default=None, help="of each host, by a cgroup: 3GiB"
     )
-    run.add_argument("--timeout", type=seconds, default=240.0, help="seconds that a run may take")
-    run.add_argument("--json", type=outputs.report, default=None, help="write the report here")
+    run.add_argument(
+        "--timeout", type=seconds, default=240.0, help="seconds that a run may take; 240"
+    )
+    run.add_argument(
+        "--json",
+        type=outputs.report,
+        default=None,
+        help="write the report here, and the page (.html) beside it",
+    )
     run.set_defaults(perform=_run)
 
 

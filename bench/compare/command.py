@@ -20,19 +20,24 @@ def register(commands: Any) -> None:
     singles = up_to(1_000_000, "each is put and got by itself", whole)
     rows = up_to(65_536, "each is an array of its own in every field")
     hosts = up_to(8, "each is a peer or a Ray node of this machine")
-    parser = commands.add_parser("compare", help="one batch through dataplane and other planes")
-    parser.add_argument("--planes", type=names(CONTENDERS), default=defaults.planes)
+    what = "one batch through dataplane and other planes"
+    parser = commands.add_parser("compare", help=what, description=f"{what}: a table and JSON.")
+    parser.add_argument(
+        "--planes", type=names(CONTENDERS), default=defaults.planes, help=",".join(CONTENDERS)
+    )
     parser.add_argument("--sizes", type=several(sizes), default=defaults.sizes, help="64MiB,512MiB")
     parser.add_argument("--hosts", type=several(hosts), default=defaults.hosts, help="1,2")
-    parser.add_argument("--rows", type=rows, default=defaults.rows, help="in a batch")
+    parser.add_argument("--rows", type=rows, default=defaults.rows, help="in a batch; 256")
     parser.add_argument(
-        "--rounds", type=bounds.rounds, default=defaults.rounds, help="new processes each"
+        "--rounds", type=bounds.rounds, default=defaults.rounds, help="new processes each; 3"
     )
     parser.add_argument(
-        "--repeats", type=bounds.rounds, default=defaults.repeats, help="in a round"
+        "--repeats", type=bounds.rounds, default=defaults.repeats, help="in a round; 3"
     )
-    parser.add_argument("--singles", type=singles, default=defaults.singles, help="rows one by one")
-    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument(
+        "--singles", type=singles, default=defaults.singles, help="rows one by one; 100"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of the batch; 0")
     parser.add_argument("--json", type=outputs.output, default=None, help="write the figures here")
     parser.set_defaults(perform=_compare)
 

@@ -100,6 +100,8 @@ class Devices:
         self._reached: list[Opened] = []
         self._refused: set[int] = set()
         self._told: set[str] = set()
+        self._broken = False
+        """a driver failed, which says no more of what it still does"""
         self._lock = threading.Lock()
         self._ended: SimpleQueue[tuple[list[int], npt.NDArray[Any] | None, object]] = SimpleQueue()
 
@@ -268,7 +270,13 @@ class Devices:
     def _finish(self, timeout_s: float) -> bool:
         with self._lock:
             opened = list(self._opened.values())
-        return all(one.device.finish(timeout_s) for one in opened)
+        try:
+            return all(one.device.finish(timeout_s) for one in opened)
+        except DeviceMissing as exc:
+            if not self._broken:
+                self._broken = True
+                log.warning("what is held on a device stays so until this process ends: %s", exc)
+            return False
 
     def close(self) -> None:
         """No value on a device is looked at from here any more."""

@@ -27,8 +27,11 @@ _BLOCK_BYTES = 2 << 20
 """A handle exports the driver's whole block: smaller allocations would share one with others."""
 _COPY_BY_ADDRESS = 4  # cudaMemcpyDefault
 _SUCCESS, _NOT_READY = 0, 600
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for the copies of every GPU, not of one alone
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: without it read-only mappings are refused
 _EVENT_FLAGS = 2 | 4  # cudaEventDisableTiming, which cudaEventInterprocess asks for
+_CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CudaDevice(Device):
@@ -173,13 +176,21 @@ class CudaDevice(Device):
         return Located(address, dtype, tuple(told["shape"]), told.get("stream") or 0, value)
 
     def _of_address(self, address: int) -> int:
-        """The number of the GPU whose memory this is; -1 for none's."""
-        with self._said():
+        """The number of the GPU whose memory this is; -1 for none's, or another's."""
+        if not _in_use(self.number):
+            return -1  # no memory of it is mapped here
+        with self._current():  # the question makes a context on whichever GPU is current
             return int(self._runtime.pointerGetAttributes(address).device)
 
     def finish(self, timeout_s: float) -> bool:
+        """Also False while a graph is captured on this GPU: CUDA waits for none then."""
         with self._current():
-            self._runtime.deviceSynchronize()
+            try:
+                self._runtime.deviceSynchronize()
+            except self._runtime.CUDARuntimeError as exc:
+                if exc.status != _CAPTURE_UNSUPPORTED:
+                    raise
+                return False
         return True
 
     def bind(self) -> None:
@@ -188,7 +199,8 @@ class CudaDevice(Device):
 
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
         with self._current():
-            self._runtime.hostRegister(address, nbytes, _READ_ONLY if read_only else 0)
+            flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+            self._runtime.hostRegister(address, nbytes, flags)
 
     def unpin_host(self, address: int) -> None:
         with self._current():
@@ -210,7 +222,7 @@ class CudaDevice(Device):
     def _current(self) -> Iterator[None]:
         """This GPU is the thread's, and the one before is again afterwards, if it is in use: a new
         thread's is the first, of which it may want nothing."""
-        with self._said():
+        with self._said(), _apart_from_captures():
             before = self._runtime.getDevice()
             try:
                 if before != self.number:
@@ -301,6 +313,20 @@ def _typestr(dtype: np.dtype[Any]) -> str:
     """As the array interface names it: integers of the same width for what it does not know."""
     plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
     return dtype.str if plain else f"<u{dtype.itemsize}"
+
+
+@contextmanager
+def _apart_from_captures() -> Iterator[None]:
+    """Graphs that other threads capture stay whole: unless this thread says that they are none of
+    its business, asking whether an event is done ends every capture of the process."""
+    driver = _driver()
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    said = driver is not None and not driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if driver is not None and said:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _in_use(number: int) -> bool:

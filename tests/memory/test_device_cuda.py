@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ class Runtime:
     """Stands for `cupy.cuda.runtime` with two GPUs; notes (current GPU, call, arguments)."""
 
     class CUDARuntimeError(RuntimeError):
-        pass
+        status = 801
 
     def __init__(self) -> None:
         self.current, self.asked = 0, list[tuple[Any, ...]]()
@@ -50,8 +51,24 @@ class Runtime:
     def ipcGetEventHandle(self, number: int) -> bytes:
         return b"event"
 
+    def pointerGetAttributes(self, address: int) -> SimpleNamespace:
+        self.asked.append((self.current, "pointerGetAttributes", address))
+        return SimpleNamespace(device=1)
+
     def eventQuery(self, number: int) -> int:
         return self.status
+
+
+class Driver:
+    """Stands for libcuda: the capture mode of the one thread that there is."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+
+    def cuThreadExchangeStreamCaptureMode(self, given: Any) -> int:
+        box = given._obj
+        box.value, self.mode = self.mode, box.value
+        return 0
 
 
 @pytest.fixture
@@ -75,7 +92,7 @@ def test_every_call_is_made_with_its_own_gpu_current_and_leaves_the_caller_s(
     assert runtime.asked == [
         (1, "malloc", 2 << 20),
         (1, "memcpyAsync", address, 64, 128, 4, 7),
-        (1, "hostRegister", 1 << 20, 4096, 8),
+        (1, "hostRegister", 1 << 20, 4096, 8 | 1),
         (1, "hostUnregister", 1 << 20),
         (1, "free", address),
     ]
@@ -88,6 +105,33 @@ def test_no_gpu_is_made_current_again_that_this_process_does_not_use(
     monkeypatch.setattr(device_cuda, "_in_use", lambda number: False)
     CudaDevice(1).allocate(8192)
     assert runtime.current == 1
+
+
+class Held:
+    """An array of another library."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "strides": None,
+            "stream": 5,
+        }
+
+
+def test_where_an_array_lies_is_asked_of_a_gpu_that_this_process_uses(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located = CudaDevice(1).locate(Held(4096))
+    assert located is not None
+    assert (located.address, located.shape, located.stream) == (4096, (4,), 5)
+    assert runtime.asked == [(1, "pointerGetAttributes", 4096)] and runtime.current == 0
+    assert CudaDevice(0).locate(Held(4096)) is None
+    runtime.asked.clear()
+    monkeypatch.setattr(device_cuda, "_in_use", lambda number: False)
+    assert CudaDevice(1).locate(Held(4096)) is None and not runtime.asked
 
 
 def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
@@ -118,6 +162,28 @@ def test_an_event_says_whether_it_is_done_and_what_else_is_wrong(runtime: Runtim
     runtime.status = 700
     with pytest.raises(DeviceMissing, match="700"):
         event.done()
+
+
+def test_graphs_that_other_threads_capture_are_left_alone(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, modes = Driver(), list[int]()
+    monkeypatch.setattr(device_cuda, "_driver", lambda: driver)
+
+    def refused() -> None:
+        modes.append(driver.mode)
+        raise Runtime.CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    runtime.deviceSynchronize = refused
+    device = CudaDevice(0)
+    with pytest.raises(DeviceMissing):
+        device.finish(1.0)
+    assert (modes, driver.mode) == ([1], 0)
+    monkeypatch.setattr(Runtime.CUDARuntimeError, "status", 900)
+    assert not device.finish(1.0), "it may be asked again when the graph is there"
+    driver.mode = 2
+    device.copy(4096, 64, 128)
+    assert driver.mode == 2
 
 
 def test_views_are_as_the_array_interface_of_cuda_describes_them(runtime: Runtime) -> None:

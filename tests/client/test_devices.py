@@ -1,0 +1,28 @@
+"""What a client holds on devices, over a driver that fails: no GPU takes part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.client.devices import AUTO, Devices
+from dataplane.errors import DeviceMissing
+
+
+def test_what_a_device_that_fails_may_still_read_stays_held_and_is_asked_for_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(timeout_s: float) -> bool:
+        raise DeviceMissing("an illegal memory access")
+
+    driver = SimpleNamespace(finish=failing)
+    opened: Any = SimpleNamespace(device=driver)
+    devices = Devices(AUTO)
+    devices._opened[1] = opened
+    devices.ends([7])
+    assert devices.finished() == [] == devices.finished() and devices.ending
+    assert caplog.text.count("an illegal memory access") == 1
+    driver.finish = lambda timeout_s: True
+    assert devices.finished() == [([7], None)] and not devices.ending

@@ -1,10 +1,13 @@
-"""Small values that ride in a grant, so that rows of short texts and numbers need no bulk read.
+"""Small values that ride in a grant, so that rows of short texts and numbers need no bulk read,
+and so that a few rows of middling ones need none either: that costs more than to carry them.
 
 The supplying peer copies them out of its arena, the claim's peer into a block of its own. They lie
 in the packs as ranges lie in extents: the layout is `memory.placement`'s.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,33 +28,48 @@ from dataplane.wire.limits import (
 from dataplane.wire.records import EXTENT, RANGE, U8
 from dataplane.wire.tables import Owner, Table
 
+_RIDING_BYTES = 32 << 10
+"""Larger values do not ride: they are read in bulk, and kept for the next reader."""
 _BLOCKS = np.zeros(MAX_GRANT_PACKS, EXTENT)
 _BLOCKS["offset"] = np.arange(MAX_GRANT_PACKS) * PACK_BLOCK_BYTES
 _BLOCKS["length"] = PACK_BLOCK_BYTES
 
 
 def inlined(table: Table, here: Owner, space: Space, arena: Arena) -> tuple[Table, list[bytes]]:
-    """The table with this peer's small values in packs; as it was where they are too many."""
+    """The table with this peer's values in packs, where none is large and all fit, else only the
+    small ones; as it was where those are too many."""
     if here not in table.owners:
         return table, []
     flat = rowset.flat_values(table.columns).copy()
-    small = flat["owner"] == table.owners.index(here)
-    small &= flat["nbytes"] < PACK_LIMIT_BYTES
-    small[small] = ~space.away(rowset.ranges_of(flat[small]))  # those are read in bulk
-    values = flat[small]
-    if not len(values):
+    mine = flat["owner"] == table.owners.index(here)
+    mine[mine] = ~space.away(rowset.ranges_of(flat[mine]))  # those are read in bulk
+    if not mine.any():
         return table, []
+    if int(flat["nbytes"][mine].max()) <= _RIDING_BYTES:
+        packed = _packed(table, flat, mine, space, arena)
+        if packed is not None:
+            return packed
+    small = mine & (flat["nbytes"] < PACK_LIMIT_BYTES)
+    packed = _packed(table, flat, small, space, arena) if small.any() else None
+    return packed or (table, [])
+
+
+def _packed(
+    table: Table, flat: npt.NDArray[Any], which: npt.NDArray[np.bool_], space: Space, arena: Arena
+) -> tuple[Table, list[bytes]] | None:
+    """The table with these of its values in packs. None where they do not fit."""
+    values = flat[which]
     at = space.locate(rowset.ranges_of(values)) + values["delta"]
     starts, index = np.unique(at, return_inverse=True)
     sizes = np.zeros(len(starts), U8)
     np.maximum.at(sizes, index, values["nbytes"])
     if fitting(sizes, _BLOCKS) < len(sizes):
-        return table, []
+        return None
     dest = place(sizes, _BLOCKS)
     values["range"], values["generation"] = (dest // PACK_BLOCK_BYTES)[index], 0
     values["delta"] = (dest % PACK_BLOCK_BYTES)[index]
     values["owner"] = INLINE
-    flat[small] = values
+    flat[which] = values
     blocks = _copied(arena, starts, sizes, dest)
     columns = rowset.with_values(table.columns, flat)
     return msgspec.structs.replace(table, columns=columns), blocks

@@ -51,4 +51,4 @@ ABSENT = 0xFFFF
 INLINE = 0xFFFE
 """`owner` of a value record in a grant whose bytes ride in it; `range` is the index of the pack."""
 MAX_GRANT_PACKS = 4
-"""Packs of small values that a grant carries at most, each a block of PACK_BLOCK_BYTES or less."""
+"""Packs of values that a grant carries at most, each a block of PACK_BLOCK_BYTES or less."""

@@ -75,11 +75,22 @@ def test_large_values_those_of_other_peers_and_absent_ones_stay_where_they_are(
     supplier: Supplier,
 ) -> None:
     for table in (
-        supplier.table([(0, 4096)]),
+        supplier.table([(0, (32 << 10) + 1)]),
         supplier.table([(0, 8)], owner=1),
         supplier.table([(0, 8)], owner=ABSENT),
     ):
         assert supplier.inlined(table) == (table, [])
+
+
+def test_a_few_values_ride_whole_unless_a_larger_one_is_read_in_bulk_anyway(
+    supplier: Supplier,
+) -> None:
+    few = [(0, 32 << 10), (32 << 10, 5), (40 << 10, 20 << 10)]
+    table, blocks = supplier.inlined(supplier.table(few))
+    assert read(table, blocks) == [bytes(supplier.arena.view[at : at + n]) for at, n in few]
+    for more in ([*few, (0, (32 << 10) + 1)], [(64 * n, 32 << 10) for n in range(9)] + few[1:2]):
+        table, blocks = supplier.inlined(supplier.table(more))
+        assert read(table, blocks) == [bytes(supplier.arena.view[32 << 10 : (32 << 10) + 5])]
 
 
 def test_more_than_a_grant_carries_is_left_to_the_bulk_path(supplier: Supplier) -> None:

@@ -39,6 +39,12 @@ def mebibytes(host: Host, count: int) -> Records:
     return host.place(np.arange(count) * MIB, np.full(count, MIB))
 
 
+def _open_in_workers(*peers: Host) -> int:
+    """Their descriptors and threads."""
+    pids = [pid for host in peers for pid in host.engine.pids]
+    return sum(len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids for kind in ("fd", "task"))
+
+
 def once(act: Callable[[], None]) -> Callable[[], None]:
     """Acts when first called: on the first pin, a transfer is certainly under way."""
     todo = [act]
@@ -258,6 +264,15 @@ class TransportConformance:
             await until(lambda life=life: a.engine.stats()["restarts"] == life)  # type: ignore[misc]
             await until(lambda: a.engine.stats()["workers"] == 1)
             b.engine.forget(a.remote)
+
+    async def test_reads_leave_no_descriptor_and_no_thread_open(self, start: StartHost) -> None:
+        a, b = await start("a", 4 * MIB), await start("b", 4 * MIB)
+        for _ in range(5):
+            await b.read(a, mebibytes(a, 2))
+        before = _open_in_workers(a, b)
+        for _ in range(40):
+            await b.read(a, mebibytes(a, 2))
+        await until(lambda: _open_in_workers(a, b) < before + 20)
 
     async def test_stopping_under_load_ends_every_read_with_a_typed_error(
         self, start: StartHost

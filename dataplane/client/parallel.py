@@ -44,12 +44,14 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
 
 def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], nbytes: int) -> None:
     """Bring the pages of these (offset, length) in, `nbytes` in sum."""
-    pieces = (
-        (at, min(_THREAD_BYTES, offset + length - at))
-        for offset, length in extents
-        for at in range(offset, offset + length, _THREAD_BYTES)
-    )
-    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces)
+
+    def pieces() -> Iterator[tuple[int, int]]:
+        for offset, length in extents:
+            writes.view(offset, length)  # in one window: each piece would map all before it anew
+            for at in range(offset, offset + length, _THREAD_BYTES):
+                yield at, min(_THREAD_BYTES, offset + length - at)
+
+    _share(_threads(nbytes), lambda one: writes.populate(*one), pieces())
 
 
 def _threads(nbytes: int) -> int:

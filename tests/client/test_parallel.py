@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dataplane.client.parallel import MAX_THREADS, Copy, carry_out
+from dataplane.client.parallel import MAX_THREADS, Copy, carry_out, populate
+from dataplane.memory import mapping
+from dataplane.memory.mapping import WriteMaps
 
 MIB = 1 << 20
 
@@ -78,3 +80,24 @@ def test_what_fails_in_any_thread_is_raised() -> None:
     wrong: list[Copy] = [(np.zeros(2 * MIB, np.uint8), np.zeros(3, np.uint8))] * 64
     with pytest.raises(ValueError, match="broadcast"):
         carry_out(wrong, 128 * MIB)
+
+
+def test_pages_are_brought_in_by_pieces_of_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = mapping.map_shared
+
+    def counted(fd: int, offset: int, length: int, *, writable: bool) -> int:
+        made.append(length)
+        return real(fd, offset, length, writable=writable)
+
+    monkeypatch.setattr(mapping, "map_shared", counted)
+    fd = os.memfd_create("pages")
+    try:
+        os.ftruncate(fd, 128 * MIB)
+        writes = WriteMaps(fd)
+        populate(writes, [(4096, 70 * MIB), (100 * MIB, MIB)], 71 * MIB)
+        assert len(made) == 2
+        assert os.fstat(fd).st_blocks * 512 >= 71 * MIB
+        writes.close()
+    finally:
+        os.close(fd)

@@ -50,6 +50,17 @@ class Allocator:
             return 0
         return max(0, int(self._pages().max()))
 
+    @property
+    def largest_touched(self) -> int:
+        """As `largest_free`, of pages that somebody was granted before."""
+        self._settle()
+        known = int(self._starts.searchsorted(U8.type(self.high_water), "left"))
+        if not known:
+            return 0
+        longest = int(self._pages(0, known - 1).max(initial=0))
+        last = page_up(int(self._starts[known - 1]))
+        return max(longest, min(int(self._ends[known - 1]), self.high_water) - last)
+
     def allocate(self, nbytes: int, prefer: Iterable[tuple[int, int]] = ()) -> int | None:
         """The start of `nbytes` (a multiple of a page), or None where no stretch is that long.
 

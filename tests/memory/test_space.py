@@ -265,3 +265,25 @@ def test_stats_say_what_waste_the_metadata_knows_of() -> None:
     assert space.stats()["waste_bytes"] == 12
     assert "free" in repr(space)
     assert np.zeros(0, RANGE).dtype == space.pinned(ALICE).get(1, np.zeros(0, RANGE)).dtype
+
+
+def test_a_long_put_goes_to_pages_that_were_used_before_though_in_pieces() -> None:
+    space = Space(256 << 20, shares=(1.0, 0.0, 0.0))
+    hole, rows = 40 << 20, [sizes(1 << 20)] * 60
+    for ranges in [write(space, ALICE, hole), write(space, BOB, PAGE), write(space, ALICE, hole)]:
+        if space.ranges.extents(ranges)["length"][0] == hole:
+            space.release(ranges)
+    touched = space.high_water
+    count, extents = space.reserve(ALICE, OPEN, rows)
+    assert (count, len(extents), space.high_water) == (60, 2, touched)
+    assert space.reserve(ALICE, OPEN, rows)[0] == 60  # what is left of them is too little for these
+    assert space.high_water > touched
+
+
+def test_a_value_longer_than_any_stretch_used_before_stays_whole() -> None:
+    space = Space(256 << 20, shares=(1.0, 0.0, 0.0))
+    ranges = write(space, ALICE, 40 << 20)
+    write(space, BOB, PAGE)
+    space.release(ranges)
+    count, extents = space.reserve(ALICE, OPEN, [sizes(60 << 20), sizes(1 << 20)])
+    assert (count, len(extents)) == (2, 1)

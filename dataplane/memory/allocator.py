@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import PAGE_BYTES, Bytes, coalesce, page_up
+from dataplane.memory.extents import PAGE_BYTES, Bytes, coalesce, page_down, page_up
 from dataplane.wire.records import U8
 
 _LOW = np.uint64(PAGE_BYTES - 1)
@@ -58,8 +58,8 @@ class Allocator:
         if not known:
             return 0
         longest = int(self._pages(0, known - 1).max(initial=0))
-        last = page_up(int(self._starts[known - 1]))
-        return max(longest, min(int(self._ends[known - 1]), self.high_water) - last)
+        start, end = int(self._starts[known - 1]), int(self._ends[known - 1])
+        return max(longest, page_down(min(end, self.high_water)) - page_up(start))
 
     def allocate(self, nbytes: int, prefer: Iterable[tuple[int, int]] = ()) -> int | None:
         """The start of `nbytes` (a multiple of a page), or None where no stretch is that long.

@@ -88,7 +88,7 @@ def test_random_traffic_matches_a_bitmap(holes: int, data: st.DataObject) -> Non
     if holes:
         assert allocator.allocate(base) == 0
         free(allocator, *((2 * n * PAGE, 64) for n in range(holes)))
-    used = np.zeros(lines, bool)
+    used, touched = np.zeros(lines, bool), 0
     for _ in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()) or not used.any():
             pages = data.draw(st.integers(1, 4))
@@ -102,6 +102,7 @@ def test_random_traffic_matches_a_bitmap(holes: int, data: st.DataObject) -> Non
             assert got == (base + fits[0] * line if fits else None)
             if fits:
                 used[fits[0] : fits[0] + width] = True
+                touched = max(touched, fits[0] + width)
         else:
             taken = data.draw(
                 st.lists(st.sampled_from(np.flatnonzero(used).tolist()), unique=True, min_size=1)
@@ -109,3 +110,13 @@ def test_random_traffic_matches_a_bitmap(holes: int, data: st.DataObject) -> Non
             free(allocator, *((base + at * line, line) for at in taken))
             used[taken] = False
         assert allocator.free_bytes == 64 * holes + line * int((~used).sum())
+        assert allocator.largest_touched == _longest_pages(used[:touched], PAGE // line) * PAGE
+
+
+def _longest_pages(used: np.ndarray, lines: int) -> int:
+    """The most neighbouring pages of so many lines that are wholly free."""
+    longest = run = 0
+    for page in range(len(used) // lines):
+        run = 0 if used[page * lines : (page + 1) * lines].any() else run + 1
+        longest = max(longest, run)
+    return longest

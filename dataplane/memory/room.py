@@ -20,7 +20,7 @@ from dataplane.wire.records import U8
 MAX_EXTENTS = 1024
 """A fragmented arena grants fewer units at once rather than endless extents."""
 
-_LONG_BYTES = 16 << 20
+LONG_BYTES = 16 << 20
 """Parts that are longer together are rather spread over stretches of this length that were used
 before than put into pages that nobody has touched: those are ten times as slow to write, cost each
 reader a fault, and are memory that the host has not given yet."""
@@ -36,6 +36,7 @@ class Room:
         self._allocator = allocator
         self._shares = shares
         self._copies = copies
+        self.long_bytes = LONG_BYTES
 
     def take_units(
         self,
@@ -110,7 +111,7 @@ class Room:
         """
         room = page_down(self._shares.room(admission))
         nbytes = page_up(int(ends[-1] - ends[done]))
-        upto = self._touched_upto(ends, done, room) if nbytes > _LONG_BYTES else done
+        upto = self._touched_upto(ends, done, room) if nbytes > self.long_bytes else done
         if upto == done:
             if 0 < nbytes <= room:
                 piece = self._take(admission, nbytes, prefer)
@@ -128,7 +129,7 @@ class Room:
         """How far the parts from `done` get in the longest stretch of pages that were used before,
         where that is long enough to be worth a piece of its own."""
         reach = min(self._allocator.largest_touched, room)
-        return _upto(ends, done, reach) if reach >= _LONG_BYTES else done
+        return _upto(ends, done, reach) if reach >= self.long_bytes else done
 
     def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Piece]) -> list[Piece]:
         """Several pieces for the ranges of one unit, or none and no change."""

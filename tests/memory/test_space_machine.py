@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
@@ -29,6 +29,10 @@ class SpaceMachine(RuleBasedStateMachine):
         self.released: list[Name] = []
         self.pins: dict[int, tuple[int, list[Name]]] = {}
         self.pulled = 0
+
+    @initialize(pages=st.integers(1, 64))
+    def what_counts_as_long(self, pages: int) -> None:
+        self.space._room.long_bytes = pages * PAGE
 
     def column(self, names: list[Name]) -> np.ndarray:
         return np.array(names, RANGE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = ".html"
+_ROOM_BYTES = 64 * 1024  # of a small report: on a full disk files can be made, and stay empty
 
 
 class NotWritten(RuntimeError):
@@ -76,7 +77,7 @@ def _partial(path: Path) -> Path:
 
 
 def _try(path: Path) -> None:
-    """Open it for writing, and what takes its place. What was not there before is not there
+    """Open it for writing, and fill what takes its place. What was not there before is not there
     afterwards."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +87,15 @@ def _try(path: Path) -> None:
         if not there:
             path.unlink()
         if not _special(path):
-            _partial(path).open("wb").close()
-            _partial(path).unlink()
+            _fill(_partial(path))
     except FileExistsError:
         raise ArgumentTypeError(f"{str(path)!r}: {str(path.parent)!r} is no folder") from None
     except OSError as exc:
         raise ArgumentTypeError(f"{str(path)!r} cannot be written: {exc.strerror}") from None
+
+
+def _fill(path: Path) -> None:
+    try:
+        path.write_bytes(bytes(_ROOM_BYTES))
+    finally:
+        path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -42,31 +43,49 @@ def register(commands: Any) -> None:
 
 def _perf(options: argparse.Namespace, command: str) -> int:
     """0 also where a transport or a GPU was not run: the report says why."""
+    console = Console()
+    described = {"rounds": options.rounds, "machine": machine.describe(), "command": command}
+    told: dict[str, Any] = {}
+    spread: dict[str, Any] = {}
+    try:
+        for part in _parts(options, console):
+            spread |= part.pop("spread", {})
+            told |= part
+            if options.json:  # after each part: what is known survives a later failure
+                outputs.write_json(options.json, told | {"spread": spread} | described)
+    finally:  # also where it is stopped, or the disk is full
+        if told:
+            _show(console, told | described)
+    return 0
+
+
+def _parts(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """The parts of the report, each as it is known; the last says what all of it took."""
     from bench import perf  # imports the library: the other commands run without it
 
-    console = Console()
     began, worked = time.monotonic(), time.process_time()
-    told: dict[str, Any] = {}
     if options.only in (None, "hot-path"):
         with report.progress(console, "hot path", "rounds") as bar:
-            told |= perf.measure(options.rounds, bar)
+            figures = perf.measure(options.rounds, bar)
+        yield figures
     if options.only in (None, "transports"):
         with report.progress(console, "transports", "batches") as bar:
             lanes, taken = transports.measure(
                 options.transports, options.device, options.rounds, bar
             )
-        told["transports"] = lanes
-        told["spread"] = told.get("spread", {}) | perf.spread_of(taken)
+        yield {"transports": lanes, "spread": perf.spread_of(taken)}
     if options.only == "gpu" or (options.only is None and options.device == "cuda"):
-        told["gpu"] = _gpu(options.rounds, console)
-    told["bench_seconds"] = {  # of all that was measured; processor: of this process alone
-        "clock": time.monotonic() - began,
-        "processor": time.process_time() - worked,
+        yield {"gpu": _gpu(options.rounds, console)}
+    yield {
+        "bench_seconds": {  # of all that was measured; processor: of this process alone
+            "clock": time.monotonic() - began,
+            "processor": time.process_time() - worked,
+        }
     }
-    told |= {"rounds": options.rounds, "machine": machine.describe(), "command": command}
-    if options.json:
-        outputs.write_json(options.json, told)
-    console.print_json(json.dumps({k: v for k, v in told.items() if k != "spread"}))
+
+
+def _show(console: Console, told: dict[str, Any]) -> None:
+    console.print_json(json.dumps(told))
     if lanes_told := told.get("transports"):
         console.print(transports.table(lanes_told))
         for reason in transports.reasons(lanes_told):
@@ -77,7 +96,6 @@ def _perf(options: argparse.Namespace, command: str) -> int:
         else:
             console.print(gpu.table(gpu_told))
             console.print(gpu.ways.table(gpu_told["ways"]))
-    return 0
 
 
 def _gpu(rounds: int, console: Console) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,22 @@ def _run(options: argparse.Namespace, command: str) -> int:
     described = machine.describe()
     prompts = _prompts(options)
     bounds.check(options.hosts, options.trainers, options.tp, prompts, options.steps)
+    try:
+        for run in _runs(options, prompts, console):
+            runs.append(run)
+            if options.json:  # after each run: what is known survives a later failure
+                report.write(options.json, runs, described, command)
+    finally:  # also where it is stopped, or the disk is full
+        if runs:
+            report.show(console, runs, described)
+    if options.json:
+        page.write(options.json.with_suffix(".html"), [page.load(options.json)])
+    expected = {"ok", "not installed"} | ({"oom", "refused"} if options.memory_limit else set())
+    return 0 if all(run["status"] in expected for run in runs) else 1
+
+
+def _runs(options: argparse.Namespace, prompts: int, console: Console) -> Iterator[dict[str, Any]]:
+    """Every run that is asked for, one after the other."""
     several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
     for trace, columns, dedup in several:
         settings = Settings(
@@ -139,11 +156,5 @@ def _run(options: argparse.Namespace, command: str) -> int:
         for plane, on in variants(settings):
             label = f"{trace} / {plane}, dedup {'on' if on else 'off'}, {columns} columns"
             with report.progress(console, label) as bar:
-                runs.append(execute(settings, plane, on, bar))
-            if options.json:  # after each run: what is known survives a later failure
-                report.write(options.json, runs, described, command)
-    report.show(console, runs, described)
-    if options.json:
-        page.write(options.json.with_suffix(".html"), [page.load(options.json)])
-    expected = {"ok", "not installed"} | ({"oom", "refused"} if options.memory_limit else set())
-    return 0 if all(run["status"] in expected for run in runs) else 1
+                run = execute(settings, plane, on, bar)
+            yield run

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from argparse import ArgumentTypeError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import outputs
+from bench import outputs, run
 from bench.cli import main
+from bench.planes.dataplane_plane import DataplanePlane
+from bench.run import Settings
 
 
 def test_a_folder_is_made_and_a_file_that_was_not_there_is_not_left(tmp_path: Path) -> None:
@@ -93,3 +98,44 @@ def test_a_disk_that_fills_up_ends_a_command_with_a_message(
 ) -> None:
     with pytest.raises(outputs.NotWritten, match="No space left"):
         outputs.write_json(Path("/dev/full"), {})
+
+
+def test_a_disk_that_is_full_is_seen_before_anything_starts(tmp_path: Path) -> None:
+    """Files can be made on it; only what is written into them finds no room."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        with pytest.raises(ArgumentTypeError, match="File too large"):
+            outputs.report(str(tmp_path / "report.json"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "--trace", "math"], ["perf", "--only", "hot-path"]], ids=["run", "perf"]
+)
+def test_figures_that_cannot_be_written_are_shown(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk filled up while they were measured."""
+    settings = Settings(trace="math", planes=("dataplane",), prompts=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(DataplanePlane, "packages", ("no-such-package",))
+        told = run.execute(settings, "dataplane", True, lambda rows, expected: None)
+    path = tmp_path / "r.json"
+
+    def measured(*_: object) -> dict[str, Any]:
+        path.mkdir()  # no report can take its place
+        return told
+
+    monkeypatch.setattr("bench.run_command.execute", measured)
+    monkeypatch.setattr("bench.perf.measure", measured)
+    assert main([*command, "--json", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "no-such-package" in said.out and f"{path} cannot be written" in said.err

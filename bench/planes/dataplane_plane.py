@@ -97,8 +97,10 @@ class DataplanePlane(Plane):
         return {"peer": _host_name(host), "plane": self._plane_name, "run_dir": self.job.folder}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """Clients copy into the arena and know what; peers pull; what is read is never copied."""
-        pulled = [int(client.stats()["pulled_bytes"]) for client in self._clients]
+        """Clients copy into the arena and know what; peers read what lies at others, or are given
+        it with a grant; what is read at one's own host is never copied."""
+        stats = [client.stats() for client in self._clients]
+        pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
         copied = sum(event["moved"]["copied_in"] for event in done.values())
         return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
 

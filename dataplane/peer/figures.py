@@ -255,9 +255,8 @@ def _moved(peer: Peer) -> Iterator[Family]:
     far = _by(peer.claims.far_bytes)
     help = "Bytes granted to claims here that lay at other hosts, or in a cached copy of them."
     yield counter("dataplane_stage_remote_bytes", help, far, "stage")
-    yield counter(
-        "dataplane_pulled_bytes", "Bytes of other hosts' values brought here.", pulls.pulled_bytes
-    )
+    help = "Bytes of other hosts' values read from there; not those that came with a grant."
+    yield counter("dataplane_pulled_bytes", help, pulls.pulled_bytes)
     yield counter("dataplane_pull_hits", "Values found in a cached copy.", pulls.hits)
     copies = [len(e.copies) for e in peer.host.entries.values() if e.copies is not None]
     help = "Values of other peers of which the second copy lies here (replicas=2)."

@@ -241,6 +241,11 @@ class Pulls:
         copies["nbytes"], copies["dest"] = nbytes, dest
         await self._read(source, copies)
 
+    @property
+    def carried_bytes(self) -> int:
+        """Of other hosts' values that came with grants."""
+        return sum(self.brought[GRANT].sums.values()) if GRANT in self.brought else 0
+
     async def land(self, blocks: Sequence[bytes]) -> npt.NDArray[Any]:
         """Bytes that came with a message, as ranges with one reference each: the caller's."""
 

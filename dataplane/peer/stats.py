@@ -103,6 +103,7 @@ class Reporting:
             "waiting_for_budgets": len(self.budgets),
             "budgets": self._budgets(),
             "pulled_bytes": self.pulls.pulled_bytes,
+            "carried_bytes": self.pulls.carried_bytes,
             "pull_hits": self.pulls.hits,
             "moved_bytes": self.spreading.moved_bytes,
             "adopted_bytes": self.spreading.adopted_bytes,

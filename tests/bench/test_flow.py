@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.columns import group_bytes, rollout_fields
 from bench.pace import OPTIMISER_SECONDS, TRAIN_SECONDS, ideal_seconds
 from bench.planes import PLANES
 from bench.planes.base import Job, Plane
@@ -131,6 +132,16 @@ def test_all_tensor_parallel_ranks_get_the_batches_of_their_trainer(plane: str) 
     assert len(trainers) == 3
     pulled = told["pulled_bytes"]
     assert len(pulled) == 2 and sum(pulled) == told["moved"]["across"] > 0
+
+
+def test_values_that_cross_with_a_grant_are_counted() -> None:
+    """They are not read from there, being small; and the only trainer is on the other host."""
+    told = run("dataplane", "math_open", prompts=12, trainers=1)
+    flow = job("math_open", prompts=12)
+    fields = rollout_fields(flow.task)
+    crossing = [p for p in flow.generate() if p.index % 2 and flow.fate(p) == "trained"]
+    assert crossing
+    assert told["pulled_bytes"][0] >= sum(group_bytes(fields, p, dedup=True) for p in crossing)
 
 
 def test_a_host_pulls_a_batch_once_for_all_its_ranks() -> None:

@@ -17,6 +17,7 @@ def test_rows_of_short_texts_and_numbers_need_no_bulk_read(cluster: Cluster) -> 
         part.put({"text": text, "reward": np.arange(64.0), "meta": meta})
         batch = far.claim("s", rows=64, fields=["text", "reward", "meta"], timeout=20)
         assert there.stats()["pulled_bytes"] == 0
+        assert there.stats()["carried_bytes"] >= sum(len(one.encode()) for one in text)
         assert list(batch["text"]) == text
         assert np.array_equal(batch.numpy("reward"), np.arange(64.0))
         for got, sent in zip(batch["meta"], meta, strict=True):

@@ -1,0 +1,183 @@
+"""A device arena that is full, and who may write into it: over the twin in host memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane.memory.device_twin import TwinArray, TwinDevice
+from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.devices.twins import (
+    HOLDING,
+    MIB,
+    all_free,
+    given,
+    on_device,
+    same,
+    values,
+)
+
+
+def test_a_peer_whose_device_is_full_reads_others_by_way_of_the_host(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    both = {"a": "twin:32MiB", "b": "twin:4MiB"}
+    cluster.start("a", "b", arena="64MiB", devices=both)
+    arrays = values(2, 3 * MIB)
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", free="drop")
+        part.put({"x": given(device, arrays)}, key=[0, 1])
+        for _ in range(2):
+            found = b.partition("p").get(keys=[0, 1])
+            assert same(found["x"], arrays)
+        cluster.peers["a"].kill()
+        cluster.peers["a"].wait()
+        assert same(found["x"], arrays)
+
+
+def test_a_full_device_is_back_pressure_or_overflows_where_that_is_asked_for(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    first = values(5, 4 * MIB)
+    part.put({"hidden": given(device, first)}, key=list(range(5)))
+    more = values(2, 4 * MIB, first=5)
+    with pytest.raises(dataplane.BackPressure, match='twin:0.*overflow="host"') as full:
+        part.put({"hidden": given(device, more)}, key=[5, 6], timeout=0.5)
+    assert full.value.details["arena_bytes"] == 32 * MIB
+    part.put({"hidden": given(device, more)}, key=[5, 6], overflow="host", timeout=10)
+    found = part.get(keys=list(range(7)))
+    kinds = [type(one) for one in found["hidden"]]
+    assert kinds == [TwinArray] * 5 + [np.ndarray] * 2
+    assert same(found["hidden"], first + more) and same(found.numpy("hidden"), first + more)
+    with pytest.raises(dataplane.ValueTooLarge):
+        part.put({"hidden": given(device, values(1, 40 * MIB))}, timeout=10)
+    with pytest.raises(dataplane.InvalidCall, match="overflow"):
+        part.put({"hidden": given(device, more)}, overflow="disk")
+    assert on_device(plane)["granted_bytes"] == 0
+
+
+def test_a_put_waits_for_room_on_the_device_until_somebody_frees_some(
+    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["hidden"]})
+    part.put({"hidden": given(device, values(5, 4 * MIB))})
+    more = values(1, 4 * MIB, first=9)
+    putting = threading.Thread(
+        target=lambda: part.put({"hidden": given(device, more)}, key=["late"], timeout=30)
+    )
+    putting.start()
+    until(lambda: plane.stats()["waiting_puts"] == 1, "the put waits")
+    batch = part.claim("s", rows=5, timeout=10)
+    batch.ack()
+    del batch
+    putting.join(30)
+    assert not putting.is_alive()
+    assert same(part.get(keys=["late"])["hidden"], more)
+
+
+def test_dropping_most_rows_of_a_group_frees_their_part_of_the_device(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    part.put({"x": given(device, [np.zeros(MIB, np.uint8)] * 8)}, key=list(range(8)), group="g")
+    assert on_device(plane)["used_bytes"] == 8 * MIB
+    part.drop(keys=list(range(1, 8)))
+    assert on_device(plane)["used_bytes"] == MIB
+
+
+def test_a_put_is_behind_what_its_stream_was_asked_for_and_in_nobodys_way(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    slow = device.stream()
+    array = np.zeros(MIB, np.uint8)
+    late = TwinArray(device, array, slow)
+    go_on = device.hold(slow)
+    device.ask(slow, lambda: array.fill(7))
+    putting = threading.Thread(target=lambda: part.put({"x": [late]}, key=["late"], timeout=30))
+    putting.start()
+    until(lambda: on_device(plane)["granted_bytes"] == MIB, "room is granted")
+    assert on_device(plane)["used_bytes"] == 0 and part.stats()["rows"] == 0
+    part.put({"x": given(device, [np.ones(4096, np.uint8)])}, key=["at once"], timeout=10)
+    go_on()
+    putting.join(30)
+    assert same(part.get(keys=["late"])["x"], [np.full(MIB, 7, np.uint8)])
+
+
+def test_room_that_a_stream_may_still_write_into_is_given_to_nobody(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    slow = device.stream()
+    go_on = device.hold(slow)
+    late = TwinArray(device, np.full(MIB, 7, np.uint8), slow)
+    with pytest.raises(dataplane.DeadlineExceeded):
+        part.put({"x": [late]}, timeout=0.3)
+    until(lambda: not plane._session.bell.rung, "the housekeeper looked")
+    assert on_device(plane)["granted_bytes"] == MIB
+    go_on()
+    all_free(plane)
+    assert part.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("what", ["views", "copies"])
+def test_a_client_killed_with_views_or_in_the_middle_of_a_put_leaves_the_pool_exact(
+    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice, what: str
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]}, free="acked")
+    if what == "views":
+        part.put({"x": given(device, values(4, MIB))})
+        worker = cluster.worker(
+            HOLDING
+            + """
+    batch = part.claim("s", rows=4, timeout=20)
+    views = list(batch["x"])
+    batch.ack()
+    print(type(views[0]).__name__, flush=True)
+    signal.pause()
+    """
+        )
+        assert line(worker) == "TwinArray"
+        assert on_device(plane)["pinned_bytes"] >= 4 * MIB
+    else:
+        worker = cluster.worker(
+            HOLDING
+            + """
+    device.hold()
+    import threading
+    array = device.array(np.ones(3 << 20, np.uint8))
+    threading.Thread(target=lambda: part.put({"x": [array]})).start()
+    print("copying", flush=True)
+    signal.pause()
+    """
+        )
+        line(worker)
+        until(lambda: on_device(plane)["granted_bytes"] == 3 * MIB, "it copies")
+    os.kill(worker.pid, signal.SIGKILL)
+    all_free(plane)
+    assert on_device(plane)["quarantined_bytes"] == 0 and part.stats()["rows"] == 0
+    part.put({"x": given(device, values(4, MIB))})
+
+
+def test_a_client_that_outlives_its_peer_leaves_no_device_open(
+    cluster: Cluster, device: TwinDevice
+) -> None:
+    cluster.start("a", arena="64MiB", devices={"a": "twin:32MiB"})
+    closed, open_ = cluster.connect("a"), cluster.connect("a")
+    part = closed.partition("p", free="drop")
+    arrays = values(2)
+    part.put({"x": given(device, arrays)}, key=[0, 1])
+    views = [plane.partition("p").get(keys=[0, 1])["x"][0] for plane in (closed, open_)]
+    closed.close()
+    cluster.peers["a"].kill()
+    cluster.peers["a"].wait()
+    until(lambda: not closed._keeper._thread.is_alive(), "the housekeeper saw it")  # type: ignore[union-attr]
+    until(lambda: not open_._keeper._thread.is_alive(), "the other as well")  # type: ignore[union-attr]
+    assert len(views) == 2
+    open_.close()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from bench.columns import DEDUP
+from bench.machine import memory_bytes
 from bench.planes import ray_cluster
 from bench.planes.base import (
     Array,
@@ -29,15 +30,24 @@ from bench.planes.base import (
 )
 from bench.planes.fan_out import Follower, Leader
 
-_SMALLEST_STORE = 1 << 30
-_LARGEST_STORE = 2 << 30  # what does not fit is spilled to disk by Ray
+_SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
+_OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
+
+
+def store_bytes(job: Job) -> int:
+    """Of each node. Under a limit as much as a peer's arena, which has to do with that too; else
+    as much as Ray would take on a host that has its share of this machine. What does not fit is
+    spilled to disk by Ray."""
+    if job.memory_limit_bytes:
+        return max(_SMALLEST_STORE, job.arena_bytes)
+    return max(int(_OWN_SHARE * memory_bytes()) // job.hosts, job.arena_bytes)
 
 
 def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
     """The cluster that a job needs."""
     return ray_cluster.Nodes(
         hosts=job.hosts,
-        object_store_bytes=min(_LARGEST_STORE, max(_SMALLEST_STORE, job.arena_bytes)),
+        object_store_bytes=store_bytes(job),
         folder=job.folder,
         parent=job.parent,
         groups=[len(written(job, step)) for step in range(job.steps)],

@@ -7,12 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
+from bench.machine import memory_bytes
 from bench.planes import PLANES
 from bench.planes.dataplane_plane import DataplanePlane
 from bench.planes.ray_board import Board, Mailbox
 from bench.planes.ray_driver import concatenated
-from bench.planes.ray_store import shareable
-from bench.run import Settings, execute
+from bench.planes.ray_store import nodes_of, shareable
+from bench.run import Settings, execute, job_of
 
 TOGETHER = (("reward", "reference"), ("train",))
 FILTERED = (("reward",), ("reference",), ("train",))
@@ -88,6 +89,19 @@ def test_a_shared_row_is_one_part_only_with_dedup() -> None:
     assert (with_dedup.flat.size, without.flat.size) == (105, 205)
     views = with_dedup.rows()
     assert views[0] is views[1]
+
+
+def test_a_store_has_what_a_peer_has_under_a_limit_and_else_what_ray_would_take() -> None:
+    def store(**told: int) -> int:
+        settings = Settings(trace="video", planes=("ray-store",), prompts=2, **told)
+        return nodes_of(job_of(settings, dedup=False, folder="/nowhere")).object_store_bytes
+
+    gigabyte = 1 << 30
+    assert store(memory_limit_bytes=12 * gigabyte) == 3 * gigabyte
+    assert store(memory_limit_bytes=gigabyte) == gigabyte // 4
+    assert store(memory_limit_bytes=1 << 20) > 75 << 20  # or Ray does not start
+    assert store(arena_bytes=500 * gigabyte) == 500 * gigabyte
+    assert store(arena_bytes=1) == int(0.3 * memory_bytes()) // 2
 
 
 def test_a_stored_column_is_repeated_only_without_dedup() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from bench import bounds, gpu, machine, outputs, report, transports
 from bench.options import names
+from bench.processes import ProcessDied
 
 
 def register(commands: Any) -> None:
@@ -42,7 +43,9 @@ def register(commands: Any) -> None:
 
 
 def _perf(options: argparse.Namespace, command: str) -> int:
-    """0 also where a transport or a GPU was not run: the report says why."""
+    """0 also where a transport or a GPU was not run: the report says why; 1 where a peer ended."""
+    from dataplane.errors import DataplaneError  # the other commands run without the library
+
     console = Console()
     described = {"rounds": options.rounds, "machine": machine.describe(), "command": command}
     told: dict[str, Any] = {}
@@ -53,6 +56,9 @@ def _perf(options: argparse.Namespace, command: str) -> int:
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told | {"spread": spread} | described)
+    except (DataplaneError, ProcessDied) as exc:
+        console.print(f"nothing more was measured: {exc}", markup=False)
+        return 1
     finally:  # also where it is stopped, or the disk is full
         if told:
             _show(console, told | described)

@@ -133,6 +133,13 @@ class Crew:
             if m.process.returncode is None
         }
 
+    def account(self) -> str:
+        """Who was stopped, by SIGSTOP or a debugger, and the ends of all logs."""
+        stopped = [name for name, pid in self.pids().items() if _state(pid) in ("T", "t")]
+        told = [f"\n{name} is stopped, and nobody has continued it" for name in stopped]
+        told += [f"\n{m.name}:\n{tail}" for m in self.members.values() if (tail := m.tail())]
+        return "".join(told)
+
     def killed(self, count: int) -> list[str]:
         """Who ended by SIGKILL before anybody here sent one: `count` names, or fewer where it was
         somebody's child.
@@ -206,6 +213,15 @@ class Crew:
                     with suppress(BrokenPipeError):
                         stream.close()
         self._selector.close()
+
+
+def _state(pid: int) -> str:
+    """As in `ps`: R, S, T …; "" once it is gone."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return told[told.rindex(")") + 2]
 
 
 def _is_zombie(member: Member) -> bool:

@@ -317,7 +317,7 @@ class _Run:
                 trained = f"{self._ledger.trained_rows} of {self._ledger.expected_rows} rows"
                 raise RunTimeout(
                     f"at its deadline the run still waited for {awaited}; {trained} were trained"
-                    + "".join(f"\n{m.name}:\n{m.tail()}" for m in crew.members.values() if m.tail())
+                    + crew.account()
                 )
 
     def _rolled(self, step: int) -> None:

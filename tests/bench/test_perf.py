@@ -14,6 +14,7 @@ import pytest
 from bench import __main__, cli
 from bench.ceilings import Ceilings
 from bench.perf import FEW_ROWS, MANY_ROWS, report_of
+from dataplane.errors import PeerLost
 
 TIMES = ["memcpy_s", "socket_s", "round_trip_s", "put_s", "put_list_s", "pull_s"]
 TIMES += [
@@ -89,6 +90,17 @@ def test_every_figure_is_made_of_its_own_samples() -> None:
             "fields_32_of_1": one["fields_1_s"] / one["fields_32_s"],
         }
     )
+
+
+def test_a_peer_that_ends_is_an_outcome(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: object) -> None:
+        raise PeerLost("peer 'a' went away")
+
+    monkeypatch.setattr("bench.perf.measure", measured)
+    assert cli.main(["perf", "--only", "hot-path"]) == 1
+    assert "peer 'a' went away" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_the_ceilings_without_a_word_or_a_leftover(tmp_path: Path) -> None:

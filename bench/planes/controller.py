@@ -252,7 +252,7 @@ class Controller:
         self._unix.listen()
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
-            threading.Thread(target=self._greet, args=(listener,), daemon=True).start()
+            self._thread(self._greet, listener)
         self._wait("hello", 0, 3 * self._job.hosts + self._job.trainers * self._job.tp)
         cpu_start = time.process_time()
         for step in range(self._job.steps):
@@ -293,7 +293,10 @@ class Controller:
             sock, _ = listener.accept()
             if sock.family == socket.AF_INET:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            name = receive_table(sock)[0].name
+            try:
+                name = receive_table(sock)[0].name
+            except EOFError:
+                continue  # a worker that died: the runner sees that
             connection = self._connections[name] = Connection(sock, name, self._job)
             self._events.put(("hello", 0))
             self._thread(self._gather, connection)

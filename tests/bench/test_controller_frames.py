@@ -6,11 +6,14 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.planes.controller import Controller
 from bench.planes.frames import Frame, Landing, pack, receive_payload, receive_table, send, unpack
+from bench.run import Settings, job_of
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -31,6 +34,21 @@ def transfer(pair: Pair, columns: dict[str, list[np.ndarray]], dedup: bool) -> t
     receive_payload(pair[1], room)
     sender.join()
     return received, unpack(received, room)
+
+
+@pytest.mark.timeout(60)
+def test_a_controller_that_cannot_greet_its_workers_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(listener: socket.socket) -> None:
+        raise RuntimeError("can't start new thread")
+
+    job = job_of(Settings(trace="math", planes=(), prompts=1), dedup=False, folder=str(tmp_path))
+    controller = Controller(job, f"{tmp_path}/c.sock")
+    with controller._unix, controller._tcp:
+        monkeypatch.setattr(controller, "_greet", failing)
+        with pytest.raises(RuntimeError, match="new thread"):
+            controller.run()
 
 
 COLUMNS = {

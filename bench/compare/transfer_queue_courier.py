@@ -70,7 +70,7 @@ class TransferQueueCourier(Courier):
         tensors = {}
         for name, values in columns.items():
             rows = [torch.from_numpy(value) for value in values]
-            if name in RAGGED:
+            if name in RAGGED and len(rows) > 1:  # one row is dense, as its `kv_put` wants it
                 tensors[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
             else:
                 tensors[name] = torch.stack(rows)

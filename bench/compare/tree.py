@@ -169,10 +169,15 @@ def _batch(tree: Tree, plan: Plan, size: str, nbytes: int, figures: Figures) -> 
             tree.measured(kept["put"], "writer", "put")
             tree.ask("reader", "expect", **rows)
             tree.measured(kept[form], "reader", "get", form=form)
-            if not warm and (got := tree.ask("reader", "check")["digest"]) != written["digest"]:
-                raise WrongContent(f"{size}: {got} was read where {written['digest']} was put")
+            if not warm:
+                _check(tree, size, written["digest"])
             tree.ask("reader", "free")
             tree.ask("writer", "forget")
+
+
+def _check(tree: Tree, name: str, put: str) -> None:
+    if (got := tree.ask("reader", "check")["digest"]) != put:
+        raise WrongContent(f"{name}: {got} was read where {put} was put")
 
 
 def _singles(tree: Tree, plan: Plan, figures: Figures) -> None:
@@ -185,5 +190,7 @@ def _singles(tree: Tree, plan: Plan, figures: Figures) -> None:
         tree.measured(kept["put"], "writer", "put", **times)
         tree.ask("reader", "expect", rows=1, **times)
         tree.measured(kept["cycle"], "reader", "get", form="cycle", **times)
+        if not nth:
+            _check(tree, SINGLE, written["digest"])
         tree.ask("reader", "free")
         tree.ask("writer", "forget")

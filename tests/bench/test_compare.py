@@ -16,7 +16,7 @@ from bench.compare import batch, table
 from bench.compare.contenders import CONTENDERS
 from bench.compare.cpu import between
 from bench.compare.measure import Report, Settings, describe, measure, ratios
-from bench.compare.transfer_queue_courier import TransferQueue
+from bench.compare.transfer_queue_courier import TransferQueue, TransferQueueCourier
 from bench.compare.tree import Tree
 from bench.compare.worker import Command, perform
 from tests import leaks
@@ -36,6 +36,17 @@ def test_a_batch_has_the_size_that_was_asked_for_and_is_ragged() -> None:
         assert len({value.shape for value in columns[name]}) > 10
     for name in batch.DENSE:
         assert len({value.shape for value in columns[name]}) == 1
+
+
+def test_transfer_queue_is_given_a_single_row_dense_and_several_ragged() -> None:
+    """A jagged tensor of one row takes it twice as long to put."""
+    pytest.importorskip("tensordict")
+    courier = object.__new__(TransferQueueCourier)  # without the cluster that it attaches to
+    for rows in (1, 3):
+        courier.load(batch.batch(MIB, seed=0, rows=rows))
+        assert [courier._fields[name].is_nested for name in batch.FIELDS] == [
+            rows > 1 and name in batch.RAGGED for name in batch.FIELDS
+        ]
 
 
 def test_reading_depends_on_every_byte() -> None:
@@ -112,14 +123,18 @@ def test_the_command_writes_every_plane_whether_it_is_installed_or_not(tmp_path:
     assert told["command"].startswith("python -m bench compare")
 
 
+@pytest.mark.parametrize("rows", [4, 1], ids=["batch", "single"])
 def test_content_that_differs_ends_the_planes_part_as_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = Tree.ask
+    loaded = 0
 
     def lying(tree: Tree, role: str, do: str, **details: Any) -> dict[str, Any]:
+        nonlocal loaded
         said = ask(tree, role, do, **details)
-        return said | {"digest": "0"} if do == "check" else said
+        loaded = details["rows"] if do == "load" else loaded
+        return said | {"digest": "0"} if (do, loaded) == ("check", rows) else said
 
     monkeypatch.setattr(Tree, "ask", lying)
     settings = Settings(planes=("dataplane",), sizes=(MIB,), hosts=(1,), rows=4, rounds=1)

@@ -76,7 +76,9 @@ def _panel(run: Run, label: str, time: Scale, amount: Scale) -> str:
         points = _points(told["seconds"], told["processes"][name], time, amount)
         parts.append(svg.curve(points, "thin", name))
         if points and name == names[0]:
-            parts.append(svg.text(points[-1][0], points[-1][1] - 4, name, "tick", "end"))
+            x, y = points[-1]  # of a run that was over soon, the name stands behind the curve
+            side = "end" if x > (_LEFT + _PANEL) / 2 else "start"
+            parts.append(svg.text(x, y - 4, name, "tick", side))
     if told["hosts"]:
         wholes = {f"host {n}": values for n, values in enumerate(told["hosts"])}
     else:

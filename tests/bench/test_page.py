@@ -48,13 +48,15 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
     told: dict[str, Any] = {
         "plane": plane, "trace": "video", "status": "ok", "error": "", "rows": 128,
         "rows_expected": 128, "bytes_unique": 1_770_000_000, "bytes_moved": 2_400_000_000,
-        "seconds": 3.1, "peak_memory_bytes": {"arena": 1 << 30, "train-0": 30 << 20},
+        "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
         "peak_total_bytes": 2 << 30, "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
         "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True, "columns": "needed",
         "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0,
         "memory_curve": {
             "seconds": [-1.0, 0.0, 1.0, 3.0],
-            "processes": {"arena": [None, 1 << 28, 1 << 30, 1 << 30], "train-0": [1 << 24] * 4},
+            "processes": {
+                "arena of host0": [None, 1 << 28, 1 << 30, 1 << 30], "train-0": [1 << 24] * 4,
+            },
             "hosts": [[1 << 28, 1 << 29, 1 << 30, 1 << 30], [1 << 28] * 4],
         },
         "workers": {
@@ -67,9 +69,10 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
 
 
 def killed() -> dict[str, Any]:
+    """After so long that the curves of other runs are short beside it."""
     return run(
-        "controller", status="oom", dedup=False, rows=0, seconds=4.8, latency_ms={}, workers={},
-        killed={"host": 0, "processes": ["controller"], "seconds": 4.7},
+        "controller", status="oom", dedup=False, rows=0, seconds=48, latency_ms={}, workers={},
+        killed={"host": 0, "processes": ["controller"], "seconds": 47.0},
         error="the kernel killed controller on host 0 <at its limit>",
     )  # fmt: skip
 

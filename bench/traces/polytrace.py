@@ -13,6 +13,7 @@ Whatever does not fit its form raises TraceError with file and line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -140,6 +141,7 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
         steps = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise TraceError(path, str(exc), _line_of_error(text)) from exc
+    _check_once(path, text)
     found: dict[int, list[Group]] = {}
     for name, told in steps.items():
         line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
@@ -155,6 +157,17 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
         except ValueError as exc:  # msgspec's are ValueErrors
             raise TraceError(path, f"step {name}: {exc}", line) from exc
     return Recorded(found, {})
+
+
+def _check_once(path: Path, text: str) -> None:
+    """The decoder keeps the last of two steps. Nothing but steps has numbers as names."""
+    seen: set[str] = set()
+    for name in re.finditer(r'"(\d+)"\s*:', text):
+        step = name[1].lstrip("0") or "0"
+        if step in seen:
+            line = text.count("\n", 0, name.start()) + 1
+            raise TraceError(path, f"step {step} is there twice", line)
+        seen.add(step)
 
 
 def _line_of_error(text: str) -> int | None:

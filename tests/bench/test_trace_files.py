@@ -194,6 +194,7 @@ BAD = {
     "half a group": (by_step({"input": [1] * 7, "output": [2] * 7}), 24),
     "inputs without outputs": (by_step({"input": [1] * 8, "output": [2] * 4}), 24),
     "uneven sessions": (by_step(sessions(([1, 2], [3]))), 24),
+    "a step twice": (by_step({"input": [1] * 8, "output": [2] * 8}).replace('"2":', '"01":'), 24),
     "text where lengths belong": (by_step("none"), 24),
     "broken JSON over many lines": ('{\n"1": {"input": [1,\n}', 3),
     "a line that is no text": (f"{json.dumps(prompt_line())}\n\udcff", 2),

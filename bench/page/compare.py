@@ -39,11 +39,11 @@ def compare(told: Mapping[str, Any]) -> Figure | None:
         y += 24
         where = "one host" if hosts == 1 else f"{hosts} hosts"
         parts.append(svg.text(0, y - 6, f"{batch}, {where}", "group"))
-        for operation, title in _OPERATIONS.items():
+        for operation, named in _OPERATIONS.items():
             asked = (batch, hosts, operation)
             here = [x for x in lines if (x["batch"], x["hosts"], x["operation"]) == asked]
             if here:
-                parts += _row(title, here, x, y)
+                parts += _row(named, here, x, y)
                 y += _ROW
     parts.insert(0, svg.bottom_axis(x, top, y, "milliseconds, each tick ten times the one before"))
     drawing = svg.svg(_WIDTH, y + 36, parts, "Milliseconds of each operation and plane")

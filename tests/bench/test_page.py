@@ -208,6 +208,7 @@ def test_what_was_not_run_is_named_beside_what_was(tmp_path: Path) -> None:
         write(page, [report(results=lines, **compared)])
         told = "ray-store (failed: it died); packed (it needs tensordict)."
         assert f"Not measured, or not to its end: {told}" in page.read_text()
+        assert "<h2>The same batch through other planes</h2>" in page.read_text()
 
 
 def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:

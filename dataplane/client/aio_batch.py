@@ -1,4 +1,4 @@
-"""Rows, batches and streams on an event loop.
+"""Rows and batches on an event loop.
 
 `batch["field"]` never waits: what was not fetched is `await batch.fetch("field")`, or comes with
 `await batch.numpy("field")` and its like.
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Offload, Operation
 from dataplane.client.reads import read_rows
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.selection import Selection
-from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.errors import DataplaneError
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claimed
 from dataplane.wire.tables import Table
@@ -104,8 +104,8 @@ class Rows(Converting):
 class Batch(LeasedRows, Converting):
     """Rows that a stage leased; as `dataplane.Batch`, and an async context manager."""
 
-    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
-        super().__init__(handle, stage, claimed, pin)
+    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
+        super().__init__(handle, stage, claimed)
         self._run = run
 
     async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
@@ -155,61 +155,3 @@ class Batch(LeasedRows, Converting):
         except DataplaneError as failure:
             # The body's own exception is the one to see; the rows come back with the session.
             log.warning("%r was not released: %s", self, failure)
-
-
-class Stream(AsyncIterator[Batch]):
-    """As `dataplane.Stream`, with `async for`. Also an async context manager."""
-
-    def __init__(self, claim: Callable[[], Awaitable[Batch]], what: str) -> None:
-        self._claim = claim
-        self._what = what
-        self._batch: Batch | None = None
-        self._ended = False
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Batch:
-        await self._ack()
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            self._batch = await self._claim()
-        except StreamEnd:
-            self._ended = True
-            raise StopAsyncIteration from None
-        return self._batch
-
-    async def _ack(self) -> None:
-        batch = self._batch
-        if batch is not None and batch.state == "leased":
-            await batch.ack()
-        self._batch = None
-
-    async def aclose(self) -> None:
-        """Release the batch in hand; the stream has ended."""
-        self._ended = True
-        batch, self._batch = self._batch, None
-        if batch is not None and batch.state == "leased":
-            await batch.release()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            await self._ack()
-        await self.aclose()
-
-    def __del__(self) -> None:
-        if self._batch is not None:
-            self._batch.lease.abandon()
-
-    def __repr__(self) -> str:
-        state = "ended" if self._ended else repr(self._batch) if self._batch else "before a batch"
-        return f"<aio.Stream of {self._what}: {state}>"

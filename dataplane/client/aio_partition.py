@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dataplane.client import changes, core, reads
-from dataplane.client.aio_batch import Batch, Rows, Run, Stream
+from dataplane.client.aio_batch import Batch, Rows, Run
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
@@ -14,6 +15,7 @@ from dataplane.client.losses import AsyncLost
 from dataplane.client.putting import put
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
+from dataplane.client.stream import AsyncStream
 from dataplane.metadata.where import Where
 from dataplane.wire.tables import Name, Scalar
 
@@ -102,19 +104,8 @@ class Partition:
     ) -> Batch:
         """As `dataplane.Partition.claim`."""
         demand = Demand(rows, groups, budget, min, where, unit)
-        return await self._claim(stage, demand, fields, timeout, lease)
-
-    async def _claim(
-        self,
-        stage: str,
-        demand: Demand,
-        fields: Sequence[str] | None,
-        timeout: float | None,
-        lease: float | None,
-    ) -> Batch:
-        handle, run = self._handle, self._run
-        claimed = await run(claim(handle, stage, demand, fields, timeout, lease))
-        return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
+        operation = claim(self._handle, stage, demand, fields, timeout, lease)
+        return Batch(self._run, self._handle, stage, await self._run(operation))
 
     def stream(
         self,
@@ -127,19 +118,21 @@ class Partition:
         where: Where | None = None,
         fields: Sequence[str] | None = None,
         unit: str | None = None,
+        batches: int | None = None,
         timeout: float | None = None,
         lease: float | None = None,
-    ) -> Stream:
-        """Claim batch after batch until the partition is sealed and the stage has had every row.
-
-        Asking for the next batch acks the one before; leaving early releases it. Arguments as of
-        `claim`; `timeout` is per batch.
-        """
-        demand = Demand(rows, groups, budget, min, where, unit)
-        demand.want("rows")
-        return Stream(
-            lambda: self._claim(stage, demand, fields, timeout, lease),
-            f"{self.name!r} for {stage!r}",
+    ) -> AsyncStream:
+        """As `dataplane.Partition.stream`, with `async for`."""
+        return AsyncStream(
+            self._run,
+            partial(Batch, self._run, self._handle, stage),
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
         )
 
     async def wait(

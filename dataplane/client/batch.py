@@ -81,8 +81,8 @@ class Rows(Converting):
 class LeasedRows(Selection):
     """The part of a batch that both shells share: the lease's state, without I/O."""
 
-    def __init__(self, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
-        super().__init__(handle, claimed.table, pin)
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
+        super().__init__(handle, claimed.table, handle.session.pinned(claimed.pin))
         self.lease = Lease(handle, stage, claimed)
 
     @property
@@ -137,8 +137,8 @@ class Batch(LeasedRows, Converting):
     fetched stays readable after either. Not for several threads at once.
     """
 
-    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed, pin: Pin) -> None:
-        super().__init__(handle, stage, claimed, pin)
+    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
+        super().__init__(handle, stage, claimed)
         self._run = run
 
     def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:

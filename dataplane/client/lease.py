@@ -325,6 +325,16 @@ class Lease:
             return None
         return index if self._open is None else index[self._open[index]]
 
+    def give_back(self, timeout: float | None) -> Operation[None]:
+        """Release what is held; the rows are back when this returns, also where `abandon` has
+        only just said that they are to go."""
+        if self.state == "leased":
+            yield from self.finish("release", timeout=timeout)
+        elif self.state == "released":
+            self.handle.session.leases.discard(self.id)
+            with contextlib.suppress(LeaseExpired):
+                yield from self._send(Finish(self.id, "release"), timeout)
+
     def abandon(self) -> None:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":

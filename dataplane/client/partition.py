@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dataplane.client import changes, core, reads
@@ -128,19 +129,8 @@ class Partition:
         Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
         """
         demand = Demand(rows, groups, budget, min, where, unit)
-        return self._claim(stage, demand, fields, timeout, lease)
-
-    def _claim(
-        self,
-        stage: str,
-        demand: Demand,
-        fields: Sequence[str] | None,
-        timeout: float | None,
-        lease: float | None,
-    ) -> Batch:
-        handle, run = self._handle, self._run
-        claimed = run(claim(handle, stage, demand, fields, timeout, lease))
-        return Batch(run, handle, stage, claimed, handle.session.pinned(claimed.pin))
+        operation = claim(self._handle, stage, demand, fields, timeout, lease)
+        return Batch(self._run, self._handle, stage, self._run(operation))
 
     def stream(
         self,
@@ -153,19 +143,26 @@ class Partition:
         where: Where | None = None,
         fields: Sequence[str] | None = None,
         unit: str | None = None,
+        batches: int | None = None,
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Stream:
         """Claim batch after batch until the partition is sealed and the stage has had every row.
 
-        Asking for the next batch acks the one before; leaving early releases it. Arguments as of
-        `claim`; `timeout` is per batch.
+        Asking for the next batch acks the one before; leaving the loop in any other way releases
+        it. batches: end after so many, the last one acked. Other arguments as of `claim`; `timeout`
+        is per batch.
         """
-        demand = Demand(rows, groups, budget, min, where, unit)
-        demand.want("rows")
         return Stream(
-            lambda: self._claim(stage, demand, fields, timeout, lease),
-            f"{self.name!r} for {stage!r}",
+            self._run,
+            partial(Batch, self._run, self._handle, stage),
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
         )
 
     def wait(

@@ -1,58 +1,138 @@
-"""Stream: a stage's batches one after the other, until the partition is sealed and drained."""
+"""Streams: a stage's batches one after the other, until the partition is sealed and drained.
+
+One rule: a batch is acked when the body asks for the next one, or by `ack()`; whatever else ends
+the loop releases it. The rule is in `Streaming` and `Looping`, without I/O, for both shells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
-from dataplane.client.batch import Batch
-from dataplane.errors import StreamEnd
+from dataplane.client import aio_batch, arguments, batch
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.lease import Demand, Lease, claim
+from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.wire.messages import Claimed
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=batch.LeasedRows)
 
 
-class Stream(Iterator[Batch]):
+class Streaming(Generic[B]):
+    """What is to be claimed again and again, and what loops over it have in hand."""
+
+    _kind = "Stream"
+
+    def __init__(
+        self,
+        run: Any,
+        make: Callable[[Claimed], B],
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        batches: int | None = None,
+        **how: Any,
+    ) -> None:
+        demand.want("rows")  # to be told here what is wrong with it, not in the loop
+        self.batches = None if batches is None else arguments.count(batches, "batches")
+        self._run = run
+        self._make = make
+        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(handle, stage, demand, **how)
+        self._what = f"{handle.name!r} for {stage!r}"
+        self._loops: WeakSet[Looping[B]] = WeakSet()
+        self._left: list[Lease] = []
+        """what loops that are over had in hand, inside a `with`: its end sees that it is back"""
+        self._entered = False
+        self._closed = False
+
+    def _release(self) -> Operation[None]:
+        """What loops have, or had, in hand is back when this returns; they are over."""
+        self._closed = True
+        held = [loop.batch.lease for loop in list(self._loops) if loop.batch is not None]
+        yield from self._settle(held)
+
+    def _settle(self, held: list[Lease]) -> Operation[None]:
+        left, self._left = self._left, []
+        for lease in left + held:
+            yield from lease.give_back(DEFAULT_TIMEOUT_S)
+
+    def _failed(self, failure: DataplaneError, exc: BaseException | None) -> None:
+        """At the end of a `with`: the body's own exception is the one to see."""
+        if exc is None:
+            raise failure
+        log.warning("%r: a batch was not released: %s", self, failure)
+
+    def __repr__(self) -> str:
+        held = [loop.batch for loop in list(self._loops) if loop.batch is not None]
+        state = "ended" if self._closed else ", ".join(map(repr, held)) or "no batch in hand"
+        return f"<{self._kind} of {self._what}: {state}>"
+
+
+class Looping(Generic[B]):
+    """One loop over a stream, and the batch that its body has in hand."""
+
+    def __init__(self, stream: Streaming[B]) -> None:
+        self.batch: B | None = None
+        self._stream = stream
+        self._given = 0
+        self._over = False
+        stream._loops.add(self)
+
+    def _advance(self) -> Operation[B]:
+        """Ack, and claim the next. StreamEnd where there is none."""
+        stream, batch = self._stream, self.batch
+        if batch is not None and batch.state == "leased" and not stream._closed:
+            yield from batch.lease.finish("ack")
+        self.batch = None
+        yield from stream._settle([])
+        if self._over or stream._closed or self._given == stream.batches:
+            raise StreamEnd("this loop is over")
+        try:
+            batch = stream._make((yield from stream._claim()))
+        except StreamEnd:
+            self._over = True
+            raise
+        self.batch, self._given = batch, self._given + 1
+        if stream._closed:  # meanwhile, by another thread or task
+            self.batch = None
+            yield from batch.lease.give_back(DEFAULT_TIMEOUT_S)
+            raise StreamEnd("the stream was closed")
+        return batch
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception. The caller may still hold the batch, so that its
+        # own end cannot be waited for; and nothing may be waited for in here.
+        batch = self.batch
+        if batch is not None and batch.state == "leased":
+            batch.lease.abandon()
+            if self._stream._entered:
+                self._stream._left.append(batch.lease)
+
+
+class Stream(Streaming[batch.Batch]):
     """Iterate over it. Asking for the next batch acks the one before, with what was added to it.
 
-    Leaving the loop early (break, an exception, `close`) releases the batch in hand: ack it before
-    a `break` to keep it.
+    Whatever else ends the loop (break, return, an exception, the end of a `with` around it)
+    releases the batch in hand: `ack()` it before a `break` to keep what was done. The rows are back
+    within moments, in a `with` when that ends at the latest. `batches=n` ends the loop after n and
+    acks the last, which `itertools.islice` and `zip` do not: they never ask after their last one.
+    Each loop over a stream has a batch of its own in hand.
     """
 
-    def __init__(self, claim: Callable[[], Batch], what: str) -> None:
-        self._claim = claim
-        self._what = what
-        self._batch: Batch | None = None
-        self._ended = False
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Batch:
-        self._ack()
-        if self._ended:
-            raise StopIteration
-        try:
-            self._batch = self._claim()
-        except StreamEnd:
-            self._ended = True
-            raise StopIteration from None
-        return self._batch
-
-    def _ack(self) -> None:
-        batch, self._batch = self._batch, None
-        if batch is not None and batch.state == "leased":
-            try:
-                batch.ack()
-            except BaseException:
-                self._batch = batch
-                raise
+    def __iter__(self) -> Loop:
+        return Loop(self)
 
     def close(self) -> None:
-        """Release the batch in hand; the stream has ended."""
-        self._ended = True
-        batch, self._batch = self._batch, None
-        if batch is not None and batch.state == "leased":
-            batch.release()
+        """Release what is in hand; the stream has ended."""
+        self._run(self._release())
 
     def __enter__(self) -> Stream:
+        self._entered = True
         return self
 
     def __exit__(
@@ -61,16 +141,55 @@ class Stream(Iterator[Batch]):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self._ack()
-        self.close()
+        try:
+            self.close()
+        except DataplaneError as failure:
+            self._failed(failure, exc)
 
-    def __del__(self) -> None:
-        # The caller may still hold the batch, so its own end cannot be waited for.
-        batch = self._batch
-        if batch is not None and batch.state == "leased":
-            batch.lease.abandon()
 
-    def __repr__(self) -> str:
-        state = "ended" if self._ended else repr(self._batch) if self._batch else "before a batch"
-        return f"<Stream of {self._what}: {state}>"
+class Loop(Looping[batch.Batch], Iterator[batch.Batch]):
+    """What `iter(stream)` returns. When it goes, the batch in hand is released."""
+
+    def __next__(self) -> batch.Batch:
+        try:
+            return self._stream._run(self._advance())  # type: ignore[no-any-return]
+        except StreamEnd:
+            raise StopIteration from None
+
+
+class AsyncStream(Streaming[aio_batch.Batch]):
+    """As `dataplane.Stream`, with `async for`. Also an async context manager."""
+
+    _kind = "aio.Stream"
+
+    def __aiter__(self) -> AsyncLoop:
+        return AsyncLoop(self)
+
+    async def aclose(self) -> None:
+        """Release what is in hand; the stream has ended."""
+        await self._run(self._release())
+
+    async def __aenter__(self) -> AsyncStream:
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except DataplaneError as failure:
+            self._failed(failure, exc)
+
+
+class AsyncLoop(Looping[aio_batch.Batch], AsyncIterator[aio_batch.Batch]):
+    """What `aiter(stream)` returns. When it goes, the batch in hand is released."""
+
+    async def __anext__(self) -> aio_batch.Batch:
+        try:
+            return await self._stream._run(self._advance())  # type: ignore[no-any-return]
+        except StreamEnd:
+            raise StopAsyncIteration from None

@@ -94,6 +94,19 @@ async def test_a_stream_left_by_an_exception_releases(
     assert peer.await_body(Finish).outcome == "release"
 
 
+async def test_a_stream_left_by_break_releases_and_one_of_so_many_batches_acks_the_last(
+    peer: ScriptedPeer, part: aio.Partition
+) -> None:
+    async with part.stream("s", rows=2) as stream:
+        async for _batch in stream:
+            break
+    assert _batch.state == "released"
+    async for _batch in part.stream("s", rows=2, batches=1):
+        pass
+    assert [f.outcome for f in peer.bodies(Finish)][-1] == "ack"
+    assert {f.outcome for f in peer.bodies(Finish)[:-1]} == {"release"}
+
+
 async def test_cancelling_a_claim_closes_its_connection(
     peer: ScriptedPeer, part: aio.Partition
 ) -> None:
@@ -202,4 +215,4 @@ def test_one_client_serves_several_loops_of_either_kind(peer: ScriptedPeer) -> N
 async def test_repr_shows_the_state(plane: aio.Plane, part: aio.Partition) -> None:
     assert repr(plane) == "<aio.Plane 'p' at peer 'scripted'>"
     assert repr(part) == "<aio.Partition 'x' of plane 'p', generation 4>"
-    assert repr(part.stream("s", rows=1)) == "<aio.Stream of 'x' for 's': before a batch>"
+    assert repr(part.stream("s", rows=1)) == "<aio.Stream of 'x' for 's': no batch in hand>"

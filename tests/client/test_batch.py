@@ -309,13 +309,47 @@ def test_a_stream_left_by_an_exception_releases(
 def test_a_stream_left_by_break_releases_what_was_not_acked(
     peer: ScriptedPeer, put: Put, part: Partition
 ) -> None:
-    with part.stream("s", rows=4) as stream:
-        next(stream).ack()
-        next(stream)
-        stream.close()
+    for number, batch in enumerate(part.stream("s", rows=4)):
+        if number == 1:
+            break
+        batch.ack()
+    assert batch.state == "released"
     peer.await_body(Finish, 2)
     assert finishes(peer) == [("ack", None), ("release", None)]
+
+
+def test_the_end_of_a_with_sees_that_the_batch_in_hand_is_back(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    with part.stream("s", rows=4) as stream:
+        for _batch in stream:
+            break
+        loop = iter(stream)
+        held = next(loop)
+    assert held.state == "released"
+    assert {f.outcome for f in peer.bodies(Finish)} == {"release"}
     assert repr(stream) == "<Stream of 'x' for 's': ended>"
+    assert next(loop, None) is None and list(stream) == []
+
+
+def test_a_stream_of_so_many_batches_acks_the_last(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    assert len(list(part.stream("s", rows=4, batches=3))) == 3
+    assert finishes(peer) == [("ack", None)] * 3
+    assert len(peer.bodies(Claim)) == 3
+    with pytest.raises(dataplane.InvalidCall, match="batches"):
+        part.stream("s", rows=4, batches=0)
+
+
+def test_two_loops_over_a_stream_have_each_a_batch_in_hand(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    stream = part.stream("s", rows=4)
+    one, two = iter(stream), iter(stream)
+    first, second = next(one), next(two)
+    next(one)
+    assert (first.state, second.state) == ("acked", "leased")
 
 
 def test_reads_come_page_by_page_as_one(peer: ScriptedPeer, put: Put, part: Partition) -> None:

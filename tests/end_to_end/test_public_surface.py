@@ -5,15 +5,18 @@ Every test runs with both clients at one peer, and with each at a host of its ow
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import dataplane
-from dataplane import Partition, tag
+from dataplane import Batch, Partition, Stream, tag
+from dataplane.client.stream import Loop
 from tests.end_to_end.hosts import Hosts, one_and_two
 
 BIG = 2000
@@ -188,15 +191,54 @@ def test_a_stream_acks_each_batch_with_what_was_added(hosts: Hosts) -> None:
     assert sorted(scored) == [(i, float(i)) for i in range(5)]
 
 
-def test_leaving_a_stream_early_releases_the_batch_in_hand(hosts: Hosts) -> None:
+def _break(part: Partition, stream: Stream) -> None:
+    for _batch in stream:
+        break
+
+
+def _return(part: Partition, stream: Stream) -> Batch:
+    for batch in stream:
+        return batch
+    raise AssertionError
+
+
+def _raise(part: Partition, stream: Stream) -> None:
+    with contextlib.suppress(RuntimeError):
+        for _batch in stream:
+            raise RuntimeError
+
+
+def _hold(part: Partition, stream: Stream) -> tuple[Loop, Batch]:
+    loop = iter(stream)
+    return loop, next(loop)
+
+
+def _islice(part: Partition, stream: Stream) -> list[Batch]:
+    return list(itertools.islice(stream, 1))
+
+
+@pytest.mark.parametrize("leave", [_break, _return, _raise, _hold, _islice])
+def test_whatever_ends_a_loop_releases_the_batch_in_hand(
+    hosts: Hosts, leave: Callable[[Partition, Stream], object]
+) -> None:
     here, there = hosts.partition({"s": ["x"]})
     fill(here, 2, key=["a", "b"])
-    with pytest.raises(RuntimeError), there.stream("s", rows=1) as stream:
-        next(stream)
-        raise RuntimeError
-    for _ in there.stream("s", rows=1):
-        break
-    assert sorted(here.claim("s", rows=2, timeout=20).keys) == ["a", "b"]
+    with there.stream("s", rows=2) as stream:
+        kept = leave(there, stream)
+    again = here.claim("s", rows=2, timeout=20)
+    assert sorted(again.keys) == ["a", "b"]
+    again.release()
+    if leave is not _hold:  # nobody knows that such a loop is over, but the end of a `with`
+        kept = leave(there, there.stream("s", rows=2))
+        assert sorted(here.claim("s", rows=2, timeout=20).keys) == ["a", "b"]
+    del kept
+
+
+def test_a_stream_of_so_many_batches_acks_its_last(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    fill(here, 3)
+    assert sum(len(batch) for batch in there.stream("s", rows=1, batches=2)) == 2
+    assert len(here.rows()) == 1
 
 
 def test_a_release_may_tag_the_rows(hosts: Hosts) -> None:

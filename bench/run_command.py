@@ -34,7 +34,7 @@ def register(commands: Any) -> None:
         type=Path,
         nargs="+",
         default=[],
-        help="Parquet of `trace`, or PolyTrace's own: the lengths and times of this task",
+        help="Parquet of `trace`, or PolyTrace's own: files or the folder of a run of this task",
     )
     run.add_argument("--planes", type=names(PLANES), default=tuple(PLANES), help=",".join(PLANES))
     run.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts that share no memory; 2")

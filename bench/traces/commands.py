@@ -30,8 +30,10 @@ def register(commands: Any) -> None:
     make.add_argument("-o", "--output", type=output, required=True, metavar="FILE")
     make.set_defaults(perform=_trace)
     look = commands.add_parser("trace-info", help="show what is in a trace file")
-    look.add_argument("file", type=Path, nargs="+", help="Parquet, or PolyTrace's own")
-    look.add_argument("--task", choices=tuple(TASKS), default=None, help="of a PolyTrace file")
+    look.add_argument(
+        "file", type=Path, nargs="+", help="Parquet, or PolyTrace's own: files or a folder"
+    )
+    look.add_argument("--task", choices=tuple(TASKS), default=None, help="of PolyTrace files")
     look.set_defaults(perform=_info)
 
 

@@ -1,6 +1,7 @@
 """PolyTrace's own files: lengths and times as recorded. What they do not say the profile adds.
 
-Four forms, told apart by their first record:
+`read` takes one file, `read_folder` a recorded run: a file for each step, and which prompts of a
+step dynamic sampling kept. Four forms, told apart by their first record:
 - one JSON object, step → {"input": [...], "output": [...]}, one number a response; for multi-turn
   tasks step → a list of such objects, one a session, one number a turn;
 - JSON lines, one a prompt: `input`, and `output` with one number a response;
@@ -31,10 +32,12 @@ T = TypeVar("T")
 
 
 class Recorded(msgspec.Struct):
-    """Steps in order, the groups of each; and seconds of reward for one row, by step."""
+    """By step: its groups, seconds of reward for one row, and places of the groups that were
+    trained on, where that was recorded."""
 
     steps: dict[int, list[Group]]
     reward_seconds: dict[int, float]
+    trained: dict[int, frozenset[int]] = {}
 
 
 class _Lengths(msgspec.Struct):
@@ -48,6 +51,8 @@ class _PromptLine(msgspec.Struct):
     output: Annotated[list[Count], msgspec.Meta(min_length=1)]
     n_sampling: Count | None = None
     tp_rank: Count = 0
+    dp_rank: Count = 0
+    local_index: Count = 0
     validate: bool = False
 
 
@@ -70,30 +75,123 @@ class _TrajectoryLine(msgspec.Struct):
     sample_id: str | int
     tool_calls: list[_ToolCall] = []
     final_response_len: Count | None = None
-    step: Count = 0
+    step: Count | None = None
+    validate: bool = False
 
 
 class _RewardLine(msgspec.Struct):
     step: Count
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     reward_time_s: Seconds
+    validate: bool = False
 
 
-def read(path: Path, samples: int) -> Recorded:
-    """Read one file. `samples`: rows of a group, where the form does not say which belong together.
+class _FilterLine(msgspec.Struct):
+    workload_step: Count
+    prompt_count: Count
+    used_prompt_indices: list[Count]
+
+
+FILTER = "dapo_filter_indices.jsonl"
+_REWARDS = "reward_timings"
+_FILE = re.compile(rf"(packed_lengths|multiturn_workload|{_REWARDS})_step_(\d{{1,9}})\.jsonl")
+_NAMES = f"packed_lengths_step_N.jsonl, multiturn_workload_step_N.jsonl, {_REWARDS}_step_N.jsonl"
+
+
+def read_folder(folder: Path, samples: int) -> Recorded:
+    """Read a recorded run: the steps of a folder, one after the other without a gap.
+
+    Raises TraceError where a step is missing or there twice, and for any file that is none of
+    theirs; hidden ones are passed over.
+    """
+    lengths, rewards = _steps_of(folder)
+    found = Recorded({}, {})
+    for step, path in (lengths or rewards).items():
+        told = read(path, samples, step)
+        if others := (told.steps or told.reward_seconds).keys() - {step}:
+            raise TraceError(path, f"it tells of step {min(others)}")
+        if bool(told.steps) != bool(lengths):
+            what = "lengths" if lengths else "reward times"
+            raise TraceError(path, f"it tells of no {what} of a group that is trained on")
+        found.steps |= told.steps
+        found.reward_seconds |= told.reward_seconds
+        if lengths and rewards:
+            found.reward_seconds |= _reward_seconds_of(step, rewards[step])
+    if (folder / FILTER).exists():
+        found.trained = _trained(folder / FILTER, found.steps)
+    return found
+
+
+def _steps_of(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Files with lengths and files with reward times, by step."""
+    lengths: dict[int, Path] = {}
+    rewards: dict[int, Path] = {}
+    try:
+        entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as exc:
+        raise TraceError(folder, f"it cannot be read: {exc.strerror}") from exc
+    for path in entries:
+        if path.name == FILTER:
+            continue
+        named = _FILE.fullmatch(path.name)
+        if not named or not path.is_file():
+            raise TraceError(path, f"it is none of a recorded run's files: {_NAMES}, {FILTER}")
+        kind, step = (rewards if named[1] == _REWARDS else lengths), int(named[2])
+        if step in kind:
+            raise TraceError(path, f"step {step} is there twice: {kind[step].name} has it too")
+        kind[step] = path
+    told = lengths or rewards
+    if not told:
+        raise TraceError(folder, f"no step is in it; a recorded run has files {_NAMES}")
+    for step in range(min(told), max(told) + 1):
+        if step not in told:
+            raise TraceError(folder, f"step {step} of {min(told)} to {max(told)} is missing")
+    if rewards and (unlike := rewards.keys() ^ told.keys()):
+        lacks = "reward times" if min(unlike) in told else "lengths"
+        raise TraceError(folder, f"step {min(unlike)} has no {lacks}, and others have")
+    return dict(sorted(lengths.items())), dict(sorted(rewards.items()))
+
+
+def _reward_seconds_of(step: int, path: Path) -> dict[int, float]:
+    told = read(path, 1, step)
+    if told.reward_seconds.keys() != {step}:
+        raise TraceError(path, f"it does not tell of rewards of step {step}, and of no other")
+    return told.reward_seconds
+
+
+def _trained(path: Path, steps: dict[int, list[Group]]) -> dict[int, frozenset[int]]:
+    """What dynamic sampling kept and trained on, of each step that is there."""
+    found: dict[int, frozenset[int]] = {}
+    for number, record in _records(path, _lines(_text(path)), _FilterLine):
+        step, count, used = record.workload_step, record.prompt_count, record.used_prompt_indices
+        if step in found:
+            raise TraceError(path, f"step {step} is there twice", number)
+        if step in steps and len(steps[step]) != count:
+            why = f"it tells of {count} prompts in step {step}, which has {len(steps[step])}"
+            raise TraceError(path, why, number)
+        if used and max(used) >= count:
+            raise TraceError(path, f"prompt {max(used)} of {count} is trained on", number)
+        found[step] = frozenset(used)
+    if untold := steps.keys() - found.keys():
+        raise TraceError(path, f"it does not tell of step {min(untold)}")
+    return {step: found[step] for step in steps}
+
+
+def read(path: Path, samples: int, step: int = 0) -> Recorded:
+    """Read one file. `samples`: rows of a group, where the form does not say which belong together;
+    `step`: of trajectories that do not say theirs.
 
     Raises TraceError for the first line that is not of the file's form.
     """
     text = _text(path)
-    # Not splitlines: a string in JSON may hold what that takes for a line's end.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = _lines(text)
     if not lines:
         raise TraceError(path, "it is empty")
     first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
     if first is None or all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
     if "turns" in first:
-        return _trajectories(path, lines)
+        return _trajectories(path, lines, step)
     if "reward_time_s" in first:
         return _rewards(path, lines)
     if "output" in first:
@@ -111,6 +209,12 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as exc:
         line = told.count(b"\n", 0, exc.start) + 1
         raise TraceError(path, f"it is no text (UTF-8): {exc.reason}", line) from exc
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """With their numbers, and without empty ones. Not splitlines: a string in JSON may hold what
+    that takes for a line's end."""
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _is_whole(line: str) -> bool:
@@ -214,22 +318,31 @@ def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
 
 
 def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
-    """Lines of validation, and those that further tensor-parallel ranks repeat, do not count."""
-    found: dict[int, list[Group]] = {}
+    """Lines of validation, and those that further tensor-parallel ranks repeat, do not count.
+
+    Ranks append to one file as they end; a prompt's place in its step is by rank and local index.
+    """
+    found: dict[int, list[tuple[tuple[int, int], Group]]] = {}
     for number, record in _records(path, lines, _PromptLine):
         told = record.n_sampling
         if told not in (None, len(record.output)):
             raise TraceError(path, f"{len(record.output)} outputs with n_sampling {told}", number)
         if not record.validate and record.tp_rank == 0:
             group = (record.input, [[written(tokens)] for tokens in record.output])
-            found.setdefault(record.step, []).append(group)
-    return Recorded(found, {})
+            place = record.dp_rank, record.local_index
+            found.setdefault(record.step, []).append((place, group))
+    for groups in found.values():
+        groups.sort(key=lambda placed: placed[0])
+    return Recorded({step: [group for _, group in told] for step, told in found.items()}, {})
 
 
-def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+def _trajectories(path: Path, lines: Sequence[tuple[int, str]], step: int) -> Recorded:
     found: dict[int, dict[str | int, dict[str | int, tuple[int, list[Turn]]]]] = {}
     for number, record in _records(path, lines, _TrajectoryLine):
-        group = found.setdefault(record.step, {}).setdefault(record.prompt_group_id, {})
+        if record.validate:
+            continue
+        of = step if record.step is None else record.step
+        group = found.setdefault(of, {}).setdefault(record.prompt_group_id, {})
         if record.sample_id in group:
             why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} is there twice"
             raise TraceError(path, why, number)
@@ -264,6 +377,8 @@ def _rewards(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
     rows: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for _, record in _records(path, lines, _RewardLine):
+        if record.validate:
+            continue
         rows[record.step] = rows.get(record.step, 0) + record.batch_size
         seconds[record.step] = seconds.get(record.step, 0.0) + record.reward_time_s
     return Recorded({}, {step: total / rows[step] for step, total in seconds.items()})

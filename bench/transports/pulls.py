@@ -74,7 +74,7 @@ class Pulls:
         owner, reader = self._owner.stats(), self._reader.stats()
         return Counted(
             reader["bulk"]["bytes_in_over"],
-            _requests(owner) + _requests(reader),
+            (_messages(owner) + _messages(reader)) // 2,
             owner["bulk"]["pins_served"],
         )
 
@@ -107,9 +107,10 @@ def _values(block: np.ndarray, shape: Shape) -> Any:
     return [block[start : start + shape.value_bytes] for start in starts]
 
 
-def _requests(stats: dict[str, Any]) -> int:
-    """That a peer asked of others; not those that gather these very figures."""
-    return sum(count for kind, count in stats["asked"].items() if kind != "Stats")
+def _messages(stats: dict[str, Any]) -> int:
+    """That a peer sent to others, but for those that gather these very figures."""
+    between = stats["messages"]["between"]
+    return sum(n for kind, n in between.items() if kind not in ("Stats", "StatsDone"))
 
 
 def _outside_arenas(values: Iterable[np.ndarray]) -> int:

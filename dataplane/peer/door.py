@@ -391,6 +391,7 @@ class Connection(asyncio.Protocol):
     def _send(self, rid: int, body: Body) -> None:
         if self._transport is None:
             return
+        self._door.host.sent_local[type(body).__name__] += 1
         try:
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
         except ProtocolError as exc:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -113,6 +114,10 @@ class Host:
     """by session, operations that another peer did not answer: it must not forget them yet"""
     lost_rows: int = 0
     """rows of the plane that were lost, as far as this peer heard, also of dropped partitions"""
+    sent_between: Counter[str] = field(default_factory=Counter)
+    """messages to other peers so far, requests and answers, by kind"""
+    sent_local: Counter[str] = field(default_factory=Counter)
+    """messages to clients of this host so far, by kind"""
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)

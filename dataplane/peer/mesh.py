@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -51,8 +50,6 @@ class Mesh:
         self.others = Acquaintances(host, bulk)
         self._context = sockets.Context()
         self._links: dict[str, Link] = {}
-        self.asked: Counter[str] = Counter()
-        """requests to other peers so far, by kind"""
         self._rids = itertools.count(1)
         self._deadlines = Deadlines()
         self._tasks = Tasks()
@@ -376,7 +373,7 @@ class Mesh:
         self, body: Body, who: Caller, timeout_s: float, epoch: tuple[int, int] | None
     ) -> tuple[int, bytes]:
         rid = next(self._rids)
-        self.asked[type(body).__name__] += 1
+        self.host.sent_between[type(body).__name__] += 1
         request = PeerRequest(
             rid,
             self.host.address,

@@ -133,6 +133,7 @@ class PeerDoor:
 
     def _answer(self, identity: bytes, request: PeerRequest, reply: Body) -> None:
         assert self._router is not None
+        self.host.sent_between[type(reply).__name__] += 1
         answer = PeerReply(request.rid, self.host.incarnation, reply)  # type: ignore[arg-type]
         with contextlib.suppress(zmq.ZMQError, SocketClosed):
             self._router.send_now([identity, peering.encode(answer)])

@@ -93,7 +93,7 @@ class Reporting:
             "clients": len(self.door.sessions),
             "connections": len(self.door.connections),
             "encrypted": self.mesh.gate.encrypted,
-            "asked": dict(self.mesh.asked),
+            "messages": {"between": dict(host.sent_between), "local": dict(host.sent_local)},
             "refused": self.door.refusals.total + self.mesh.refused,
             "directory_names": len(host.directory),
             "leases": len(self.claims.leases),

@@ -2,11 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports system-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
 
-bench: $(VENV)/.bench-installed
+bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench run --trace video,math --planes dataplane,controller --hosts 2 --prompts 8 --seed 0 --json bench/out/report.json
 
 bench-memory: $(VENV)/.bench-installed
@@ -14,10 +13,16 @@ bench-memory: $(VENV)/.bench-installed
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 	$(BIN)/python -m bench report bench/out/limited.json bench/out/memory.json -o bench/out/memory.html
 
-# Of Debian: a browser, in which a test opens the bench's report; etcd, which keeps rosters; `ip` of
-# iproute2, which makes the test bed's network.
+# Of Debian, where they are missing and this user may: `ip` and `tc`, which make hosts with links of
+# their own; a browser, in which tests open the bench's report; etcd, which keeps rosters.
+PACKAGES := deploy/system_packages.sh
+links-packages:
+	@$(PACKAGES) iproute2
+test-packages:
+	@$(PACKAGES) iproute2 etcd-server chromium
+# The same where sudo asks for a password.
 system-packages:
-	$(SUDO) apt-get -o Acquire::Retries=3 update --quiet && $(SUDO) apt-get -o Acquire::Retries=3 install --quiet --yes --no-install-recommends chromium etcd-server iproute2
+	@$(PACKAGES) --ask iproute2 etcd-server chromium
 
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
@@ -28,16 +33,16 @@ bench-compare: $(VENV)/.compare-installed
 # Most tests wait for processes, so several run at a time, file by file.
 # Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it.
 TEST_WORKERS ?= 2
-test: $(VENV)/.test-installed
+test: test-packages $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 1
 
-coverage: $(VENV)/.test-installed
+coverage: test-packages $(VENV)/.test-installed
 	$(BIN)/coverage run -m pytest --reruns 1
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
 
 # Hosts as network namespaces of this machine; HOSTS, RATE=10gbit (by tc) as you like.
 HOSTS ?= 3
-testbed: $(VENV)/.test-installed
+testbed: links-packages $(VENV)/.test-installed
 	$(BIN)/python -m deploy.testbed --hosts $(HOSTS) $(if $(RATE),--rate $(RATE)) --trace math,image --json bench/out/testbed.json
 
 SEEDS ?= 2000
@@ -55,7 +60,7 @@ soak: $(VENV)/.bench-installed
 	$(BIN)/python -m bench soak --minutes $(SOAK_MINUTES) --json bench/out/soak.json
 
 # The whole grid of damages and moments on real processes; some cells need CAP_NET_ADMIN.
-chaos: $(VENV)/.test-installed
+chaos: test-packages $(VENV)/.test-installed
 	CHAOS=1 $(BIN)/python -m pytest -q tests/chaos tests/end_to_end/test_chaos_calls.py
 
 # Coverage-guided, FUZZ_SECONDS for each decoder; what was worth something is kept in .fuzz.

@@ -21,8 +21,24 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_PROGRAMS = {
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "etcd": ("etcd",),
+    "ip": ("ip",),
+}
+
 _LAUNCHERS = ("DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_")
 _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A machine without a program of Debian's skips what needs it, and says what brings it."""
+    for item in items:
+        for marker in item.iter_markers("needs"):
+            (program,) = marker.args
+            if not any(map(shutil.which, _PROGRAMS[program])):
+                why = f"{program} is not on this machine: `make system-packages` installs it"
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)

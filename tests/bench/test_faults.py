@@ -17,7 +17,7 @@ SHORT = ["--seconds", "3", "--frames", "100"]
     [
         "killed_two_replicas",
         "killed_one_replica",
-        "killed_authority",
+        pytest.param("killed_authority", marks=pytest.mark.needs("etcd")),
         "frozen",
         "failing_calls",
         "slow_consumer",

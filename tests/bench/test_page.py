@@ -123,6 +123,7 @@ def look(page: Path, width: int = 900) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.needs("chromium")
 def test_a_browser_shows_every_plot_with_nothing_cut_off_and_nothing_fetched(
     tmp_path: Path,
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_browser_shows_every_plot_with_nothing_cut_off_and_nothing_fetched(
     assert on_a_phone["smallest"] >= 9  # pixels that a letter is high
 
 
+@pytest.mark.needs("chromium")
 def test_a_simulation_shows_its_cases_and_the_model_with_bands(tmp_path: Path) -> None:
     simulated = {
         "plane": "dataplane", "dedup": True, "trace": "image", "predicted_step_s": 1.1,
@@ -247,6 +249,7 @@ def test_a_report_without_a_single_finished_run_is_still_a_page(tmp_path: Path) 
     assert "not run" in told and "no memory limit can be set here" in told
 
 
+@pytest.mark.needs("chromium")
 def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     options = ["--trace", "math", "--planes", "controller", "--prompts", "2", "--json", str(path)]
@@ -258,6 +261,7 @@ def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(tmp_pat
     assert look(again)["outside"] == []
 
 
+@pytest.mark.needs("chromium")
 def test_a_picture_is_as_high_as_its_page(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
     page, picture = tmp_path / "page.html", tmp_path / "docs" / "memory.png"

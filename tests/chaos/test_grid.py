@@ -89,6 +89,7 @@ def prepare(moment: str, hosts: Hosts, part: Partition, folder: Path) -> Callabl
             return lambda: hosts.planes["b"].checkpoint(folder / "c", timeout=CALL_S)
 
 
+@pytest.mark.needs("ip")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("damage", "moment"), CELLS, ids=lambda text: text.replace(" ", "-"))
 def test_every_call_ends_and_every_row_is_there(

@@ -31,6 +31,7 @@ def on_hosts(part: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.needs("ip")
 @pytest.mark.timeout(280)
 def test_the_main_job_runs_over_true_network_crossings() -> None:
     (flow,) = on_hosts("flow", "--hosts", "3", "--prompts", "3")["runs"]
@@ -39,6 +40,7 @@ def test_the_main_job_runs_over_true_network_crossings() -> None:
     assert 0 < sum(flow["pulled_bytes"]) < sum(flow["received_bytes"])
 
 
+@pytest.mark.needs("ip")
 @pytest.mark.timeout(280)
 def test_a_host_whose_cable_is_pulled_loses_nothing_and_returns_empty() -> None:
     found = on_hosts("cut")
@@ -47,6 +49,7 @@ def test_a_host_whose_cable_is_pulled_loses_nothing_and_returns_empty() -> None:
     assert found["works_again"]
 
 
+@pytest.mark.needs("ip")
 @pytest.mark.timeout(280)
 def test_workers_of_torchrun_on_two_hosts_become_one_plane() -> None:
     assert on_hosts("torchrun")["seconds"] > 0

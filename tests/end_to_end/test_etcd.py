@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from tests.end_to_end.conftest import PLANE, free_addresses, until
 from tests.end_to_end.test_attacks_peers import Addressed, in_sync
 from tests.end_to_end.test_succession import check, put, rows
 
+pytestmark = pytest.mark.needs("etcd")
+
 GO_ON_S = 15.0
 """Generous: five seconds are what it takes on a machine that is not busy with other tests."""
 
@@ -27,12 +28,10 @@ class Etcd:
     """A server of its own, which can be stopped and started with what it kept."""
 
     def __init__(self, folder: Path) -> None:
-        program = shutil.which("etcd")
-        assert program, "there is no etcd: make system-packages"
         client, peer = (a.replace("tcp://", "http://") for a in free_addresses(2))
         self.server = client.removeprefix("http://")
         self._log = folder / "etcd.log"
-        self._command = [program, "--name", "e", "--data-dir", str(folder / "etcd")]
+        self._command = ["etcd", "--name", "e", "--data-dir", str(folder / "etcd")]
         self._command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         self._command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         self._command += ["--initial-cluster", f"e={peer}"]

@@ -185,6 +185,10 @@ def _enter_rows(
     numbers = state.fields.intern(op.specs, op.owners)
     for one in columns:
         state.fields.write(slots, one, numbers, keep=False)
+        # A checkpoint does not say whose value it is: whoever adds it again finds his own.
+        for stage in state.stages.values():
+            here = slots if one.here is None else slots[one.here]
+            stage.add(here, state.fields.mask([one.field]))
     for name, values in op.tags.items():
         raw = op.progress.tagged.get(name)
         if raw is None:

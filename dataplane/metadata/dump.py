@@ -18,6 +18,7 @@ from dataplane.metadata.store import Store
 from dataplane.metadata.tables import names_of, table
 from dataplane.metadata.units import ACKED, LEASED, SPLIT
 from dataplane.wire.journal import (
+    Added,
     Buried,
     Held,
     Op,
@@ -51,6 +52,7 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     yield from _groups(state, rows_per_op)
     yield from _rows(store, rows_per_op)
     yield from _standings(state, rows_per_op)
+    yield from _added(state, rows_per_op)
     for lease in state.leases:
         yield _held(state, lease)
     for keys in _parts(state.tombstones.keys(), rows_per_op):
@@ -122,6 +124,14 @@ def _standings(state: State, many: int) -> Iterator[Op]:
         for word, number in _GROUP_STATES:
             for ids in _parts((stage.groups.state == number).nonzero()[0], many):
                 yield Standing(name, "groups", word, groups[ids].tobytes())  # type: ignore[arg-type]
+
+
+def _added(state: State, many: int) -> Iterator[Op]:
+    for name, stage in state.stages.items():
+        for mask in np.unique(stage.wrote[stage.wrote != 0]).tolist():
+            fields = [field for field, bit in state.fields.names.items() if mask >> bit & 1]
+            for ids in _parts((stage.wrote == mask).nonzero()[0], many):
+                yield Added(name, fields, state.index.keys[ids].tobytes())
 
 
 def _held(state: State, lease: Lease) -> Held:

@@ -15,7 +15,7 @@ from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.columns import Array
 from dataplane.metadata.incoming import ColumnIn, columns_in
 from dataplane.metadata.leases import Lease
-from dataplane.metadata.puts import add_fields
+from dataplane.metadata.puts import add_fields, check_added
 from dataplane.metadata.state import State
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Column, Owner, Scalar, Spec
@@ -73,6 +73,7 @@ def finish(
     there = state.incarnation[lease.slots[positions]] == lease.incarnations[positions]
     gone = len(positions) - int(np.count_nonzero(there))
     slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
+    check_added(state, lease.stage, slots, added, there)
     if gone:
         added = [_discard_gone(state, one, there, specs, owners) for one in added]
         tags = {name: _only(values, there) for name, values in tags.items()}
@@ -82,7 +83,7 @@ def finish(
             state.tags.set(slots, tags)
             state.retag(slots)
         if added:
-            kept = add_fields(state, slots, added, specs, owners)
+            kept = add_fields(state, lease.stage, slots, added, specs, owners)
     freed = _end(state, lease, outcome, positions, slots)
     return FinishOutcome(kept, len(slots), gone, freed)
 

@@ -25,6 +25,7 @@ from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
 from dataplane.metadata.interning import Numbers
 from dataplane.metadata.names import format_minted
+from dataplane.metadata.stages import Stage
 from dataplane.metadata.state import State
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
 
@@ -112,21 +113,56 @@ def apply_put(
 
 def add_fields(
     state: State,
+    stage: Stage,
     slots: Array,
     columns: Sequence[ColumnIn],
     specs: Sequence[Spec],
     owners: Sequence[Owner],
 ) -> dict[str, int]:
-    """Write checked columns of leased rows; values that are there stay, and are counted."""
+    """Write columns that `check_added` let through; values that are there stay, and are counted."""
     kept = _write(state, slots, columns, state.fields.intern(specs, owners), keep=True)
+    stage.add(slots, state.fields.mask([one.field for one in columns if one.here is None]))
+    for one in columns:
+        if one.here is not None:
+            stage.add(slots[one.here], state.fields.mask([one.field]))
     state.written(slots, state.groups_of(slots))
     return kept
+
+
+def check_added(
+    state: State, stage: Stage, slots: Array, columns: Sequence[ColumnIn], there: Array
+) -> None:
+    """FieldExists where another writer has set a field of these rows. What the stage itself added,
+    before its rows came to it again, stays. there: which positions of the columns they are."""
+    mask = state.fields.mask([one.field for one in columns])
+    if not (state.fields.present[slots] & np.uint64(mask)).any():
+        return
+    for one in columns:
+        taken = state.fields.have(one.field, slots)
+        if one.here is not None:
+            taken &= one.here[there]
+        if taken.any():
+            taken &= ~stage.added(slots, state.fields.mask([one.field]))
+        if taken.any():
+            keys = names_at(state, slots[taken])
+            raise FieldExists(
+                f"{counted(int(taken.sum()), 'row has', 'rows have')} a field {one.field!r} "
+                f"already, such as {keys[0]!r}, which another writer than stage {stage.name!r} has "
+                "set; nothing of this call was stored: add it under another name",
+                field=one.field,
+                keys=keys,
+            )
 
 
 def _write(
     state: State, slots: Array, columns: Sequence[ColumnIn], numbers: Numbers, keep: bool
 ) -> dict[str, int]:
     """Write columns of rows; per field how many values stayed, where some did."""
+    if not keep:
+        for one in columns:
+            over = slots if one.here is None else slots[one.here]
+            for stage in state.stages.values():
+                stage.overwritten(over, state.fields.mask([one.field]))
     stayed = {one.field: state.fields.write(slots, one, numbers, keep) for one in columns}
     return {field: count for field, count in stayed.items() if count}
 
@@ -137,6 +173,11 @@ def shown(names: Sequence[Name] | None, keys: Array, positions: Array) -> list[N
     if names is not None:
         return [names[i] for i in few]
     return [format_minted(keys[i].tobytes()) for i in few]
+
+
+def names_at(state: State, slots: Array) -> list[Name]:
+    """The first few names of rows that are here, for a message and its details."""
+    return [state.name(slot) for slot in slots[:SHOWN_NAMES].tolist()]
 
 
 def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:

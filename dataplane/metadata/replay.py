@@ -24,6 +24,7 @@ from dataplane.metadata.store import Store
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
+    Added,
     Buried,
     Discarded,
     Expected,
@@ -206,6 +207,13 @@ def _standing(store: Store, op: Standing, now: float) -> None:
         raise ProtocolError(f"rows do not stand as {op.state!r} without a lease")
 
 
+def _added(store: Store, op: Added, now: float) -> None:
+    state = store.state
+    state.fields.check_room(op.fields)
+    slots = _known(state.index, op.keys, "row")
+    state.stage(op.stage).add(slots, state.fields.mask(op.fields))
+
+
 def _held(store: Store, op: Held, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
@@ -315,6 +323,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Restore: _restored,
     Sized: _sized,
     Standing: _standing,
+    Added: _added,
     Held: _held,
     Buried: _buried,
     Summary: _summary,

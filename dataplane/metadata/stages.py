@@ -42,15 +42,21 @@ class Stage:
         self.groups = Units(groups.capacity, self._test_groups)
         self.lost = 0
         """rows that went with a peer before this stage was done with them"""
+        self.wrote: Array = np.zeros(0, np.uint64)
+        """per row a bit for each field that this stage added to it, as in `Fields.present`; empty
+        until it adds one"""
         self._ready: Array = np.zeros(groups.capacity, np.int32)
         self._acked: Array = np.zeros(groups.capacity, np.int32)
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.groups.nbytes + self._ready.nbytes + self._acked.nbytes
+        columns = (self._ready, self._acked, self.wrote)
+        return self.rows.nbytes + self.groups.nbytes + sum(c.nbytes for c in columns)
 
     def reserve_rows(self, capacity: int) -> None:
         self.rows.reserve(capacity)
+        if len(self.wrote):
+            grow(self.wrote, capacity)
 
     def reserve_groups(self, capacity: int) -> None:
         self.groups.reserve(capacity)
@@ -129,6 +135,24 @@ class Stage:
         result: Array = self.rows.state[slots] == ACKED
         return result
 
+    def add(self, slots: Array, mask: int) -> None:
+        """The stage writes these fields of rows, where they have none yet."""
+        if not len(self.wrote):
+            self.wrote = np.zeros(len(self._group_of), np.uint64)
+        self.wrote[slots] |= np.uint64(mask)
+
+    def added(self, slots: Array, mask: int) -> Array:
+        """Per row: is the value of this field, if there is one, this stage's."""
+        if not len(self.wrote):
+            return np.zeros(len(slots), np.bool_)
+        mine: Array = (self.wrote[slots] & np.uint64(mask)) != 0
+        return mine
+
+    def overwritten(self, slots: Array, mask: int) -> None:
+        """Another writer replaces the values of these rows."""
+        if len(self.wrote):
+            self.wrote[slots] &= ~np.uint64(mask)
+
     def lose(self, slots: Array) -> None:
         """Rows are about to go with a peer."""
         self.lost += len(slots) - int(np.count_nonzero(self.acked(slots)))
@@ -141,6 +165,8 @@ class Stage:
             if np.count_nonzero(among):
                 self._bump(column, slots[among], -1)
         self.rows.forget(slots)
+        if len(self.wrote):
+            self.wrote[slots] = 0
 
     def forget_groups(self, groups: Array) -> None:
         self.groups.forget(groups)

@@ -114,6 +114,14 @@ class Standing(Body, tag=211):
     keys: bytes
 
 
+class Added(Body, tag=215):
+    """Fields of rows that are a stage's own values: it added them, and no other writer did."""
+
+    stage: str
+    fields: list[str]
+    keys: bytes
+
+
 class Held(Body, tag=212):
     """A lease, which starts anew. left: a byte a position: 0 finished, 1 in hand, 2 gone.
 
@@ -162,6 +170,7 @@ Op = (
     | Restore
     | Sized
     | Standing
+    | Added
     | Held
     | Buried
     | Summary

@@ -241,6 +241,26 @@ def test_a_stream_of_so_many_batches_acks_its_last(hosts: Hosts) -> None:
     assert len(here.rows()) == 1
 
 
+def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"], "t": ["x"]}, free="drop")
+    fill(here, 2, key=["a", "b"])
+    here.put({"y": [7]}, key=["a"])
+    batch = there.claim("s", rows=2, timeout=20)
+    batch.add(y=[1, 2])
+    with pytest.raises(dataplane.FieldExists, match=r"'y' already.*another writer than stage 's'"):
+        batch.ack()
+    batch.release()
+    assert list(here.get(keys=["a"])["y"]) == [7]
+    with there.claim("t", rows=2, timeout=20) as batch:
+        batch.add(z=[1, 2])
+    with pytest.raises(dataplane.FieldExists), here.claim("s", rows=2, timeout=20) as batch:
+        batch.add(z=[3, 4])
+    here.reset("t")
+    with there.claim("t", rows=2, timeout=20) as batch:
+        batch.add(z=[5, 6])  # delivered again: what is there wins
+    assert sorted(here.rows().keys) == ["a", "b"] and sorted(here.get()["z"]) == [1, 2]
+
+
 def test_a_release_may_tag_the_rows(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"]})
     fill(here, 2, key=["a", "b"], tags={"tries": 0})

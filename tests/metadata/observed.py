@@ -108,6 +108,14 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
         "groups": {
             groups[i].tobytes(): (int(stage.groups.state[i]),) for i in state.groups.live().tolist()
         },
+        "added": {
+            rows[i].tobytes(): tuple(
+                field
+                for field, bit in state.fields.names.items()
+                if len(stage.wrote) and int(stage.wrote[i]) >> bit & 1
+            )
+            for i in state.live().tolist()
+        },
         "ready_rows": _keys(rows, stage.rows.ready_ids()),
         "ready_groups": _keys(groups, stage.groups.ready_ids()),
     }

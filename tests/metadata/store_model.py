@@ -45,6 +45,7 @@ def group_key(number: int) -> bytes:
 class Row:
     group: int | None
     values: dict[str, list[int]] = field(default_factory=dict)
+    writer: dict[str, str | None] = field(default_factory=dict)
     tags: dict[str, Any] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
     stamp: dict[str, int] = field(default_factory=dict)
@@ -213,7 +214,11 @@ class Model:
         return errors
 
     def write(
-        self, rows: list[Row], columns: dict[str, list[list[int]]], mode: str
+        self,
+        rows: list[Row],
+        columns: dict[str, list[list[int]]],
+        mode: str,
+        stage: str | None = None,
     ) -> dict[str, int]:
         kept: Counter[str] = Counter()
         for name, column in columns.items():
@@ -225,6 +230,7 @@ class Model:
                     continue
                 self.references -= set(row.values.get(name, ()))
                 row.values[name] = ranges
+                row.writer[name] = stage
                 self.references |= set(ranges)
         return dict(kept)
 

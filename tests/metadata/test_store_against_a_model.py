@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dataplane.errors import (
     DataplaneError,
+    FieldExists,
     GroupClosed,
     InvalidRows,
     LeaseExpired,
@@ -232,6 +233,17 @@ class StoreMachine(Model, RuleBasedStateMachine):
             with pytest.raises(LeaseExpired):
                 self.store.finish(number, *args)
             return
+        if any(
+            row.writer.get(name, lease.stage) != lease.stage
+            for name in made
+            for i in positions
+            if self.is_live(row := lease.rows[i])
+        ):
+            before = self.store.stats()
+            with pytest.raises(FieldExists):
+                self.store.finish(number, *args)
+            assert self.store.stats() == before
+            return
         done = self.store.finish(number, *args)
         there = [i for i in positions if self.is_live(lease.rows[i])]
         assert (done.rows, done.gone) == (len(there), len(positions) - len(there))
@@ -239,7 +251,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         columns_there = {
             name: [ranges[positions.index(i)] for i in there] for name, (_, ranges) in made.items()
         }
-        assert done.kept == self.write(rows, columns_there, "keep")
+        assert done.kept == self.write(rows, columns_there, "keep", lease.stage)
         for row in rows:
             row.tags |= {} if version is None else {"v": version}
         self.settle(next(self.clock))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import (
+    FieldExists,
     FieldUnknown,
     PartitionSealed,
     RowsDropped,
@@ -92,16 +93,34 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     assert s.counts("reward").ready_groups == 1
 
 
-def test_values_that_were_added_before_stay_and_are_counted() -> None:
-    s = store()
-    put(s, [1, 2])
-    put(s, [1], fields=("reward",))
-    done = finish(
-        s, take(s, "reward", Want("rows", 2, 2)), columns=[Column("reward", values(2, 4, first=9))]
-    )
+def test_values_that_a_stage_added_before_stay_and_are_counted() -> None:
+    s = store(free="drop")
+    put(s, [1])
+    finish(s, take(s, "reward", Want("rows", 1, 1)), columns=[Column("reward", values(1, 4))])
+    put(s, [2])
+    s.reset("reward")
+    added = [Column("reward", values(2, 4, first=9))]
+    done = finish(s, take(s, "reward", Want("rows", 2, 2)), columns=added)
     assert done.kept == {"reward": 1}
     ((_, ranges, _),) = s.freed()
-    assert ranges["range"].tolist() == [9]
+    assert len(ranges) == 1 and int(ranges["range"][0]) in (9, 10)
+
+
+def test_a_value_of_another_writer_is_not_silently_kept() -> None:
+    s = store(free="drop")
+    put(s, [1, 2])
+    put(s, [1], fields=("reward",))
+    lease = take(s, "reward", Want("rows", 2, 2))
+    with pytest.raises(FieldExists, match="another writer than stage 'reward'"):
+        finish(s, lease, columns=[Column("reward", values(2, 4, first=9))])
+    finish(s, lease)  # nothing of it was stored, and the lease goes on
+    finish(s, take(s, "train", Want("rows", 1, 1)))
+    s.reset("reward")
+    again = [Column("reward", values(2, first=30))]
+    s.put(named([1, 2]), again, SPECS, OWNERS, {}, replace=True)
+    lease = take(s, "reward", Want("rows", 2, 2))
+    with pytest.raises(FieldExists):
+        finish(s, lease, columns=[Column("reward", values(2, 4, first=20))])
 
 
 def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from dataplane.memory.admission import Admission
+from dataplane.metadata.copies import Copies
+from dataplane.metadata.references import ids_of
 from dataplane.peer.peer import Peer
+from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Owner
 from tests.simulation.cluster import Cluster
 
@@ -15,7 +21,9 @@ class Watch:
         self.tables: dict[tuple[int, int], tuple[bytes, ...]] = {}
 
     def look(self) -> list[str]:
-        return [w for peer in self.cluster.peers for w in (*self._roster(peer), *_space(peer))]
+        peers = self.cluster.peers
+        one_by_one = [w for peer in peers for w in (*self._roster(peer), *_space(peer))]
+        return one_by_one + dangling(peers)
 
     def _roster(self, peer: Peer) -> list[str]:
         """An epoch has one table, so a shard has one primary in it."""
@@ -46,17 +54,56 @@ def _space(peer: Peer) -> list[str]:
     return wrong
 
 
-def held(peers: list[Peer], owner: Owner) -> dict[int, int]:
-    """References to an arena's ranges that stores anywhere hold, by range."""
-    refs: dict[int, int] = {}
-    for peer in peers:
+def members(peers: list[Peer]) -> dict[Owner, Peer]:
+    """Those that the newest roster has: what others still serve is undone."""
+    newest = max((peer.host.roster for peer in peers), key=lambda r: r.epoch[1], default=None)
+    owners = newest.owners if newest is not None else []
+    return {peer.host.owner: peer for peer in peers if peer.host.owner in owners}
+
+
+def dangling(peers: list[Peer]) -> list[str]:
+    """Every range that a shard names is alive at its host."""
+    alive = members(peers)
+    wrong = []
+    for peer in alive.values():
         for entry in peer.host.entries.values():
-            for named, ranges, counts in entry.store.holdings():
-                if named == owner:
-                    packed = np.ascontiguousarray(ranges).view(np.uint64).tolist()
-                    for one, count in zip(packed, counts.tolist(), strict=True):
-                        refs[one] = refs.get(one, 0) + count
-    return refs
+            for owner, ranges, _ in entry.store.holdings():
+                there = alive.get(owner)
+                if there is not None and not there.host.space.alive(ranges).all():
+                    name = there.host.name
+                    wrong.append(f"{name} freed values that rows at {peer.host.name} still name")
+    return wrong
+
+
+def unnamed(peers: list[Peer]) -> list[str]:
+    """At rest, every living range is named by a shard, or is the second copy of one that is."""
+    alive = members(peers)
+    named: dict[Owner, set[int]] = {owner: set() for owner in alive}
+    for owner, peer in alive.items():
+        for entry in peer.host.entries.values():
+            for of, ranges, _ in entry.store.holdings():
+                named.setdefault(of, set()).update(ids_of(ranges).tolist())
+        for copies in _second_copies(peer):
+            for known in copies._known.values():
+                local = np.array([c.local for c in known.values() if c.held], RANGE)
+                named[owner].update(ids_of(local).tolist())
+    wrong = []
+    for owner, peer in alive.items():
+        living = ids_of(peer.host.space.ranges.by_age(Admission.PULL)).tolist()
+        nobodys = [one for one in living if one not in named[owner]]
+        if nobodys:
+            wrong.append(f"{peer.host.name} keeps {len(nobodys)} ranges that no shard names")
+    return wrong
+
+
+def _second_copies(peer: Peer) -> Iterator[Copies]:
+    for entry in peer.host.entries.values():
+        if entry.copies is not None:
+            yield entry.copies
+    for origin in peer.succession.replicas._origins.values():
+        for copy in origin.copies.values():
+            if copy.values is not None:
+                yield copy.values
 
 
 def left_behind(peer: Peer) -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from dataplane.wire.tables import Definition, Owner
 from tests.simulation.cluster import SMALL_ARENA_BYTES, Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
-from tests.simulation.invariants import Watch, left_behind
+from tests.simulation.invariants import Watch, left_behind, unnamed
 from tests.simulation.ledger import STAGES, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
@@ -222,15 +222,20 @@ class Run:
         """Everybody leaves and the partition is dropped: nothing may be left of it anywhere."""
         for role in self.roles:
             role.client.close()
+        await self._until_none(lambda: unnamed(self.cluster.peers))
         client = Client(self.cluster, self.cluster.places[0], "tidy")
         await client.connect()
         defined = await client.call(m.Define(PARTITION, self.definition), m.Defined)
         await client.call(m.Drop(PARTITION, defined.generation), m.Dropped)
         client.close()
+        await self._until_none(lambda: [w for p in self.cluster.peers for w in left_behind(p)])
+
+    async def _until_none(self, wrong: Callable[[], list[str]]) -> None:
+        """What is not right within a while stays wrong."""
         end = self.loop.now + TIDY_S
-        while wrong := [w for peer in self.cluster.peers for w in left_behind(peer)]:
+        while found := wrong():
             if self.loop.now > end:
-                self.ledger.violations += wrong
+                self.ledger.violations += found
                 return
             await asyncio.sleep(0.5)
 

@@ -60,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--transport", metavar="T", help="auto, required:NAME, off:NAME,NAME or off")
     peer.add_argument("--bulk-tls", action="store_true", help="encrypt values between hosts")
     peer.add_argument("--metrics", metavar="HOST:PORT", help="show them to Prometheus there")
-    peer.add_argument("--client-bytes", metavar="SIZE", help="what one client may hold of it")
     peer.add_argument("--token-file", metavar="F", help="the secret that all peers share")
     peer.add_argument("--plane", help="the plane's name (default: uid and job id)")
     peer.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
@@ -136,7 +135,6 @@ def peer_config(arguments: argparse.Namespace) -> PeerConfig:
         transport=(
             parse_transport(arguments.transport) if arguments.transport else find_transport()
         ),
-        client_bytes=config.find_client_bytes(arguments.client_bytes),
         bulk_tls=arguments.bulk_tls or find_bulk_tls(),
         device_arena=find_device_arena(arguments.device_arena),
     )

@@ -116,17 +116,13 @@ class Plane:
         group_size: int | None = None,
         groups: int | None = None,
         free: str | None = None,
-        place: str = "local",
         replicas: int = 1,
-        host_bytes: int | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
         """As `dataplane.Plane.partition`."""
         handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(
-            stages, group_size, groups, free, place, replicas, host_bytes
-        )
+        definition = core.definition_of(stages, group_size, groups, free, replicas)
         if definition is not None:
             await self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)

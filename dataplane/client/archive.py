@@ -43,11 +43,9 @@ class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     group_size: int | None
     groups: int | None
     free: str
-    place: str
     replicas: int
     sealed: bool
     closed_groups: int
-    host_bytes: int | None = None
 
     @property
     def definition(self) -> Definition:

@@ -23,8 +23,8 @@ from dataplane.wire.records import EXTENT, U8, column
 
 
 def carries(handle: Handle, nbytes: int) -> bool:
-    """Whether so much rides. What may have to wait for a budget of the partition does not."""
-    return 0 < nbytes <= handle.session.carry_bytes and handle.definition.host_bytes is None
+    """Whether so much rides."""
+    return 0 < nbytes <= handle.session.carry_bytes
 
 
 def riding(parcel: Parcel) -> Written:

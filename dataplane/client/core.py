@@ -157,13 +157,10 @@ def definition_of(
     group_size: int | None,
     groups: int | None,
     free: str | None,
-    place: str,
     replicas: int,
-    host_bytes: int | None = None,
 ) -> Definition | None:
     """The definition that the arguments of `partition(…)` spell; None where they only attach."""
-    given = (stages, group_size, groups, free, place, replicas, host_bytes)
-    if given == (None, None, None, None, "local", 1, None):
+    if (stages, group_size, groups, free, replicas) == (None, None, None, None, 1):
         return None
     if group_size is not None:
         group_size = arguments.count(group_size, "group_size")
@@ -172,19 +169,8 @@ def definition_of(
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
         raise InvalidCall(f"free={free!r}: it is 'acked' or 'drop'")
-    if place not in ("local", "spread"):
-        raise InvalidCall(
-            f"place={place!r}: it is 'local', or 'spread' to use other hosts' arenas when this "
-            "one is full"
-        )
     if replicas not in (1, 2):
         raise InvalidCall(f"replicas={replicas!r}: it is 1, or 2 for a second copy on another peer")
-    if replicas == 2 and place == "spread":
-        raise InvalidCall("place='spread' and replicas=2 do not go together: choose one of them")
-    if host_bytes is not None:
-        host_bytes = arguments.count(host_bytes, "host_bytes")
-    if host_bytes is not None and place == "spread":
-        raise InvalidCall("place='spread' and host_bytes= do not go together: choose one of them")
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
     for stage, fields in arguments.mapping(stages or {}, "stages", form).items():
@@ -195,9 +181,7 @@ def definition_of(
         group_size,
         groups,
         free,  # type: ignore[arg-type]
-        place,  # type: ignore[arg-type]
         copies,
-        host_bytes,
     )
 
 

@@ -68,9 +68,7 @@ class Plane:
         group_size: int | None = None,
         groups: int | None = None,
         free: str | None = None,
-        place: str = "local",
         replicas: int = 1,
-        host_bytes: int | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
@@ -79,16 +77,12 @@ class Plane:
         stages: per stage the fields that must be there before it gets a row. group_size: a group
         closes with that many rows. groups: seal by itself once so many groups are closed. free:
         "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
-        "acked" where stages are given. place: "local", on the host that puts; "spread": on
-        others too while that one is full. replicas: 2 keeps a second copy of the bytes on another
-        peer. host_bytes: what its rows may take of one host's arena; a put of new groups beyond it
-        waits as for a full arena (BackPressure), more of groups that are there is let in. With a
-        name alone, the partition is attached to on first use, waiting until somebody declares it.
+        "acked" where stages are given. replicas: 2 keeps a second copy of the bytes on another
+        peer. With a name alone, the partition is attached to on first use, waiting until somebody
+        declares it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(
-            stages, group_size, groups, free, place, replicas, host_bytes
-        )
+        definition = core.definition_of(stages, group_size, groups, free, replicas)
         if definition is not None:
             self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)

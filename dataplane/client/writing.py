@@ -268,8 +268,8 @@ def next_run(
     """
     if len(parcels) == 1:
         return parcels
-    session, budget = handle.session, handle.definition.host_bytes or RUN_BYTES
-    most = min(RUN_BYTES, session.share_bytes[0] // 4, budget)
+    session = handle.session
+    most = min(RUN_BYTES, session.share_bytes[0] // 4)
     return parcels[start : parcels[start].run(session.max_rows, most, cost, MESSAGE_BYTES)]
 
 

@@ -15,7 +15,6 @@
 | DATAPLANE_BULK_TLS | `1`: bytes between hosts go through TLS, see `bulk_tls` | 0 |
 | DATAPLANE_METRICS | `HOST:PORT`: where Prometheus reads the peer's metrics, see `metrics` | off |
 | DATAPLANE_DEVICE_ARENA | GPU memory for rows, of each GPU: `2GiB`, see `device` | none |
-| DATAPLANE_CLIENT_BYTES | what one client may hold of the arena, in views and to write into | all |
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class PeerConfig:
     etcd's servers, (): the first seed keeps the roster. join: this peer is no
     seed, it is let into a plane that runs. spill: where values go that the arena has no room for,
     if anywhere. metrics: where they are shown, if anywhere. transport: what may carry values
-    between hosts. client_bytes: what one client may hold of the arena at once, in views and in room
-    that it writes into; None: all of it. bulk_tls: values move between hosts through TLS or not at
+    between hosts. bulk_tls: values move between hosts through TLS or not at
     all. device_arena: memory of devices for rows, if any.
     """
 
@@ -88,7 +86,6 @@ class PeerConfig:
     spill: Spill | None = None
     metrics: MetricsAddress | None = None
     transport: TransportChoice = AUTO
-    client_bytes: int | None = None
     bulk_tls: bool = False
     device_arena: DeviceMemory | None = None
 
@@ -123,14 +120,6 @@ class PeerConfig:
                 allowed_bytes=allowed,
             )
 
-        if self.client_bytes is not None and self.client_bytes < MIN_CLIENT_BYTES:
-            raise InvalidConfig(
-                f"clients that may hold {self.client_bytes} bytes can do nothing: give at least "
-                f"{MIN_CLIENT_BYTES >> 20}MiB (--client-bytes or DATAPLANE_CLIENT_BYTES)",
-                client_bytes=self.client_bytes,
-                minimum=MIN_CLIENT_BYTES,
-            )
-
     def _check_own_seed(self) -> None:
         """The other peers reach this one at its seed, so one of the seeds must be its address."""
         seeds = ", ".join(self.seeds) or "none"
@@ -155,7 +144,6 @@ class PeerConfig:
 
 
 MIN_ARENA_BYTES = 1 << 20
-MIN_CLIENT_BYTES = 1 << 20
 
 
 def parse_size(text: str) -> int:
@@ -293,14 +281,6 @@ def default_arena_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """DATAPLANE_ARENA, or a quarter of the memory that the cgroup or the host allows."""
     given = environ.get("DATAPLANE_ARENA")
     return parse_size(given) if given else allowed_memory_bytes() // 4
-
-
-def find_client_bytes(
-    given: str | None = None, environ: Mapping[str, str] = os.environ
-) -> int | None:
-    """What is given, else DATAPLANE_CLIENT_BYTES; None where neither is there: no limit."""
-    text = given or environ.get("DATAPLANE_CLIENT_BYTES")
-    return parse_size(text) if text else None
 
 
 def allowed_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

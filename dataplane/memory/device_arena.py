@@ -71,12 +71,8 @@ class PoolSpace(Space):
         extents["offset"] += np.uint64(self.base)
         return extents
 
-    def _add(
-        self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int, account: int
-    ) -> Records:
-        return super()._add(
-            starts + np.uint64(self.base), lengths, refs, admission + self._kind, account
-        )
+    def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
+        return super()._add(starts + np.uint64(self.base), lengths, refs, admission + self._kind)
 
 
 class DeviceArena:

@@ -79,25 +79,18 @@ class HostMemory(Space):
         numbers: npt.NDArray[np.uint8] = self.ranges.kinds(ranges) // DEVICE
         return numbers
 
-    def in_arena(self, extents: Records) -> Records:
-        return extents[extents["offset"] < self.size_bytes]
-
     # writing
 
-    def commit(
-        self, holder: int, extents: Records, refs: Counts, admission: int, account: int = 0
-    ) -> Records:
-        """As `Space.commit`; what lies on a device counts for no budget of a partition."""
+    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
         if not len(extents) or int(extents["offset"].max()) < self.size_bytes:
-            return super().commit(holder, extents, refs, admission, account)
+            return super().commit(holder, extents, refs, admission)
         counts = np.broadcast_to(np.asarray(refs, U4), len(extents))
         ranges = np.zeros(len(extents), RANGE)
         done: list[Mask] = []
         try:
             for space, at in self._split(extents):
-                to = account if space is None else 0
                 commit = super().commit if space is None else space.commit
-                ranges[at] = commit(holder, extents[at], counts[at], admission, to)
+                ranges[at] = commit(holder, extents[at], counts[at], admission)
                 done.append(at)
         except BaseException:
             for at in done:

@@ -30,10 +30,6 @@ class Lent:
     def __repr__(self) -> str:
         return f"<Lent {len(self)} ranges to {len(self._held)} peers>"
 
-    def holders(self) -> list[Owner]:
-        """Those that hold any."""
-        return list(self._held)
-
     def lend(self, to: Owner, ranges: Records) -> None:
         """One more reference for each of these."""
         held = self._held.setdefault(to, {})
@@ -83,6 +79,7 @@ class Lent:
 
     @property
     def peers(self) -> list[Owner]:
+        """Those that hold any."""
         return list(self._held)
 
 

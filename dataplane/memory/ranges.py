@@ -29,15 +29,14 @@ _FIRST_ROWS = 1024
 
 
 class Freed(NamedTuple):
-    """Stretches that ranges left: where they lay, and the class and account that were charged."""
+    """Stretches that ranges left: where they lay, and the class that was charged."""
 
     offsets: Bytes
     lengths: Bytes
     admissions: npt.NDArray[np.uint8]
-    accounts: npt.NDArray[np.uint32]
 
 
-_NOTHING = Freed(np.zeros(0, U8), np.zeros(0, U8), np.zeros(0, np.uint8), np.zeros(0, U4))
+_NOTHING = Freed(np.zeros(0, U8), np.zeros(0, U8), np.zeros(0, np.uint8))
 
 
 class Ranges:
@@ -53,16 +52,13 @@ class Ranges:
         self._generation = np.ones(_FIRST_ROWS, U4)
         self._refs = np.zeros(_FIRST_ROWS, np.int64)
         self._admission = np.zeros(_FIRST_ROWS, np.uint8)
-        self._account = np.zeros(_FIRST_ROWS, U4)
         self._born = np.zeros(_FIRST_ROWS, np.int64)
         self._births = 0
 
     def __repr__(self) -> str:
         return f"<Ranges {self.live} live of {self._top} ids>"
 
-    def add(
-        self, offsets: Bytes, lengths: Bytes, refs: Counts, admission: int, account: int = 0
-    ) -> Records:
+    def add(self, offsets: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
         """New ranges with at least one reference each; their RANGE records."""
         count = len(offsets)
         ids = self._take_ids(count)
@@ -70,7 +66,6 @@ class Ranges:
         self._length[ids] = lengths
         self._refs[ids] = refs
         self._admission[ids] = admission
-        self._account[ids] = account
         self._births += 1
         self._born[ids] = self._births
         self.live += count
@@ -195,7 +190,7 @@ class Ranges:
         return freed
 
     def _stretches(self, ids: Ids) -> Freed:
-        return Freed(self._offset[ids], self._length[ids], self._admission[ids], self._account[ids])
+        return Freed(self._offset[ids], self._length[ids], self._admission[ids])
 
     def _living(self, ranges: Records) -> Ids:
         alive = self.alive(ranges)
@@ -247,5 +242,4 @@ class Ranges:
         self._generation = np.concatenate((self._generation, np.ones(more, U4)))
         self._refs = np.concatenate((self._refs, np.zeros(more, np.int64)))
         self._admission = np.concatenate((self._admission, np.zeros(more, np.uint8)))
-        self._account = np.concatenate((self._account, np.zeros(more, U4)))
         self._born = np.concatenate((self._born, np.zeros(more, np.int64)))

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import DEFAULT_SHARES, Admission, Shares
 from dataplane.memory.allocator import Allocator
-from dataplane.memory.budgets import Budgets
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.dedup import Digests
 from dataplane.memory.extents import (
@@ -56,7 +55,6 @@ class Space:
         self.shares = Shares(size_bytes, shares)
         self.copies = PulledCopies(self.ranges, self.release)
         self.digests = Digests(self.ranges)
-        self.budgets = Budgets()
         self.waste_bytes: Callable[[], int] = lambda: 0
         """Bytes of packs whose values are dead already; only the metadata knows."""
         self.spill: Spilled | None = None
@@ -141,12 +139,9 @@ class Space:
 
     # ranges
 
-    def commit(
-        self, holder: int, extents: Records, refs: Counts, admission: int, account: int = 0
-    ) -> Records:
+    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
         """Written EXTENTs become ranges with these references (u4 each): their RANGE records.
 
-        account: the budget that they count for, see `budgets`; 0: none.
         All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
         multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
         """
@@ -160,17 +155,10 @@ class Space:
             self.shares.discharge(granted_under, nbytes)
         self.shares.charge(admission, sum(taken))
         self._live_bytes[admission] += sum(taken)
-        account = self.budgets.charge(account, sum(taken))
-        return self._add(starts, ends - starts, refs, admission, account)
+        return self._add(starts, ends - starts, refs, admission)
 
-    def _add(
-        self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int, account: int
-    ) -> Records:
-        return self.ranges.add(starts, lengths, refs, admission, account)
-
-    def in_arena(self, extents: Records) -> Records:
-        """Those of these EXTENTs that are in the host arena."""
-        return extents
+    def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
+        return self.ranges.add(starts, lengths, refs, admission)
 
     def alive(self, ranges: Records) -> Mask:
         """Per RANGE, whether it is the one that lives under this id now."""
@@ -200,7 +188,6 @@ class Space:
         if not len(freed.offsets):
             return 0
         self._allocator.free(freed.offsets, freed.lengths)
-        self.budgets.discharge(freed.accounts, freed.lengths)
         if len(freed.offsets) == 1:
             by_class = [(freed.admissions.item(), freed.lengths.item())]
         else:

@@ -293,7 +293,7 @@ class Fields:
         number = self._known.owner_number(owner)
         self._released = [records[records["owner"] != number] for records in self._released]
 
-    def idle(self, slots: Array, owner: Owner) -> tuple[Array, Array, Array]:
+    def named(self, slots: Array, owner: Owner) -> tuple[Array, Array, Array]:
         """See `Store.idle`, for the values of these rows."""
         number = self._known.owner_number(owner)
         found = [_NO_VALUE[:0]]

@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import (
-    InvalidCall,
     LimitExceeded,
     PartitionConflict,
     PartitionGone,
@@ -243,11 +242,6 @@ class PartitionHome:
                 f"partition {self.partition!r} asks for groups of {size} rows; a group has 1 to "
                 f"{MAX_GROUP_ROWS}",
                 limit=MAX_GROUP_ROWS,
-            )
-        if definition.place == "spread" and definition.replicas > 1:
-            raise InvalidCall(
-                f"partition {self.partition!r} asks for place='spread' and "
-                f"replicas={definition.replicas}: choose one of them"
             )
         self._generation = max(self._generation + 1, now_ns)
         self._declared = self._definition = definition

@@ -232,12 +232,6 @@ class State:
                 lease.stage.settle(groups, front=True)
         return len(slots)
 
-    def unleased(self) -> Array:
-        """The slots of rows that are in nobody's hands."""
-        live = self.live()
-        leased = [self.held(lease, lease.left.nonzero()[0]) for lease in self.leases]
-        return np.setdiff1d(live, np.concatenate(leased)) if leased else live
-
     def held(self, lease: Lease, positions: Array) -> Array:
         """The slots at these positions of a lease, without rows that are gone."""
         slots = lease.slots[positions]

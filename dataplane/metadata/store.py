@@ -299,13 +299,9 @@ class Store:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
         return self._state.fields.holdings(self._state.live())
 
-    def idle(self, owner: Owner) -> tuple[Array, Array, Array]:
-        """What rows that nobody has leased name of an owner: see `references.extents_of`."""
-        return self._state.fields.idle(self._state.unleased(), owner)
-
     def named(self, owner: Owner) -> tuple[Array, Array, Array]:
         """What all rows name of an owner: see `references.extents_of`."""
-        return self._state.fields.idle(self._state.live(), owner)
+        return self._state.fields.named(self._state.live(), owner)
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""

@@ -15,8 +15,7 @@ import numpy as np
 from dataplane.errors import BackPressure, ProtocolError
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
-from dataplane.peer.budgets import Budgets
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Host
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ALIGNMENT_BYTES, CARRIED, MAX_CARRIED_BYTES
@@ -30,12 +29,11 @@ _EXTENT = Struct("<QQ")
 
 
 class Carrying:
-    def __init__(self, host: Host, room: Room, budgets: Budgets) -> None:
+    def __init__(self, host: Host, room: Room) -> None:
         self.host = host
         self.room = room
-        self.budgets = budgets
 
-    def land(self, session: Session, entry: Entry | None, body: Put | Finish) -> None:
+    def land(self, session: Session, body: Put | Finish) -> None:
         """Write what rides in the message into the arena; from here on it is a message whose
         client wrote all of it. BackPressure where there is no room at once."""
         size = len(body.carried)
@@ -46,25 +44,25 @@ class Carrying:
                 limit=MAX_CARRIED_BYTES,
             )
         ranges = _laid(body.ranges, size)
-        start = self._take(session, entry, size)
+        start = self._take(session, size)
         self.host.arena.view[start : start + size] = body.carried
         body.carried = b""
         body.ranges = b"".join(
             _EXTENT.pack(at + start if rides else at, length) for rides, at, length in ranges
         )
 
-    def _take(self, session: Session, entry: Entry | None, size: int) -> int:
+    def _take(self, session: Session, size: int) -> int:
         """The start of so many bytes that are granted to the client, and now this message's."""
         start, end = session.stretch
         if end - start < size or not self.host.space.may_write(session.id, start, end):
-            start, end = self._another(session, entry, size)
+            start, end = self._another(session, size)
         session.stretch = start + size, end
         session.stretched_at = self.host.now()
         return start
 
-    def _another(self, session: Session, entry: Entry | None, size: int) -> tuple[int, int]:
+    def _another(self, session: Session, size: int) -> tuple[int, int]:
         self.give_back([session])
-        extents = self._granted(session, entry, size)
+        extents = self._granted(session, size)
         if not len(extents):
             raise BackPressure(
                 f"there is no room at once for {size} bytes that ride in a message: reserve room "
@@ -74,9 +72,9 @@ class Carrying:
         offset, length = extents.item()
         return offset, offset + length
 
-    def _granted(self, session: Session, entry: Entry | None, size: int) -> Records:
+    def _granted(self, session: Session, size: int) -> Records:
         nothing = np.zeros(0, EXTENT)
-        if session.ended or (entry is not None and self.budgets.bounds(entry)):
+        if session.ended:
             return nothing
         if not len(self.room):
             ahead = self.host.space.grant(session.id, Admission.OPEN, STRETCH_BYTES)

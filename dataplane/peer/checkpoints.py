@@ -115,9 +115,7 @@ class Checkpoints:
             entry = await self.partitions.entry(body.partition, body.generation)
             present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
             written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
-            committed = self.grants.commit(
-                session, entry, written, body.ranges, b"", Admission.OPEN
-            )
+            committed = self.grants.commit(session, written, body.ranges, b"", Admission.OPEN)
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         sub = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
         caller = caller_of(self.host, request, session)

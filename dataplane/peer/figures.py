@@ -244,14 +244,12 @@ def _waits(peer: Peer) -> Iterator[Family]:
     help = "Waits for room that ended in BackPressure."
     yield counter("dataplane_backpressure_refused", help, refused, "class")
     waiting, starved = peer.claims.waiting, len(peer.claims.credit)
-    help = "Calls that wait because a partition or a client has all that it may have."
-    yield gauge("dataplane_budget_waiting", help, len(peer.budgets))
     yield gauge("dataplane_waiting_claims", "Claims that wait for rows.", waiting)
     yield gauge("dataplane_starved_claims", "Claims that wait for room to pull into.", starved)
 
 
 def _moved(peer: Peer) -> Iterator[Family]:
-    pulls, spreading = peer.pulls, peer.spreading
+    pulls = peer.pulls
     far = _by(peer.claims.far_bytes)
     help = "Bytes granted to claims here that lay at other hosts, or in a cached copy of them."
     yield counter("dataplane_stage_remote_bytes", help, far, "stage")
@@ -261,9 +259,6 @@ def _moved(peer: Peer) -> Iterator[Family]:
     copies = [len(e.copies) for e in peer.host.entries.values() if e.copies is not None]
     help = "Values of other peers of which the second copy lies here (replicas=2)."
     yield gauge("dataplane_second_copies", help, sum(copies))
-    help = "Bytes of values written at another host, or taken over from one (place=spread)."
-    spread = {("out",): spreading.moved_bytes, ("in",): spreading.adopted_bytes}
-    yield counter("dataplane_spread_bytes", help, spread, "direction")
     bulk = [pulls.engine.stats()] if pulls.engine is not None else []
     by = {(name, "in"): count for b in bulk for name, count in b["bytes_in_over"].items()}
     # Who reads here with another engine does not say so: then out is both together.

@@ -58,7 +58,7 @@ class Finishing:
         lease = None
         if body.carried:
             lease = self.leases.of(session, body.lease, self.host.now())
-            self.carrying.land(session, self.host.entries.get(lease.partition), body)
+            self.carrying.land(session, body)
         with self.grants.unless_refused(session, body.ranges):
             lease = lease or self.leases.of(session, body.lease, self.host.now())
             if not request.rid and body.outcome == "release" and body.index is None:
@@ -66,12 +66,7 @@ class Finishing:
                 return Done()
             if body.columns:
                 committed = self.grants.commit(
-                    session,
-                    self.host.entries.get(lease.partition),
-                    body.columns,
-                    body.ranges,
-                    body.shared,
-                    Admission.CONTINUE,
+                    session, body.columns, body.ranges, body.shared, Admission.CONTINUE
                 )
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])

@@ -17,15 +17,13 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import padded
 from dataplane.memory.lent import Lent
 from dataplane.peer import rows as rowset
-from dataplane.peer.budgets import Budgets, bytes_of
 from dataplane.peer.doubts import Doubts
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.room import Room, Units
+from dataplane.peer.room import Room
 from dataplane.peer.sessions import Session
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import ABSENT
@@ -61,14 +59,11 @@ class Committed:
 
 
 class Grants:
-    def __init__(
-        self, host: Host, mesh: Mesh, partitions: Partitions, room: Room, budgets: Budgets
-    ) -> None:
+    def __init__(self, host: Host, mesh: Mesh, partitions: Partitions, room: Room) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
         self.room = room
-        self.budgets = budgets
         self.lent = Lent()
         self.doubts = Doubts(host, mesh, self.lent)
         self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
@@ -84,7 +79,7 @@ class Grants:
         if body.device:
             return self._reserve_on_device(session, request, body)
         entry = self.host.entry(body.partition, body.generation)
-        if not body.digests and entry is not None and not self.budgets.bounds(entry):
+        if not body.digests and entry is not None:
             units = [column(unit, U8) for unit in body.units]
             granted = self.room.at_once(session.id, _admission(body), units)
             if granted is not None:
@@ -93,7 +88,7 @@ class Grants:
 
     async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
         """Known digests come back pinned, for comparison."""
-        entry = await self.partitions.entry(body.partition, body.generation)
+        await self.partitions.entry(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
@@ -107,7 +102,9 @@ class Grants:
             places[found] = space.ranges.extents(known[found])
         session.waiting += 1
         try:
-            count, extents = await self._reserve(session, request, body, entry, units)
+            count, extents = await self.room.reserve(
+                session.id, _admission(body), units, request.deadline_ms / 1000
+            )
         except BaseException:
             space.unpin(session.id, [pin])
             raise
@@ -134,25 +131,6 @@ class Grants:
             session.waiting -= 1
         return Reserved(count, extents.tobytes())
 
-    async def _reserve(
-        self, session: Session, request: Request, body: Reserve, entry: Entry, units: Units
-    ) -> tuple[int, npt.NDArray[Any]]:
-        """First what the budgets let in, then room for it."""
-        until = self.host.now() + request.deadline_ms / 1000
-        if not self.budgets.bounds(entry):
-            return await self.room.reserve(
-                session.id, _admission(body), units, request.deadline_ms / 1000
-            )
-        opens = not body.continuing
-        some = await self.budgets.before_reserving(session, entry, units, opens, until)
-        count, left_s = 0, max(0.0, until - self.host.now())
-        try:
-            count, extents = await self.room.reserve(session.id, _admission(body), some, left_s)
-        finally:
-            refused = sum(int(padded(unit).sum()) for unit in some[count:])
-            self.budgets.put(session, entry.account if opens else 0, refused)
-        return count, extents
-
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
         self.host.space.give_back(session.id, column(body.extents, EXTENT))
         self.room.pump()
@@ -166,14 +144,12 @@ class Grants:
     def commit(
         self,
         session: Session,
-        entry: Entry | None,
         columns: list[Column],
         written: bytes,
         shared: bytes,
         kind: Admission,
     ) -> Committed:
-        """Ranges for what a client wrote, and holds on what it shares; all or nothing. They count
-        for the budget of the partition."""
+        """Ranges for what a client wrote, and holds on what it shares; all or nothing."""
         space = self.host.space
         extents, known = column(written, EXTENT), column(shared, RANGE)
         flat = rowset.flat_values(columns).copy()
@@ -190,13 +166,10 @@ class Grants:
             raise ProtocolError("a value reaches beyond the end of its range")
         space.hold(known, counts[len(extents) :])
         try:
-            account = self.budgets.account(entry)
-            fresh = space.commit(session.id, extents, counts[: len(extents)], kind, account)
+            fresh = space.commit(session.id, extents, counts[: len(extents)], kind)
         except DataplaneError:
             space.release(known, counts[len(extents) :])
             raise
-        if account or self.budgets.client_bytes is not None:
-            self.budgets.put(session, account, bytes_of(space.in_arena(extents)))
         ranges = joined((fresh, known), RANGE) if len(known) else fresh
         flat["range"], flat["generation"] = ranges["range"][index], ranges["generation"][index]
         flat["owner"] = 0
@@ -215,10 +188,9 @@ class Grants:
                 self.room.pump()
             raise
 
-    def ahead(self, session: Session, want_bytes: int, entry: Entry | None = None) -> bytes:
-        """The next extents, unless somebody waits for room, or may have to."""
-        bounded = self.budgets.client_bytes is not None or self.budgets.account(entry)
-        if not want_bytes or bounded or len(self.room):
+    def ahead(self, session: Session, want_bytes: int) -> bytes:
+        """The next extents, unless somebody waits for room."""
+        if not want_bytes or len(self.room):
             return b""
         nbytes = min(want_bytes, MAX_AHEAD_BYTES)
         return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()

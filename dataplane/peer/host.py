@@ -72,8 +72,6 @@ class Entry:
     """rows that were lost with a peer, anybody's, as far as told here"""
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
-    account: int = 0
-    """of its byte budget here, see `budgets`; 0: none, or nothing was put yet"""
 
     def __post_init__(self) -> None:
         if self.definition.replicas == 2:

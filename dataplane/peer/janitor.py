@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dataplane.peer.budgets import Budgets
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Sessions
@@ -30,14 +29,12 @@ class Janitor:
         host: Host,
         sessions: Sessions,
         room: Room,
-        budgets: Budgets,
         standstill: Standstill,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
         self.sessions = sessions
         self.room = room
-        self.budgets = budgets
         self.standstill = standstill
         self.settle = settle
         self.expired_leases = 0
@@ -66,10 +63,8 @@ class Janitor:
                     log.info("%d leases of %r were over their limit", len(ended), entry.name)
                     self.settle(entry)
             self.tidy(self.sessions)
-            self.budgets.look()  # what was promised and not used comes back by the clock
-            if self.standstill.lasts(self.room.producers + self.budgets.producers > 0):
+            if self.standstill.lasts(self.room.producers > 0):
                 self.room.end_in_vain()
-                self.budgets.end_in_vain()
             if linger_s is not None and not (self.wanted() or self.plane_is_wanted()):
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()

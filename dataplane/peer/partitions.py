@@ -254,5 +254,4 @@ class Partitions:
         for scope in (2 * entry.generation, 2 * entry.generation + 1):
             self.host.directory.drop(scope)
         self.host.space.digests.drop(entry.name)
-        self.host.space.budgets.close(entry.account)
         self._note_dropped(entry.name, entry.generation)

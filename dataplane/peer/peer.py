@@ -23,7 +23,6 @@ from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
 from dataplane.peer.answers import Answers
-from dataplane.peer.budgets import Budgets
 from dataplane.peer.carrying import Carrying
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
@@ -54,7 +53,6 @@ from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shipping import Shipping
 from dataplane.peer.spilling import Spilling
-from dataplane.peer.spreading import Spreading
 from dataplane.peer.standstill import Standstill
 from dataplane.peer.stats import Reporting
 from dataplane.peer.succession import Succession
@@ -97,7 +95,6 @@ class Peer:
         self.host.space.waste_bytes = self._waste
         self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.plane))
         self.room = Room(self.host)
-        self.budgets = Budgets(self.host, config.client_bytes)
         self.pulls = Pulls(self.host, self.mesh, self.room, config.transport)
         self.device_pulls = DevicePulls(self.host, self.mesh, self.pulls, config.transport)
         self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
@@ -115,10 +112,9 @@ class Peer:
             self.leases,
             self.pulls,
             self.device_pulls,
-            self.budgets,
         )
-        self.grants = Grants(self.host, self.mesh, self.partitions, self.room, self.budgets)
-        self.carrying = Carrying(self.host, self.room, self.budgets)
+        self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
+        self.carrying = Carrying(self.host, self.room)
         self.writing = Writing(
             self.host,
             self.mesh,
@@ -149,7 +145,7 @@ class Peer:
             self.host, self.mesh, self.partitions, self.settle, self.shipping, self.losses
         )
         self.credit = Credit(self.host)
-        self.room.on_room += [self.credit.look, self.budgets.look]
+        self.room.on_room.append(self.credit.look)
         self.claims = Claims(
             self.host,
             self.mesh,
@@ -161,15 +157,6 @@ class Peer:
             self.losses,
             self.supplying,
             self.credit,
-        )
-        self.spreading = Spreading(
-            self.host,
-            self.mesh,
-            self.partitions,
-            self.pulls,
-            self.room,
-            self.grants.lent,
-            self.settle,
         )
         self.answers = Answers(
             self.host,
@@ -187,8 +174,7 @@ class Peer:
         )
         self.sessions = Sessions(self.host, self._session_ended)
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
-        if config.client_bytes is None:  # else a put may have to wait for its client's views
-            self.door.carry_bytes = MAX_CARRIED_BYTES
+        self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)
         self.keeper = keeper_of(
             self.host, roster.members[0], config.roster, self.mesh.others.is_away
@@ -214,19 +200,15 @@ class Peer:
             self.mesh,
             self.door,
             self.room,
-            self.budgets,
             self.claims,
             self.pulls,
-            self.spreading,
             self.device_pulls,
         )
         self.door.handlers[m.Stats] = self.reporting.stats
         self.door.may_serve = self.mesh.door.may_serve = self.membership.may_serve
         self.door.lease = self.mesh.door.lease = self.membership.lease
         self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims)
-        self.janitor = Janitor(
-            self.host, self.sessions, self.room, self.budgets, self.standstill, self.settle
-        )
+        self.janitor = Janitor(self.host, self.sessions, self.room, self.standstill, self.settle)
         self.janitor.expire = self.finishing.expire
         self.janitor.tidy = self.carrying.tidy
         self.janitor.plane_is_wanted = self.membership.plane_is_wanted

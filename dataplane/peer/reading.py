@@ -27,7 +27,6 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster import Roster
 from dataplane.peer import packs
 from dataplane.peer import rows as rowset
-from dataplane.peer.budgets import Budgets
 from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.host import Caller, Entry, Host, call_deadline, call_stage
 from dataplane.peer.leases import Handed, Leases
@@ -56,7 +55,6 @@ class Reading:
         leases: Leases,
         pulls: Pulls,
         device_pulls: DevicePulls,
-        budgets: Budgets,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -65,7 +63,6 @@ class Reading:
         self.leases = leases
         self.pulls = pulls
         self.device_pulls = device_pulls
-        self.budgets = budgets
         mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
@@ -99,26 +96,6 @@ class Reading:
         """At once where all bytes are here, else after pulling them. in_place: on devices too,
         where the holder reads those."""
         reader = holder if in_place else PULLER
-        if self.budgets.client_bytes is not None:
-            return self._resolve_in_turn(table, holder, reader)
-        return self._resolve(table, holder, reader)
-
-    async def _resolve_in_turn(self, table: Table, holder: int, reader: int) -> Resolved:
-        """Clients of this peer may only have so much in view."""
-        flat = rowset.flat_values(table.columns)
-        flat = flat[flat["owner"] != ABSENT]
-        if not self.host.space.all_here and self.host.owner in table.owners:
-            here = flat["owner"] == table.owners.index(self.host.owner)
-            here[here] = self.host.space.in_place(rowset.ranges_of(flat[here]), reader)
-            flat = flat[~here]
-        names = flat[["owner", "range", "generation"]]
-        _, first = np.unique(names, return_index=True)
-        nbytes = int(flat["nbytes"][first].sum())
-        await self.budgets.before_reading(holder, nbytes)
-        resolved = self._resolve(table, holder, reader)
-        return resolved if isinstance(resolved, tuple) else await resolved
-
-    def _resolve(self, table: Table, holder: int, reader: int) -> Resolved | Awaitable[Resolved]:
         flat = rowset.flat_values(table.columns)
         if not len(flat):
             return _with_places(table, np.zeros(0, PLACE)), 0

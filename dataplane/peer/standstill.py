@@ -104,13 +104,12 @@ class Standstill:
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
         drop = any(entry.definition.free == "drop" for entry in entries)
-        spread = any(entry.definition.place == "spread" for entry in entries)
         leased = any(entry.store.leased for entry in entries)
         busy = set[str]().union(*(s.partitions for s in self.sessions if not s.waiting))
         return Stirring(
             filled=[entry.name for entry in entries],
             busy=sorted(busy),
-            held=leased or drop or (spread and not self.host.solo) or len(self.claims.credit) > 0,
+            held=leased or drop or len(self.claims.credit) > 0,
             claims=self.claims.waiting,
             claimable=any(entry.store.claimable for entry in entries),
             done=self.host.progress.done,

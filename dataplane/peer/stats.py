@@ -10,7 +10,6 @@ from typing import Any
 
 from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
-from dataplane.peer.budgets import Budgets
 from dataplane.peer.claims import Claims
 from dataplane.peer.device_paths import STAGED
 from dataplane.peer.device_pulls import DevicePulls
@@ -22,7 +21,6 @@ from dataplane.peer.room import Room
 from dataplane.peer.sampling import own_version
 from dataplane.peer.sessions import Session
 from dataplane.peer.spilling import Spilling
-from dataplane.peer.spreading import Spreading
 from dataplane.transport.seam import Remote
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
 from dataplane.wire.tables import Owner
@@ -35,20 +33,16 @@ class Reporting:
         mesh: Mesh,
         door: Door,
         room: Room,
-        budgets: Budgets,
         claims: Claims,
         pulls: Pulls,
-        spreading: Spreading,
         device_pulls: DevicePulls,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.door = door
         self.room = room
-        self.budgets = budgets
         self.claims = claims
         self.pulls = pulls
-        self.spreading = spreading
         self.device_pulls = device_pulls
         self.spilling: Spilling | None = None
         mesh.handlers[Stats] = self._stats_here
@@ -100,13 +94,9 @@ class Reporting:
             "waiting_claims": self.claims.waiting,
             "starved_claims": len(self.claims.credit),
             "waiting_puts": len(self.room),
-            "waiting_for_budgets": len(self.budgets),
-            "budgets": self._budgets(),
             "pulled_bytes": self.pulls.pulled_bytes,
             "carried_bytes": self.pulls.carried_bytes,
             "pull_hits": self.pulls.hits,
-            "moved_bytes": self.spreading.moved_bytes,
-            "adopted_bytes": self.spreading.adopted_bytes,
             "spill_written_bytes": self.spilling.written_bytes if self.spilling else 0,
             "spill_read_bytes": self.spilling.read_bytes if self.spilling else 0,
             "bulk": self._bulk(),
@@ -169,18 +159,6 @@ class Reporting:
         devices = between_devices.shown() if between_devices is not None else None
         shown = {**about, **path.shown(), "devices": devices}
         return {"peer": hello.name, "address": address, **shown}
-
-    def _budgets(self) -> dict[str, dict[str, int]]:
-        """Of partitions that have one, what they use of it here."""
-        used = {entry.name: self.budgets.used_bytes(entry) for entry in self.host.entries.values()}
-        return {
-            name: {
-                "used_bytes": nbytes,
-                "limit_bytes": self.host.entries[name].definition.host_bytes or 0,
-            }
-            for name, nbytes in used.items()
-            if nbytes is not None
-        }
 
     async def _plane(self) -> dict[str, Any]:
         """This peer's figures, and a line for each other peer."""

@@ -16,7 +16,6 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.puts import PutPlan
 from dataplane.metadata.roster import Roster
 from dataplane.peer import rows as rowset
-from dataplane.peer.budgets import bytes_of
 from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
@@ -26,7 +25,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.peer.routing import Index, Routed, Routing
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
-from dataplane.wire.records import DIGEST, EXTENT, U4, column
+from dataplane.wire.records import DIGEST, U4, column
 from dataplane.wire.tables import Column, Owner, Rows
 
 
@@ -54,15 +53,13 @@ class Writing:
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
         if body.carried:
-            self.carrying.land(session, self.host.entries.get(body.partition), body)
+            self.carrying.land(session, body)
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
             if entry is None or not self.routing.is_here(entry, body.rows):
                 return self._put_routed(session, request, body)
-            if self._must_wait(session, entry, body):
-                return self._put_routed(session, request, body)
             plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
-            committed = self._commit_put(session, entry, body, plan.continues)
+            committed = self._commit_put(session, body, plan.continues)
         try:
             self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
@@ -76,13 +73,8 @@ class Writing:
             look = functools.partial(self.routing.place, entry, self.routing.shard())
             place = _Placed(self.host, look)
             await self.routing.visit(body.rows, place, functools.partial(self._check, entry, body))
-            if self._must_wait(session, entry, body):
-                opens = not self._continues(session, entry, body.rows)
-                nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
-                await self.grants.budgets.before_putting(session, entry, nbytes, opens)
-                place = _Placed(self.host, look)  # names may have left the directory meanwhile
-            continues = self._continues(session, entry, body.rows)
-            committed = self._commit_put(session, entry, body, continues)
+            continues = self._continues(entry, body.rows)
+            committed = self._commit_put(session, body, continues)
         caller = caller_of(self.host, request, session)
         stored: list[Index] = []
         tried = np.zeros(rowset.count(body.rows), np.bool_)
@@ -121,18 +113,11 @@ class Writing:
             columns = [rowset.take_column(c, index) for c in body.columns]
             entry.store.check_put(rows, columns, replace=body.replace)
 
-    def _commit_put(self, session: Session, entry: Entry, body: Put, continues: bool) -> Committed:
+    def _commit_put(self, session: Session, body: Put, continues: bool) -> Committed:
         kind = Admission.CONTINUE if continues else Admission.OPEN
-        return self.grants.commit(session, entry, body.columns, body.ranges, body.shared, kind)
+        return self.grants.commit(session, body.columns, body.ranges, body.shared, kind)
 
-    def _must_wait(self, session: Session, entry: Entry, body: Put) -> bool:
-        if not entry.definition.host_bytes:
-            return False
-        opens = not self._continues(session, entry, body.rows)
-        nbytes = bytes_of(self.host.space.in_arena(column(body.ranges, EXTENT)))
-        return self.grants.budgets.must_wait(entry, nbytes, opens)
-
-    def _continues(self, session: Session, entry: Entry, rows: Rows) -> bool:
+    def _continues(self, entry: Entry, rows: Rows) -> bool:
         """Is this about a group or row that is here already? The first one speaks for all."""
         if rows.group_keys:
             return bool(entry.store.knows_groups(rows.group_keys[:16])[0])
@@ -169,7 +154,7 @@ class Writing:
         if body.pin:
             space.unpin(session.id, [body.pin])
         self.settle(entry)
-        return PutDone(self.grants.ahead(session, body.want_bytes, entry))
+        return PutDone(self.grants.ahead(session, body.want_bytes))
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)

@@ -39,7 +39,7 @@ from dataplane.wire.messages import (
     Wait,
     Want,
 )
-from dataplane.wire.tables import Owner, Table, Where
+from dataplane.wire.tables import Table, Where
 
 
 class PeerHello(Body, tag=100):
@@ -269,41 +269,6 @@ class Found(Body, tag=121):
     more: bool = False
 
 
-class Relieve(Body, tag=132):
-    """From a full peer, `owner`, to one whose shards keep rows with values there: find up to
-    `nbytes` of them another host, in partitions that may spread."""
-
-    owner: Owner
-    nbytes: int
-
-
-class Relieved(Body, tag=133):
-    """How many ranges moved."""
-
-    ranges: int
-
-
-class Adopt(Body, tag=130):
-    """To a peer with room: become the owner of these values of `owner`, whose host is full.
-
-    ranges: RANGE. lengths: u8, their bytes. counts: u4, how many values of the sender's rows name
-    each."""
-
-    partition: str
-    generation: int
-    owner: Owner
-    ranges: bytes
-    lengths: bytes
-    counts: bytes
-
-
-class Adopted(Body, tag=131):
-    """ranges: RANGE of `owner` for the first of them, as far as it had room."""
-
-    owner: Owner
-    ranges: bytes
-
-
 class PeerRequest(msgspec.Struct, array_like=True):
     rid: int
     sender: str
@@ -340,8 +305,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Watch
         | Missing
         | Release
-        | Relieve
-        | Adopt
         | Define
         | Seal
         | Close
@@ -370,8 +333,6 @@ class PeerReply(msgspec.Struct, array_like=True):
         | Entered
         | Granted
         | Supplied
-        | Relieved
-        | Adopted
         | Defined
         | PutDone
         | Dropped

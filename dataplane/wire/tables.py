@@ -18,18 +18,13 @@ Where = list[Any]
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True):
-    """What a partition was declared as. Declaring it again must give the same.
-
-    host_bytes: what its values may take of one host's arena before new groups wait; nil: all of it.
-    """
+    """What a partition was declared as. Declaring it again must give the same."""
 
     stages: dict[str, list[str]] = {}
     group_size: int | None = None
     groups: int | None = None
     free: Literal["acked", "drop"] = "drop"
-    place: Literal["local", "spread"] = "local"
     replicas: Literal[1, 2] = 1
-    host_bytes: int | None = None
 
 
 class Spec(msgspec.Struct, array_like=True, frozen=True):

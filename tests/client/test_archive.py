@@ -45,7 +45,7 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
     partial = archive.partial.name
     assert os.listdir(tmp_path) == [partial] and partial.startswith(".")
     assert archive.partial.stat().st_mode & 0o777 == 0o700
-    archive.commit("p", [PartitionNote("x", {}, None, None, "drop", "local", 1, False, 0)])
+    archive.commit("p", [PartitionNote("x", {}, None, None, "drop", 1, False, 0)])
     assert done == ["bytes.bin", MANIFEST, "0000", partial, "renamed", tmp_path.name]
     assert os.listdir(tmp_path) == ["c"]
 

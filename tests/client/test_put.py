@@ -225,7 +225,6 @@ def test_a_partition_is_declared_with_the_copies_that_it_shall_have(
         {"groups": -1},
         {"free": "sometimes"},
         {"stages": {"s": "tokens"}},
-        {"place": "moon"},
         {"replicas": 3},
     ],
 )

@@ -242,7 +242,7 @@ def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
         (("q", {"s": ["x"]}, 0), dataplane.InvalidCall, "group_size=0"),
         (("q", {"s": ["x"]}, None, -1), dataplane.InvalidCall, "groups=-1"),
         (("q", {"s": ["x"]}, None, None, "soon"), dataplane.InvalidCall, "'acked' or 'drop'"),
-        (("q", None, None, None, None, "far"), dataplane.InvalidCall, "'local', or 'spread'"),
+        (("q", None, None, None, None, 3), dataplane.InvalidCall, "replicas=3"),
     ],
 )
 def test_a_wrong_definition_says_what_to_do(

@@ -71,7 +71,6 @@ def test_what_lies_in_several_memories_is_committed_held_and_freed_together(
     ranges = memory.commit(A, mixed, np.array([1, 2, 1], np.uint32), Admission.OPEN)
     assert memory.on_device(ranges).tolist() == [2, 0, 1]
     assert np.array_equal(memory.ranges.extents(ranges), mixed)
-    assert len(memory.in_arena(mixed)) == 1
     pin = memory.pin(B, ranges[1:2])
     assert memory.release(ranges) == 2 * MIB and free_bytes(memory)[0] == HOST - MIB
     memory.release(ranges[1:2])

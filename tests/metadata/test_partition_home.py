@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import (
-    InvalidCall,
     LimitExceeded,
     PartitionConflict,
     PartitionGone,
@@ -34,8 +33,6 @@ def test_declaring_again_attaches_and_anything_else_conflicts() -> None:
 
 def test_what_this_version_does_not_have_is_refused_and_not_ignored() -> None:
     home = PartitionHome("p", ["a"])
-    with pytest.raises(InvalidCall, match="choose one of them"):
-        home.define(Definition(place="spread", replicas=2), 1)
     for size in (0, -1, 1 << 31):
         with pytest.raises(LimitExceeded, match="groups of"):
             home.define(Definition(group_size=size), 1)

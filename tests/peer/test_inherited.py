@@ -39,7 +39,7 @@ def lent_ranges(**host: Any) -> tuple[Grants, Any]:
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), **host)
     room = SimpleNamespace(pump=lambda: None)
     mesh = SimpleNamespace(handlers={})
-    grants = Grants(me, mesh, None, room, None)  # type: ignore[arg-type]
+    grants = Grants(me, mesh, None, room)  # type: ignore[arg-type]
     grants.lent.lend(LOST, ranges)
     return grants, ranges
 
@@ -69,7 +69,7 @@ def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
     told = Inherited(LOST, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
     grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     assert grants.host.space.alive(ranges).tolist() == [True, False]
-    assert grants.lent.holders() == [HEIR]
+    assert grants.lent.peers == [HEIR]
 
 
 class SlowToInherit:
@@ -99,7 +99,7 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = Grants(SimpleNamespace(owner=HEIR), way, None, None, None)  # type: ignore[arg-type]
+    heir = Grants(SimpleNamespace(owner=HEIR), way, None, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])
@@ -149,4 +149,4 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     told = Inherited(between, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
     grants.inherited(Caller(heir.peer, heir.incarnation), told)
     assert grants.host.space.alive(ranges).tolist() == [True, False]
-    assert grants.lent.holders() == [heir]
+    assert grants.lent.peers == [heir]

@@ -1,4 +1,4 @@
-"""Who waits for room, or for a budget, gets it in the order of asking."""
+"""Who waits for room gets it in the order of asking."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
-from dataplane.peer.budgets import Budgets
 from dataplane.peer.room import Room
 from dataplane.wire.records import U8
 
@@ -48,41 +46,3 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
         await settled()
         assert order == served
     await asyncio.gather(*asked)
-
-
-async def test_a_full_budget_lets_in_who_came_first() -> None:
-    host: Any = SimpleNamespace(now=lambda: 0.0)
-    budgets, free, order = Budgets(host), 0, []
-
-    async def ask(who: int) -> None:
-        nonlocal free
-        await budgets._wait(("put", 1), lambda: free > 0, BackPressure, 20.0)
-        free -= 1
-        order.append(who)
-
-    asked = [asyncio.create_task(ask(who)) for who in (1, 2, 3)]
-    await settled()
-    assert len(budgets) == 3
-    for served in ([1], [1, 2], [1, 2, 3], [1, 2, 3, 4]):
-        free += 1
-        if len(asked) < 4:
-            asked.append(asyncio.create_task(ask(4)))
-            await asyncio.sleep(0)
-        budgets.look()
-        await settled()
-        assert order == served
-    await asyncio.gather(*asked)
-
-
-async def test_a_client_that_holds_all_it_may_keeps_no_other_waiting() -> None:
-    held = {1: 100, 2: 0}
-    host: Any = SimpleNamespace(now=lambda: 0.0, space=SimpleNamespace(held_bytes=held.get))
-    budgets = Budgets(host, client_bytes=100)
-    slow = asyncio.create_task(budgets._wait_for_client(1, 60, 20.0, is_writer=False))
-    await settled()
-    async with asyncio.timeout(0):  # at once
-        await budgets._wait_for_client(2, 60, 20.0, is_writer=False)
-    assert len(budgets) == 1 and not slow.done()
-    held[1] = 40
-    budgets.look()
-    await slow

@@ -38,7 +38,7 @@ def kept_together(count: int) -> list[str]:
 
 NAMES = kept_together(2)
 KEYS = b"".join(map(hash_name, NAMES))
-DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", "local", 1)
+DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
 
 
 class Others:

@@ -32,7 +32,7 @@ from dataplane.wire.tables import Definition, Rows
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 ROSTER = Roster.from_seeds([HERE, THERE])
-DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", "local", 1)
+DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
 MINTED = mint_many(int(ROSTER.mint_shards(HERE)[0]), 7, 0, 3)
 GROUP = Rows(MINTED, None, np.zeros(3, U4).tobytes(), hash_name("g"), ["g"])
 """Rows whose keys say that they are at HERE."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Door:
         progress = SimpleNamespace(is_settled=True)
         self.host: Any = SimpleNamespace(
             address=HERE, roster=FIRST, incarnation=1, now=time.monotonic,
-            progress=progress, speak=lambda: None,
+            progress=progress, speak=lambda: None, sent_between=Counter(),
         )  # fmt: skip
         self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
         self.under: list[Roster] = []

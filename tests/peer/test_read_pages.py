@@ -50,7 +50,7 @@ def reading(fails: list[DataplaneError], then: Roster | None = SECOND) -> tuple[
         return then is not None
 
     host.another_roster = another_roster
-    return Reading(host, members, *[None] * 6), members  # type: ignore[arg-type]
+    return Reading(host, members, *[None] * 5), members  # type: ignore[arg-type]
 
 
 def numbers(table: Table) -> list[int]:

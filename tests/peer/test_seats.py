@@ -24,7 +24,7 @@ from tests.metadata.stores import put, take
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 ROSTER = Roster.from_seeds([HERE, THERE])
-DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", "local", 1)
+DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
 CLAIMANT = Caller(THERE, 2)
 
 

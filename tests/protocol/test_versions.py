@@ -1,4 +1,4 @@
-"""Releases side by side: what others recorded is read, and handshakes settle on a common version.
+"""Releases side by side: handshakes settle on a common version.
 
 Raw frames by the independent encoder, against a real peer, a real bulk worker and a real client.
 """
@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -31,69 +28,12 @@ from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello
 from tests.client.conftest import peer
 from tests.client.scripted_peer import ScriptedPeer
-from tests.protocol.documents import VECTORS
-from tests.protocol.make_vectors import FRAMED
-from tests.protocol.wired import decoder_of, encode
 
 __all__ = ["peer"]
 
 N = PROTOCOL_VERSION
 KEY = plane_key("test", (1, 1))
 CHALLENGE = b"sixteen bytes..."
-CHANNELS = ("local", "peers", "journal", "bulk")
-"""Peers and their bulk workers are of one release: what they say to each other has one form."""
-FROZEN = {1: "1121fbd65b3a268261fabaf393dae0615a930b0b8d6cafb4f7d2d0cbb32af3fc"}
-"""SHA-256 over what each version recorded: nobody makes that anew."""
-SPOKEN = range(PROTOCOL_VERSION_MIN, N + 1)
-
-Recorded = tuple[int, str, dict[str, str]]
-
-
-def recorded(version: int) -> Iterator[Recorded]:
-    for channel in CHANNELS:
-        for one in json.loads((VECTORS / f"v{version}" / f"{channel}.json").read_text()):
-            yield version, channel, one
-
-
-EVERY = [one for version in SPOKEN for one in recorded(version)]
-
-
-def body_of(channel: str, data: bytes) -> bytes:
-    return data[4:] if channel in FRAMED else data
-
-
-def extends(new: Any, old: Any) -> bool:
-    """The same, but for fields that were appended to structures since."""
-    if isinstance(old, list):
-        return (
-            isinstance(new, list)
-            and len(new) >= len(old)
-            and all(extends(n, o) for n, o in zip(new, old, strict=False))
-        )
-    return repr(new) == repr(old)  # 1 is not 1.0 and not True
-
-
-@pytest.mark.parametrize(
-    ("version", "channel", "one"), EVERY, ids=[f"v{v} {c}: {o['name']}" for v, c, o in EVERY]
-)
-def test_what_a_version_recorded_is_read_and_nothing_of_it_is_lost(
-    version: int, channel: str, one: dict[str, str]
-) -> None:
-    body = body_of(channel, bytes.fromhex(one["hex"]))
-    message = decoder_of(channel, one["structure"])(body)
-    again = body_of(channel, encode(channel, message))
-    new, old = (msgpack.unpackb(b, strict_map_key=False) for b in (again, body))
-    assert extends(new, old), (new, old)
-
-
-@pytest.mark.parametrize("version", SPOKEN)
-def test_what_was_recorded_stays_as_it_was(version: int) -> None:
-    digest = hashlib.sha256()
-    for _, channel, one in recorded(version):
-        digest.update(f"{channel} {one['structure']} {one['hex']}\n".encode())
-    assert digest.hexdigest() == FROZEN[version]
-
-
 # what a client settles on with the peer of its host
 
 

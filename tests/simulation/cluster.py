@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tests.simulation.line import Client, Line
 
 ARENA_BYTES = 2 << 20
-SMALL_ARENA_BYTES = 1 << 20
-"""Of hosts that fill, whose values spread over the others."""
 
 
 class Listener:

@@ -40,8 +40,8 @@ from tests.simulation.line import Client
 PARTITION = "step-1"
 GROUP_ROWS = 4
 MAX_LENGTH = 97
-SIZES = {"local": (40, 300, 5000), "spread": (300, 20_000, 30_000)}
-"""Of values, by the partition's place: what spreads fills a small arena."""
+SIZES = (40, 300, 5000)
+"""Of values."""
 AGAIN = (
     Unavailable,
     PeerLost,
@@ -132,7 +132,7 @@ class Role:
 
     async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
         """Rows with their tags and the first field."""
-        nbytes = self.rng.choice(SIZES[self.definition.place])
+        nbytes = self.rng.choice(SIZES)
         column_, written = await self.write("x", keys, nbytes, False)
         tags: dict[str, Any] = {
             "group": [self.ledger.rows[key].group.name for key in keys],

@@ -18,7 +18,7 @@ from dataplane.metadata.drops import Lost
 from dataplane.metadata.journal import JournaledStore
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
-from tests.simulation.cluster import SMALL_ARENA_BYTES, Cluster, described
+from tests.simulation.cluster import Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Watch, left_behind, unnamed
@@ -75,11 +75,8 @@ class Run:
             4,
             None,
             rng.choice(("acked", "drop")),
-            "spread" if self._spreads(replicas) else "local",
             replicas,  # type: ignore[arg-type]
         )
-        if self.definition.place == "spread":
-            self.cluster.arena_bytes = SMALL_ARENA_BYTES
         self.ledger = Ledger(replicas)
         self.cluster.on_extinct.append(self.ledger.extinct)
         self.cluster.gone = self.ledger.gone
@@ -87,10 +84,6 @@ class Run:
         self.faults = Faults(self.cluster, random.Random(rng.random()), rng.random() < 0.5)
         self.roles: list[Role] = []
         self.taggers: list[Tagger] = []
-
-    def _spreads(self, replicas: int) -> bool:
-        """Drawn by itself, as who drops is."""
-        return replicas == 1 and random.Random(f"place of {self.seed}").random() < 0.3
 
     def play(self) -> Outcome:
         bugs = _Bugs(self.ledger.violations)

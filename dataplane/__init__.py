@@ -13,6 +13,7 @@ from dataplane.client.plane import Plane, connect
 from dataplane.client.ref import Ref
 from dataplane.client.selection import Group
 from dataplane.client.stream import Stream
+from dataplane.client.values import Kept as object
 from dataplane.errors import (
     AddressInUse,
     BackPressure,
@@ -130,5 +131,6 @@ __all__ = [
     "Where",
     "connect",
     "errors",
+    "object",
     "tag",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.errors import InvalidValue
-from dataplane.wire.arrays import Array
+from dataplane.wire.arrays import Array, as_array, is_jagged, is_torch
 
 _MAX_LIST = (1 << 31) - 1
 
@@ -95,6 +95,10 @@ def _nested(flat: Array, shapes: list[tuple[int, ...]]) -> pa.Array:
 
 def _plain(value: Any) -> Any:
     """A value with its arrays as lists."""
+    if is_jagged(value):
+        return [_plain(row) for row in value.unbind()]
+    if is_torch(value):
+        return _plain(as_array(value))
     if isinstance(value, np.ndarray):
         return _typed(value).tolist()
     if isinstance(value, np.generic):

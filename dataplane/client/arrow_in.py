@@ -225,6 +225,11 @@ def _coded(array: Any) -> tuple[list[Any], Records]:
     return coded.dictionary.to_pylist(), _numbers(coded.indices).astype(np.int64)
 
 
+def _shape(text: str) -> tuple[bool, tuple[int, ...]]:
+    lengths = text.removeprefix("~")
+    return lengths != text, tuple(map(int, lengths.split(","))) if lengths else ()
+
+
 def _specs(values: Any) -> tuple[list[Spec], Records]:
     dtypes, dtype = _coded(values["dtype"])
     shapes, shape = _coded(values["shape"])
@@ -232,8 +237,8 @@ def _specs(values: Any) -> tuple[list[Spec], Records]:
     found = []
     for code in both.tolist():
         name, text = dtypes[code // len(shapes)], shapes[code % len(shapes)]
-        lengths = tuple(int(part) for part in text.split(",")) if text else ()
-        found.append(Spec("object") if name is None else Spec("array", name, lengths))
+        loose, lengths = _shape(text)
+        found.append(Spec("object" if name is None else "array", name or "", lengths, loose))
     return found, spec
 
 

@@ -244,8 +244,10 @@ def _marked(marks: dict[str, bytes], n: int) -> pa.Array:
     return pa.array(found, _STAGES)
 
 
-def _shape(spec: Spec) -> str | None:
-    return ",".join(map(str, spec.shape)) if spec.kind == "array" else None
+def _shape(spec: Spec) -> str:
+    """A loose one starts with "~"."""
+    lengths = ",".join(map(str, spec.shape))
+    return "~" + lengths if spec.loose else lengths
 
 
 def _taken(texts: list[Any], index: Records) -> pa.Array:

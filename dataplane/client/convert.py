@@ -17,15 +17,13 @@ from dataplane.client.device_views import DeviceColumn
 from dataplane.client.direct import DirectCopies
 from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
-from dataplane.wire.arrays import Array, dtype_name
+from dataplane.wire.arrays import Array, is_torch
+from dataplane.wire.arrays import tensor_over as _tensor
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Layout = Literal["auto", "padded", "jagged", "list"]
-
-_AS_INTEGERS = {1: "uint8", 2: "int16", 4: "int32"}
-"""How ml_dtypes pass through torch, which knows them but not from numpy."""
 
 
 def to_numpy(column: ColumnView) -> Array | list[Any]:
@@ -211,19 +209,6 @@ def _padded(column: ColumnView, padding: float) -> Array:
     return array
 
 
-def _tensor(array: Array) -> Any:
-    """A tensor over this array's memory."""
-    torch = sys.modules["torch"]
-    name = dtype_name(array.dtype) or ""
-    try:
-        if array.dtype.isbuiltin == 1:
-            return torch.from_numpy(array)
-        integers = array.view(_AS_INTEGERS[array.dtype.itemsize])
-        return torch.from_numpy(integers).view(getattr(torch, name))
-    except (TypeError, AttributeError, KeyError) as exc:
-        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
-
-
 class _Writable:
     """Says of read-only memory that it is writable: torch takes nothing else without a warning."""
 
@@ -264,6 +249,9 @@ def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str)
     def lowered(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             found.append(_tensor(_view_of(value) if view else value.copy()).to(device))
+            return found[-1]
+        if is_torch(value):
+            found.append(value.to(device))
             return found[-1]
         if isinstance(value, (list, tuple)):
             return type(value)(map(lowered, value))

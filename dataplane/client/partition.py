@@ -47,7 +47,11 @@ class Partition:
         overflow: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
-        """Write rows: per field a sequence or an array [n, …].
+        """Write rows: per field a sequence or an array [n, …]; or a TensorDict.
+
+        A row's value that is a flat list of numbers of one kind is an array (`dataplane.object(x)`
+        keeps any as it is); of a nested tensor each row is an array. What is in a TensorDict is a
+        field each, "a.b" where one is nested in it; its data that are no tensors are objects.
 
         key: one id a row (str or int); minted where not given. Rows that are there already get
         the new fields and tags. group: one id a row, or one for all. tags: small scalars, one a

@@ -13,7 +13,7 @@ from dataplane.client.parcel import Parcel
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues, identify, name_list, tag_columns
 from dataplane.client.session import Session
-from dataplane.client.values import Prepared, prepare
+from dataplane.client.values import Prepared, by_name, prepare
 from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
 from dataplane.errors import InvalidCall
 from dataplane.wire.tables import Name
@@ -34,6 +34,7 @@ def put(
     session, deadline = handle.session, Deadline(timeout)
     if overflow not in (None, "host"):
         raise InvalidCall(f"overflow= is None or 'host', not {overflow!r:.40}")
+    columns = by_name(columns)
     names = None if key is None else name_list(key, "key")
     prepared, on_devices = _prepare(session, columns, None if names is None else len(names), dedup)
     n = prepared.n

@@ -1,13 +1,15 @@
 """The columns of a put, brought into the two forms that travel: arrays and objects.
 
 Runs in the client, before any room is asked for. Everything stays a view of the caller's memory
-until the one copy into the arena; only encoded objects and arrays that numpy cannot read in place
-(non-contiguous, byte-swapped, on a device) are made anew. Bytes are never looked at here.
+until the one copy into the arena; only encoded objects, flat lists of numbers and arrays that numpy
+cannot read in place (non-contiguous, byte-swapped, on a device) are made anew. Bytes are never
+looked at here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -17,13 +19,23 @@ import numpy.typing as npt
 
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded, counted
 from dataplane.wire import objects
-from dataplane.wire.arrays import Array, as_array, is_torch, raw, spec_of
+from dataplane.wire.arrays import (
+    Array,
+    as_array,
+    dtype_name,
+    is_jagged,
+    is_torch,
+    jagged_parts,
+    raw,
+    spec_of,
+)
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.tables import Spec
 
 Buffer = Any
 """bytes, or a contiguous array whose dtype the buffer protocol knows."""
-_OBJECT = Spec("object")
+_OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
+_NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _nbytes, _dtype, _shape = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("shape")
 
 
@@ -61,6 +73,22 @@ class Prepared:
     specs: list[Spec]
 
 
+class Kept:
+    """A value that is stored as the Python object that it is, or a whole column of such values.
+
+    `dataplane.object([1, 2])` comes back as that list, and not as an array; in a TensorDict it is
+    data that are no tensor.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"dataplane.object({self.value!r:.60})"
+
+
 class Specs:
     """Numbers each spec of a put once."""
 
@@ -80,10 +108,12 @@ def prepare(
 ) -> Prepared:
     """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
 
-    A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values. Arrays of
-    one dimension are one 0-d value a row. InvalidRows where the columns do not fit together,
-    InvalidValue with field and row for a value that cannot travel.
+    A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
+    flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
+    InvalidRows where the columns do not fit together, InvalidValue with field and row for a value
+    that cannot travel.
     """
+    columns = by_name(columns)
     if not isinstance(columns, Mapping):
         raise InvalidRows(f"columns are a mapping of field names to columns, not {columns!r:.60}")
     sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
@@ -98,6 +128,45 @@ def prepare(
     for column in prepared:
         column.dedup = column.field in dedup
     return Prepared(rows, prepared, specs.specs)
+
+
+def by_name(columns: Any) -> Any:
+    """A TensorDict as a mapping of names to columns: nested keys are joined with ".", data that are
+    no tensors keep their Python types. Other columns are returned as they are.
+
+    InvalidRows for one without a batch size, or with a "." in a key.
+    """
+    if not objects.is_tensordict(columns):
+        return columns
+    if not columns.batch_size:
+        raise InvalidRows("a TensorDict with batch_size [] has no rows: give it a batch_size [n]")
+    library, found = sys.modules["tensordict"], {}
+    for key, column in _leaves(columns, library):
+        if any("." in part for part in key):
+            raise InvalidRows(
+                f"the TensorDict's key {key[-1]!r} has a '.', which here stands between the keys "
+                "of nested TensorDicts; rename it"
+            )
+        found[".".join(key)] = column
+    return found
+
+
+def _leaves(tensordict: Any, library: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    n, keys = tensordict.batch_size[0], tensordict.keys()
+    for key in keys:
+        if isinstance(tensordict, library.LazyStackedTensorDict) and tensordict.stack_dim == 0:
+            rows = [one.get(key) for one in tensordict.tensordicts]
+            if all(map(is_torch, rows)):
+                yield (key,), rows
+                continue
+        column = tensordict.get(key)
+        if library.is_non_tensor(column):
+            values = column.tolist() if column.batch_size else [column.data] * n
+            yield (key,), Kept(list(values))
+        elif library.is_tensor_collection(column):
+            yield from (((key, *below), leaf) for below, leaf in _leaves(column, library))
+        else:
+            yield (key,), column
 
 
 def checked_name(name: object) -> str:
@@ -129,14 +198,18 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     """A column as a list, a tuple or a plain array whose first axis is the rows."""
     if isinstance(column, (list, tuple)):
         return column
+    if isinstance(column, Kept):
+        return [Kept(value) for value in _column(name, column.value)]
     if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
         kind = type(column).__name__
         raise InvalidRows(f"{name}: a column has one entry a row, in order; a {kind} is none")
-    if is_torch(column) and column.is_nested:
+    if isinstance(column, np.ndarray) and column.dtype == object and column.ndim:
+        return list(column)
+    if is_torch(column) and column.is_nested and not is_jagged(column):
         unbound: tuple[Any, ...] = column.unbind()
         return unbound
     try:
-        array: Any = _rows_array(column)
+        array: Any = _JaggedRows(column) if is_jagged(column) else _rows_array(column)
     except InvalidValue as exc:
         raise InvalidValue(f"{name}: {exc.message}", field=name) from exc
     if array is None:
@@ -170,16 +243,71 @@ class _Rows(list[Array]):
     ndim = 2
 
 
+class _JaggedRows(list[Array]):
+    """The rows of a nested jagged tensor, and the axis of a row that is ragged."""
+
+    ndim = 2
+
+    def __init__(self, tensor: Any) -> None:
+        values, ends, self.axis = jagged_parts(tensor)
+        before = (slice(None),) * self.axis
+        bounds = ends.tolist()
+        spans = zip(bounds[:-1], bounds[1:], strict=True)
+        rows = (values[(*before, slice(start, end))] for start, end in spans)
+        super().__init__(rows if self.axis == 0 else map(np.ascontiguousarray, rows))
+
+
 def _prepare(name: str, column: Sequence[Any] | Array, specs: Specs) -> PreparedColumn:
     if isinstance(column, np.ndarray):
         return PreparedColumn(name, _dense(column, specs))
+    if isinstance(column, _Rows):
+        return PreparedColumn(name, _ragged(column, specs))
+    if isinstance(column, _JaggedRows):
+        return PreparedColumn(name, _loose(column, specs, column.axis))
     heads = objects.encode_many(column)
     if heads is not None:
         return PreparedColumn(name, _heads(heads, specs))
+    kinds = set(map(type, column))
+    if Kept in kinds:
+        column = [v.value if type(v) is Kept else v for v in column]
+        return _objects(name, column, specs, _LOOSE_OBJECT)
+    if list in kinds:
+        column = _without_flat_lists(column)
     arrays = _arrays(name, column)
     if arrays is not None:
-        return PreparedColumn(name, _ragged(arrays, specs))
+        return PreparedColumn(name, _loose(arrays, specs))
     return _objects(name, column, specs)
+
+
+def _without_flat_lists(column: Sequence[Any]) -> list[Any]:
+    """The column with arrays for flat lists of numbers of one kind; an empty one is of the dtype of
+    the others, where they are arrays, and int64 where all are empty."""
+    found = [_of_flat(value) if type(value) is list else value for value in column]
+    if not any(type(value) is list and not value for value in found):
+        return found
+    dtypes = {getattr(v, "dtype", None) for v in found if not (type(v) is list and not v)}
+    if all(isinstance(dtype, np.dtype) for dtype in dtypes) and len(dtypes) < 2:
+        empty = np.zeros(0, dtypes.pop() if dtypes else np.int64)
+        return [empty if type(value) is list and not value else value for value in found]
+    return found
+
+
+def _of_flat(values: list[Any]) -> Any:
+    """Numbers of one kind as an array: bool, int64 or float64, or the dtype of numpy's; else the
+    list."""
+    kinds = set(map(type, values))
+    if len(kinds) != 1:
+        return values
+    kind = kinds.pop()
+    try:
+        if kind in _NUMBERS:
+            return np.array(values, _NUMBERS[kind])
+        if issubclass(kind, np.generic) and dtype_name(values[0].dtype) is not None:
+            array = np.array(values)
+            return array if array.dtype == values[0].dtype else values
+    except OverflowError:
+        pass
+    return values
 
 
 def _dense(array: Array, specs: Specs) -> Strip:
@@ -207,29 +335,45 @@ def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
 
 def _array_at(name: str, index: int, value: object) -> Array | None:
     try:
+        if objects.as_plain(value) is not value or is_jagged(value):
+            return None
         return as_array(value)
     except InvalidValue as exc:
         path = f"{name}[{index}]"
         raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
 
 
-def _ragged(arrays: list[Array], specs: Specs) -> Strip:
+def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Strip:
+    """Rows that were given one by one. ragged: the axis in which they differ, where it is known."""
+    if ragged is None:
+        shapes = set(map(_shape, arrays))
+        lengths = list(map(set, zip(*shapes, strict=False)))
+        differ = [axis for axis, some in enumerate(lengths) if len(some) > 1]
+        alike = len(set(map(len, shapes))) == 1
+        ragged = differ[0] if alike and len(differ) == 1 else 0
+    return _ragged(arrays, specs, True, ragged)
+
+
+def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int = 0) -> Strip:
     count = len(arrays)
     sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
     forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
-    numbers = {form: specs.number(spec_of(*form)) for form in dict.fromkeys(forms)}
+    different = dict.fromkeys(forms)
+    numbers = {form: specs.number(spec_of(*form, loose, ragged)) for form in different}
     if len(set(numbers.values())) == 1:
         return Strip(count, [raw(array) for array in arrays], sizes, next(iter(numbers.values())))
     each = np.fromiter(map(numbers.__getitem__, forms), np.uint32, count)
     return Strip(count, [raw(array) for array in arrays], sizes, each)
 
 
-def _heads(heads: list[bytes], specs: Specs) -> Strip:
+def _heads(heads: list[bytes], specs: Specs, spec: Spec = _OBJECT) -> Strip:
     sizes = np.fromiter(map(len, heads), np.int64, len(heads))
-    return Strip(len(heads), heads, sizes, specs.number(_OBJECT))
+    return Strip(len(heads), heads, sizes, specs.number(spec))
 
 
-def _objects(name: str, column: Sequence[Any], specs: Specs) -> PreparedColumn:
+def _objects(
+    name: str, column: Sequence[Any], specs: Specs, spec: Spec = _OBJECT
+) -> PreparedColumn:
     heads: list[bytes] = []
     leaves: list[Array] = []
     counts = np.zeros(len(column), np.int64)
@@ -242,7 +386,7 @@ def _objects(name: str, column: Sequence[Any], specs: Specs) -> PreparedColumn:
         heads.append(head)
         leaves += own
         counts[index] = len(own)
-    values = _heads(heads, specs)
+    values = _heads(heads, specs, spec)
     if not leaves:
         return PreparedColumn(name, values)
     return PreparedColumn(name, values, counts, _ragged(leaves, specs))

@@ -20,7 +20,16 @@ from dataplane.client.parallel import SHARED_BYTES, Copy, carry_out
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.memory.extents import every
 from dataplane.wire import objects
-from dataplane.wire.arrays import Array, dtype_of, shape_of
+from dataplane.wire.arrays import (
+    Array,
+    as_array,
+    dtype_of,
+    is_jagged,
+    is_torch,
+    jagged_parts,
+    ragged_axis,
+    shape_of,
+)
 from dataplane.wire.limits import MAX_RANK
 from dataplane.wire.records import PLACE, PLACE_ABSENT, U4, column
 from dataplane.wire.tables import Column, Spec
@@ -32,11 +41,13 @@ _ROWS_A_RUN = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """A spec, made ready: `row` bytes decide the first length where it is not 0."""
+    """A spec, made ready: `row` bytes decide the open length where it is not 0, which stands
+    between `head` and `tail`."""
 
     spec: Spec
     dtype: np.dtype[Any]
     row: int
+    head: tuple[int, ...]
     tail: tuple[int, ...]
 
 
@@ -229,10 +240,11 @@ class ColumnView(Sequence[Any]):
         form = self._form(int(places["spec"][0]))
         if not form.row or (places["nbytes"] % form.row).any():
             return None
-        base, dtype, tail = self._base, form.dtype, form.tail
+        base, dtype, head, tail = self._base, form.dtype, form.head, form.tail
         columns = (places["offset"].tolist(), (places["nbytes"] // form.row).tolist())
         return (
-            np.ndarray((n, *tail), dtype, base, offset) for offset, n in zip(*columns, strict=True)
+            np.ndarray((*head, n, *tail), dtype, base, offset)
+            for offset, n in zip(*columns, strict=True)
         )
 
     @property
@@ -269,7 +281,7 @@ class ColumnView(Sequence[Any]):
 
     def _array(self, offset: int, nbytes: int, form: _Form) -> Array:
         if form.row and nbytes % form.row == 0:
-            shape: tuple[int, ...] = (nbytes // form.row, *form.tail)
+            shape: tuple[int, ...] = (*form.head, nbytes // form.row, *form.tail)
         else:
             shape = shape_of(form.spec, form.dtype.itemsize, nbytes)
         return np.ndarray(shape, form.dtype, self._base, offset)
@@ -302,6 +314,14 @@ def same(one: Any, other: Any) -> bool:
         return (one.dtype, one.shape) == (other.dtype, other.shape) and (
             one.tobytes() == other.tobytes()
         )
+    if is_torch(one):
+        parts = (
+            map(np.asarray, jagged_parts(t)) if is_jagged(t) else [as_array(t)]
+            for t in (one, other)
+        )
+        return (one.dtype, one.is_nested) == (other.dtype, other.is_nested) and all(
+            map(same, *parts)
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
@@ -313,11 +333,13 @@ def same(one: Any, other: Any) -> bool:
 
 def _form_of(spec: Spec) -> _Form:
     if spec.kind == "object":
-        return _Form(spec, np.dtype(np.uint8), 0, ())
-    dtype, tail = dtype_of(spec.dtype), tuple(spec.shape[1:])
+        return _Form(spec, np.dtype(np.uint8), 0, (), ())
+    dtype, at = dtype_of(spec.dtype), ragged_axis(spec.shape) or 0
+    head, tail = tuple(spec.shape[:at]), tuple(spec.shape[at + 1 :])
     # other shapes, and those that no array can have, are left to `shape_of`
-    is_open = spec.shape[:1] == (-1,) and len(tail) < MAX_RANK and min(tail, default=1) > 0
-    return _Form(spec, dtype, dtype.itemsize * math.prod(tail) if is_open else 0, tail)
+    is_open = spec.shape[at : at + 1] == (-1,) and len(spec.shape) <= MAX_RANK
+    is_open = is_open and min(head + tail, default=1) > 0
+    return _Form(spec, dtype, dtype.itemsize * math.prod(head + tail) if is_open else 0, head, tail)
 
 
 def _check_places(places: Records, specs: int, arena_bytes: int) -> None:

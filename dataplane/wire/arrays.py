@@ -50,6 +50,9 @@ _AS_INTEGERS = {
 """torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
 
 
+_INTEGERS_OF_TORCH = {1: "uint8", 2: "int16", 4: "int32"}
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str | None:
     """The name under which a dtype travels; None where it cannot (or not in this byte order)."""
     name = _NAMES.get(dtype)
@@ -71,27 +74,36 @@ def dtype_of(name: str) -> np.dtype[Any]:
     raise ProtocolError(f"no dtype of this protocol: {name[:64]!r}")
 
 
-def spec_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Spec:
-    """The spec of a plain array: leading -1 where the value's bytes decide the first length."""
+def spec_of(
+    dtype: np.dtype[Any], shape: tuple[int, ...], loose: bool = False, ragged: int = 0
+) -> Spec:
+    """The spec of a plain array: -1 at the axis `ragged`, where the value's bytes decide it."""
     name = dtype_name(dtype)
     assert name is not None, dtype
-    if shape and 0 not in shape[1:]:
-        shape = (-1, *shape[1:])
-    return Spec("array", name, shape)
+    others = (*shape[:ragged], *shape[ragged + 1 :])
+    if ragged < len(shape) and 0 not in others:
+        shape = (*shape[:ragged], -1, *shape[ragged + 1 :])
+    return Spec("array", name, shape, loose)
 
 
 def shape_of(spec: Spec, itemsize: int, nbytes: int) -> tuple[int, ...]:
     """The shape of a value of this spec; ProtocolError where the bytes do not fit it."""
     shape = spec.shape
-    if len(shape) > MAX_RANK or any(length < 0 for length in shape[1:]):
+    ragged = ragged_axis(shape)
+    if len(shape) > MAX_RANK or any(n < 0 and at != ragged for at, n in enumerate(shape)):
         raise ProtocolError(f"no shape of an array: {shape}")
-    if shape and shape[0] == -1:
-        row = itemsize * math.prod(shape[1:])
+    if ragged is not None:
+        row = itemsize * -math.prod(shape)
         if row and nbytes % row == 0:
-            return (nbytes // row, *shape[1:])
-    elif itemsize * math.prod(shape) == nbytes and (not shape or shape[0] >= 0):
+            return (*shape[:ragged], nbytes // row, *shape[ragged + 1 :])
+    elif itemsize * math.prod(shape) == nbytes:
         return shape
     raise ProtocolError(f"{nbytes} bytes do not make an array of {spec.dtype} {shape}")
+
+
+def ragged_axis(shape: tuple[int, ...]) -> int | None:
+    """Where the shape of a spec has its -1."""
+    return shape.index(-1) if -1 in shape else None
 
 
 def as_array(value: object) -> Array | None:
@@ -119,6 +131,43 @@ def is_torch(value: object) -> bool:
     """Whether this is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def is_jagged(value: Any) -> bool:
+    """Whether this is a nested tensor of torch's jagged layout."""
+    return is_torch(value) and value.is_nested and value.layout is sys.modules["torch"].jagged
+
+
+def jagged_parts(tensor: Any) -> tuple[Array, Array, int]:
+    """The values of a nested jagged tensor, int64 offsets of its rows and one more, and the axis of
+    a row that is ragged: along it the rows lie side by side in the values.
+
+    InvalidValue as of `as_array`. Rows that have gaps between them are moved together.
+    """
+    axis = tensor._ragged_idx - 1
+    values, offsets = as_array(tensor.values()), np.asarray(tensor.offsets().cpu(), np.int64)
+    assert values is not None
+    given = tensor.lengths()
+    lengths = np.diff(offsets) if given is None else np.asarray(given.cpu(), np.int64)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if len(lengths) and (ends[-1] != values.shape[axis] or (offsets[:-1] != ends[:-1]).any()):
+        starts = np.repeat(offsets[: len(lengths)] - ends[:-1], lengths)
+        values = values.take(starts + np.arange(ends[-1]), axis)
+    return values, ends, axis
+
+
+def tensor_over(array: Array) -> Any:
+    """A torch tensor over this array's memory; InvalidValue where torch has no such dtype."""
+    import torch
+
+    try:
+        if array.dtype.isbuiltin == 1:
+            return torch.from_numpy(array)
+        name = dtype_name(array.dtype) or ""
+        integers = array.view(_INTEGERS_OF_TORCH[array.dtype.itemsize])
+        return torch.from_numpy(integers).view(getattr(torch, name))
+    except (TypeError, AttributeError, KeyError) as exc:
+        raise InvalidValue(f"torch has no dtype {array.dtype}") from exc
 
 
 def raw(array: Array) -> Array:
@@ -164,7 +213,7 @@ def _foreign(value: object) -> Array | None:
 
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
-        raise InvalidValue("a nested tensor inside a value; pass the list of its .unbind()")
+        raise InvalidValue("a nested tensor of strided layout; pass the list of its .unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise InvalidValue("a sparse, quantized or meta tensor has no plain bytes; make it dense")
     tensor = tensor.detach().resolve_conj().resolve_neg()

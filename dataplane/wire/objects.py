@@ -1,14 +1,18 @@
 """Object values: one self-describing MessagePack value each, with array leaves beside it.
 
 What comes back has exactly the types that went in: None, bool, int of any size, float, str, bytes,
-list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays. The set is
-closed: subclasses and other classes are refused, nothing is pickled, unknown ext codes are an
-error. bytearray and memoryview come back as bytes, tensors as numpy arrays.
+list, tuple, dict (any scalar or tuple keys, order kept), numpy scalars and arrays, torch tensors,
+nested jagged ones too. The set is closed: subclasses and other classes are refused, nothing is
+pickled, unknown ext codes are an error. bytearray and memoryview come back as bytes, arrays of
+objects as lists, arrays of other libraries as numpy's; dataclasses, pydantic models and TensorDicts
+as dicts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -18,7 +22,16 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
-from dataplane.wire.arrays import Array, as_array, dtype_name, dtype_of
+from dataplane.wire.arrays import (
+    Array,
+    as_array,
+    dtype_name,
+    dtype_of,
+    is_jagged,
+    is_torch,
+    jagged_parts,
+    tensor_over,
+)
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
 
 EXT_ARRAY = 1
@@ -29,6 +42,11 @@ EXT_INT = 3
 """An int beyond 64 bits: two's complement, little-endian."""
 EXT_SCALAR = 4
 """A numpy scalar: length of the dtype's name (one byte), the name, the item's bytes."""
+EXT_TENSOR = 5
+"""As EXT_ARRAY, of an array that went in as a torch tensor."""
+EXT_JAGGED = 6
+"""A nested jagged tensor of torch: three u32, the leaves of its values and its int64 offsets, and
+the axis of a row that is ragged."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
@@ -106,10 +124,12 @@ class Decoder:
 
     def _ext(self, code: int, data: memoryview) -> Any:
         if code == EXT_ARRAY:
-            index = int.from_bytes(data, "little")
-            if index < len(self._leaves):
-                return self._leaves[index]
-            raise ProtocolError(f"leaf {index} of an object with {len(self._leaves)} leaves")
+            return self._leaf(data)
+        if code == EXT_TENSOR:
+            return _tensor(self._leaf(data))
+        if code == EXT_JAGGED and len(data) == 12:
+            axis = int.from_bytes(data[8:], "little")
+            return _jagged(self._leaf(data[:4]), self._leaf(data[4:8]), axis)
         if code == EXT_TUPLE:
             items = self._decoder.decode(data)
             if type(items) is list:
@@ -119,6 +139,12 @@ class Decoder:
         elif code == EXT_SCALAR:
             return _scalar(data)
         raise ProtocolError(f"ext code {code} is not of this protocol, or its content is not")
+
+    def _leaf(self, data: memoryview) -> Array:
+        index = int.from_bytes(data, "little")
+        if index < len(self._leaves):
+            return self._leaves[index]
+        raise ProtocolError(f"leaf {index} of an object with {len(self._leaves)} leaves")
 
 
 # it never holds leaves, so threads may share it
@@ -181,11 +207,25 @@ class _Walk:
         try:
             if isinstance(value, np.generic):
                 return _lowered_scalar(value)
+            plain = as_plain(value)
+            if plain is not value:
+                return self.lower(plain)
+            if is_jagged(value):
+                values, offsets, axis = jagged_parts(value)
+                parts = (self._numbered(values), self._numbered(offsets), axis)
+                return Ext(EXT_JAGGED, b"".join(part.to_bytes(4, "little") for part in parts))
             array = as_array(value)
         except InvalidValue as exc:
+            if "path" in exc.details:
+                raise
             raise self._refusal(exc.message) from exc
         if array is None:
             raise self._refusal(_why_refused(value))
+        number = self._numbered(array).to_bytes(4, "little")
+        return Ext(EXT_TENSOR if is_torch(value) else EXT_ARRAY, number)
+
+    def _numbered(self, array: Array) -> int:
+        """The number of one more leaf."""
         if len(self.leaves) >= MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
                 f"{self._place()}: more than {MAX_LEAVES_PER_ROW} arrays in one value; "
@@ -193,7 +233,7 @@ class _Walk:
                 limit=MAX_LEAVES_PER_ROW,
             )
         self.leaves.append(array)
-        return Ext(EXT_ARRAY, (len(self.leaves) - 1).to_bytes(4, "little"))
+        return len(self.leaves) - 1
 
     def _checked(self, value: Any) -> Any:
         if type(value) is int and not -(1 << 63) <= value < 1 << 64:
@@ -211,6 +251,62 @@ class _Walk:
 
     def _refusal(self, reason: str) -> InvalidValue:
         return InvalidValue(f"{self._place()}: {reason}", path=self._place())
+
+
+def as_plain(value: Any) -> Any:
+    """What stands for a value of these kinds on the wire, else the value: an array of objects as
+    lists; a dataclass, a pydantic model and a TensorDict as dicts of their fields."""
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.dtype == object and type(value) is np.ndarray else value
+    if is_tensordict(value):
+        library = sys.modules["tensordict"]
+        if library.is_non_tensor(value):
+            return value.data if isinstance(value, library.NonTensorData) else list(value.tolist())
+        return dict(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if not hasattr(value, "__array__"):
+            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    else:
+        model: Any = getattr(sys.modules.get("pydantic"), "BaseModel", ())
+        if isinstance(value, model):
+            return value.model_dump()
+    return value
+
+
+def is_tensordict(value: object) -> bool:
+    """Whether this is a TensorDict or a tensorclass, without importing tensordict."""
+    library = sys.modules.get("tensordict")
+    return library is not None and library.is_tensor_collection(value)
+
+
+def _tensor(leaf: Array) -> Any:
+    """A private tensor, as torch has no memory that is read-only; the array where torch is not
+    installed."""
+    try:
+        return tensor_over(leaf.copy())
+    except ImportError:
+        return leaf
+    except InvalidValue as exc:
+        raise ProtocolError(f"a tensor that torch does not have: {exc.message}") from exc
+
+
+def _jagged(values: Array, offsets: Array, axis: int) -> Any:
+    if (
+        offsets.dtype != np.int64
+        or offsets.ndim != 1
+        or len(offsets) < 1
+        or axis >= values.ndim
+        or offsets[0] != 0
+        or offsets[-1] != values.shape[axis]
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise ProtocolError("a nested tensor whose offsets do not fit its values")
+    try:
+        import torch
+    except ImportError:
+        return np.split(values, offsets[1:-1], axis)
+    nested: Any = torch.nested.nested_tensor_from_jagged
+    return nested(_tensor(values), tensor_over(offsets.copy()), jagged_dim=axis + 1)
 
 
 def _lowered_scalar(value: np.generic) -> Ext:
@@ -253,5 +349,5 @@ def _why_refused(value: object) -> str:
             return f"{name} would come back as a plain {kind}; pass {kind}(…)"
     return (
         f"{name} has no form on the wire; values are None, bool, int, float, str, bytes, list, "
-        "tuple, dict and arrays"
+        "tuple, dict, arrays, dataclasses and pydantic models"
     )

@@ -30,14 +30,16 @@ class Definition(msgspec.Struct, array_like=True, frozen=True):
 class Spec(msgspec.Struct, array_like=True, frozen=True):
     """How the bytes of a value are read.
 
-    `array`: `dtype` is numpy's or ml_dtypes' name; `shape` may start with -1, which the value's
-    bytes decide. `object`: one MessagePack value, whose array leaves are ext values that index the
-    row's leaves; `dtype` and `shape` are empty.
+    `array`: `dtype` is numpy's or ml_dtypes' name; `shape` may have one -1, which the value's bytes
+    decide. `object`: one MessagePack value, whose array leaves are ext values that index the row's
+    leaves; `dtype` and `shape` are empty. loose: rows were given one by one, so that a TensorDict
+    has them as a nested tensor, ragged where the -1 is; objects, as data that are no tensor.
     """
 
     kind: Literal["array", "object"]
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    loose: bool = False
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):

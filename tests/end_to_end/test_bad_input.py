@@ -76,11 +76,6 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.InvalidValue,
         r'x\[1\]\["a"\]\[0\]: set has no form on the wire; values are None, bool',
     ),
-    "a dtype object": (
-        lambda p: p.put({"x": np.array([None], object)}),
-        dataplane.InvalidValue,
-        r"pass .tolist\(\)",
-    ),
     "a dtype of text": (lambda p: p.put({"x": np.array(["a"])}), dataplane.InvalidValue, "tolist"),
     "a dtype with fields": (
         lambda p: p.put({"x": np.zeros(2, [("a", "i4")])}),

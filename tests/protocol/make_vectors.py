@@ -5,7 +5,8 @@ and defaults of fields from the tables in protocol/*.md, and the `msgpack` packa
 `dataplane` is imported: where the code differs, a test says so. `--check` only compares.
 
 JSON has no bytes and only str keys: {"bin": hex}, {"map": [[key, value], …]}, and for objects
-{"tuple": […]}, {"int": digits}, {"scalar": [dtype, hex]}, {"leaf": index}. A body is named by "@".
+{"tuple": […]}, {"int": digits}, {"scalar": [dtype, hex]}, {"leaf": index}, {"tensor": index}. A
+body is named by "@".
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ def lowered(value: Any) -> Any:
             )
         case {"leaf": index}:
             return msgpack.ExtType(1, index.to_bytes(4, "little"))
+        case {"tensor": index}:
+            return msgpack.ExtType(5, index.to_bytes(4, "little"))
         case {"map": pairs}:
             return {lowered(key): lowered(item) for key, item in pairs}
     raise AssertionError(f"no object: {value}")

@@ -55,7 +55,7 @@ def mixed_columns(n: int, seed: int) -> dict[str, Any]:
         "wide": random.integers(0, 9, (n, 1100)).astype(np.int32),
         "ragged": [random.random(k).astype(np.float32) for k in lengths],
         "text": ["x" * int(k) for k in lengths[::-1]],
-        "images": [[np.full((k, 2), k, np.int16)] * (k % 3) for k in lengths.tolist()],
+        "images": [{"of": [np.full((k, 2), k, np.int16)] * (k % 3)} for k in lengths.tolist()],
     }
 
 

@@ -136,7 +136,6 @@ Point = namedtuple("Point", "x y")
         (OrderedDict(a=1), "would come back as a plain dict"),
         (np.str_("a"), "str_ cannot travel"),
         (np.array(["a"]), "it holds text"),
-        (np.array([None]), "it holds Python objects"),
         (np.zeros(2, "i4,f4"), "it has a structure"),
         (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),
         (np.zeros((1,) * 17), "17 dimensions"),

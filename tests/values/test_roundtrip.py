@@ -89,7 +89,7 @@ def test_dense_columns_come_back_dense(
             st.none(),
             st.just(np.arange(3)),
             st.just(np.zeros(2000)),
-            st.lists(st.just(np.arange(700))),
+            st.lists(st.just(np.arange(700)), min_size=1),
         ),
         min_size=1,
         max_size=60,

@@ -58,7 +58,7 @@ def _peers(
         stack.enter_context(_run_dir(folder))
         crew = stack.enter_context(Crew(Path(folder)))
         for name, options in argvs.items():
-            argv = [sys.executable, "-m", "dataplane", "peer", "--plane", plane, "--name", name]
+            argv = [sys.executable, "-m", "dataplane", "peer", "--run", plane, "--name", name]
             crew.start(f"peer-{name}", leashed([*argv, *options]), speaks=False)
         clients: list[Any] = []
         names = list(argvs)
@@ -66,7 +66,7 @@ def _peers(
         while len(clients) < len(names):
             crew.events()  # raises where a peer ended
             try:
-                client = dataplane.connect(names[len(clients)], plane=plane, devices=devices)
+                client = dataplane.connect(names[len(clients)], run=plane, devices=devices)
             except ConnectError:
                 if time.monotonic() > deadline:
                     raise

@@ -216,7 +216,7 @@ def _client(pipe: Connection, peer: str, plane: str, nth: int, parent: int) -> N
     die_with(parent)
     import dataplane
 
-    with dataplane.connect(peer, plane=plane) as client:
+    with dataplane.connect(peer, run=plane) as client:
         part = client.partition(f"client-{nth}", stages={"s": ["x"]})
         _cycle(part, 20)
         pipe.send(True)

@@ -113,7 +113,7 @@ class Target:
     @staticmethod
     def find(name: str | None = None, plane: str | None = None) -> Target:
         """The peer that a client of this host would be connected to."""
-        with dataplane.connect(name, plane=plane) as connected:
+        with dataplane.connect(name, run=plane) as connected:
             stats = connected.stats()
         path = rundir.plane_dir(stats["plane"]) / f"{stats['peer']}.sock"
         with socket.socket(socket.AF_UNIX) as door:
@@ -269,11 +269,11 @@ def _send_and_leave(door: socket.socket, said: bytes) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.strangers")
     parser.add_argument("--name", help="the peer (default: the only one of this host)")
-    parser.add_argument("--plane", help="the plane's name (default: uid and job id)")
+    parser.add_argument("--run", help="the run (default: this process's)")
     parser.add_argument("--count", type=bounds.frames, default=100_000, help="frames at each door")
     parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args(argv)
-    outcome = attack(Target.find(options.name, options.plane), options.count, options.seed)
+    outcome = attack(Target.find(options.name, options.run), options.count, options.seed)
     print(json.dumps(outcome))
     return 0 if outcome["ok"] else 1
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import DataplaneError, PeerNotFound
-from dataplane.launch import config, discovery, rundir
+from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound
+from dataplane.launch import config, discovery, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import PeerConfig
 from dataplane.launch.device import find_device_arena
@@ -35,13 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        code: int = arguments.command(arguments)
         return code
     except DataplaneError as error:
         print(f"dataplane: {error}".replace("\n", " "), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read it has seen enough, and what is left has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,29 +64,29 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--bulk-tls", action="store_true", help="encrypt values between hosts")
     peer.add_argument("--metrics", metavar="HOST:PORT", help="show them to Prometheus there")
     peer.add_argument("--token-file", metavar="F", help="the secret that all peers share")
-    peer.add_argument("--plane", help="the plane's name (default: uid and job id)")
+    peer.add_argument("--run", metavar="NAME", help="the run that it serves (default: default)")
     peer.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     peer.add_argument("--linger", metavar="S", help="leave so long after the last client")
     peer.add_argument("--linger-unread", metavar="S", help="... while rows are unread")
-    peer.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
-    peer.set_defaults(run=_peer)
+    peer.add_argument("--starter", help=argparse.SUPPRESS)
+    peer.set_defaults(command=_peer)
 
-    status = commands.add_parser("status", help="show the peers of this host and what they hold")
-    status.add_argument("--peer", help="only this one")
-    status.add_argument("--plane", help="the plane's name (default: uid and job id)")
+    status = commands.add_parser("status", help="show your runs on this host and what they hold")
+    status.add_argument("--peer", metavar="NAME", help="only this peer")
+    status.add_argument("--run", metavar="NAME", help="only this run")
     status.add_argument("--watch", action="store_true", help="again every two seconds")
     status.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    status.set_defaults(run=_status)
+    status.set_defaults(command=_status)
 
     probe = commands.add_parser("probe", help="try what carries values between the hosts")
     probe.add_argument("--peer", help="ask this one of the host's peers")
-    probe.add_argument("--plane", help="the plane's name (default: uid and job id)")
+    probe.add_argument("--run", metavar="NAME", help="its run (default: the only one there is)")
     probe.add_argument("--require", metavar="NAME", help="exit 1 unless it works between all")
     probe.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    probe.set_defaults(run=_probe)
+    probe.set_defaults(command=_probe)
 
     token = commands.add_parser("token", help="make a cluster token: dataplane token > F")
-    token.set_defaults(run=_token)
+    token.set_defaults(command=_token)
     return parser
 
 
@@ -101,10 +104,11 @@ def _peer(arguments: argparse.Namespace) -> int:
 
 def peer_config(arguments: argparse.Namespace) -> PeerConfig:
     """The configuration that the arguments and, where they are silent, the variables give."""
+    run = runs.run_of_peer(arguments.run)
     if arguments.seeds:
         place = discovery.Place(config.parse_seeds(arguments.seeds), arguments.listen)
     else:
-        place = discovery.find_place()
+        place = discovery.find_place(run)
     linger = arguments.linger or os.environ.get("DATAPLANE_LINGER")
     unread = arguments.linger_unread or linger
     arena_bytes = (
@@ -112,7 +116,7 @@ def peer_config(arguments: argparse.Namespace) -> PeerConfig:
     )
     token = read_token(arguments.token_file) if arguments.token_file else config.find_token()
     return PeerConfig(
-        plane=arguments.plane or discovery.plane_name(),
+        run=run,
         name=arguments.name,
         listen=arguments.listen or place.listen,
         seeds=place.seeds,
@@ -120,7 +124,7 @@ def peer_config(arguments: argparse.Namespace) -> PeerConfig:
         run_dir=rundir.run_dir() if arguments.run_dir is None else arguments.run_dir,
         linger_s=config.parse_seconds(linger) if linger else None,
         linger_unread_s=config.parse_seconds(unread) if unread else None,
-        embedded=arguments.embedded,
+        starter=rundir.parse_starter(arguments.starter) if arguments.starter else None,
         join=arguments.join or (place.join and not arguments.listen),
         roster=config.parse_roster(arguments.roster or os.environ.get("DATAPLANE_ROSTER", "")),
         token=token,
@@ -150,12 +154,12 @@ def _token(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     while True:
-        seen = _collect(arguments.plane or discovery.plane_name(), arguments.peer)
+        seen = [_seen(run, arguments.peer) for run in _found(arguments.run, arguments.peer)]
         if arguments.json:
-            print(json.dumps(seen, default=str), flush=True)
+            print(json.dumps({"runs": seen}, default=str), flush=True)
         else:
             clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
-            print(clear + "\n".join(_lines(seen)), flush=True)
+            print(clear + "\n\n".join("\n".join(_shown(one)) for one in seen), flush=True)
         if not arguments.watch:
             return 0
         time.sleep(_WATCH_PERIOD_S)
@@ -165,29 +169,64 @@ def _probe(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load the client.
     from dataplane import cli_probe
 
-    report = cli_probe.probe(arguments.plane or discovery.plane_name(), arguments.peer)
+    found = _found(arguments.run, arguments.peer)
+    if len(found) > 1:
+        names = ", ".join(run.name for run in found)
+        raise PeerAmbiguous(f"several runs have peers on this host: {names}; say which, --run NAME")
+    peer = arguments.peer or found[0].peers[0].name
+    report = cli_probe.probe(found[0].name, peer)
     return cli_probe.show(report, arguments.require, arguments.json)
 
 
-def _collect(plane: str, name: str | None) -> dict[str, Any]:
-    """The stats of the plane's peers on this host, by name. Looking never starts a peer."""
+def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
+    """The user's runs on this host, or those that are asked for. PeerNotFound where none is there.
+    Looking never starts a peer."""
+    living = rundir.living_runs()
+    found = [
+        one
+        for one in living
+        if run in (None, one.name) and (peer is None or peer in [p.name for p in one.peers])
+    ]
+    if not found:
+        asked = (f" named {peer!r}" if peer else "") + (f" of run {run!r}" if run else "")
+        running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
+        raise PeerNotFound(
+            f"no peer{asked} runs on this host (running: {'; '.join(running) or 'none'})",
+            running=running,
+        )
+    return found
+
+
+def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
+    """A run, who began it, and the stats of its peers on this host, by name."""
     # Imported here: `dataplane peer` must not load the client.
     import dataplane
 
-    living = [peer.name for peer in rundir.living_peers(rundir.plane_dir(plane))]
-    names = living if name is None else [peer for peer in living if peer == name]
-    if not names:
-        running = ", ".join(living) or "none"
-        raise PeerNotFound(
-            f"no peer{f' named {name!r}' if name else ''} of plane {plane!r} runs on this host "
-            f"(running: {running})",
-            running=living,
-        )
-    peers = {}
-    for peer in names:
-        with dataplane.connect(peer, plane=plane) as connected:
-            peers[peer] = connected.stats()
-    return {"plane": plane, "peers": peers}
+    peers: dict[str, Any] = {}
+    for peer in run.peers:
+        if name in (None, peer.name):
+            try:
+                with dataplane.connect(peer.name, run=run.name) as connected:
+                    peers[peer.name] = connected.stats()
+            except DataplaneError as error:  # a run that is stuck hides no other
+                peers[peer.name] = {"error": error.message}
+    starter = run.starter
+    return {
+        "run": run.name,
+        "named": not runs.is_unnamed(run.name),
+        "age_s": round(run.age_s, 1),
+        "begun_by": {"pid": starter.pid, "command": starter.command} if starter else None,
+        "peers": peers,
+    }
+
+
+def _shown(seen: dict[str, Any]) -> Iterator[str]:
+    """One run as text."""
+    by = seen["begun_by"]
+    who = f"`{by['command']}` (pid {by['pid']})" if by else "a peer that was started by hand"
+    unnamed = "" if seen["named"] else " (unnamed)"
+    yield f"run {seen['run']}{unnamed}, begun {runs.age(seen['age_s'])} ago by {who}"
+    yield from _lines({"peers": seen["peers"]}, 1)
 
 
 def _lines(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:

@@ -12,25 +12,15 @@ from typing import Any
 
 import dataplane
 from dataplane.client import core
-from dataplane.errors import PeerNotFound
-from dataplane.launch import rundir
 from dataplane.transport import registry
 
 PROBE_S = 300.0
 Report = dict[str, Any]
 
 
-def probe(plane: str, peer: str | None) -> Report:
-    """The report of all pairs. PeerNotFound where no peer runs here; looking starts none."""
-    living = [one.name for one in rundir.living_peers(rundir.plane_dir(plane))]
-    names = living if peer is None else [name for name in living if name == peer]
-    if not names:
-        raise PeerNotFound(
-            f"no peer{f' named {peer!r}' if peer else ''} of plane {plane!r} runs on this host "
-            f"(running: {', '.join(living) or 'none'})",
-            running=living,
-        )
-    with dataplane.connect(names[0], plane=plane) as connected:
+def probe(run: str, peer: str) -> Report:
+    """The report of all pairs, from one peer of this host."""
+    with dataplane.connect(peer, run=run) as connected:
         report: Report = connected.run(core.probe(PROBE_S))
     return report
 

@@ -55,6 +55,10 @@ class SeedsMissing(ConnectError):
     """The job spans several hosts, and neither seeds nor a way to derive them are there."""
 
 
+class RunMissing(ConnectError):
+    """The run spans several hosts, and nothing names it alike on all of them."""
+
+
 class InvalidConfig(DataplaneError, ValueError):
     """A setting (variable, option or argument) does not have the form that it needs."""
 

@@ -41,7 +41,7 @@ class Dataplane(Contender):
         return [self._peer(host) for host in range(self.site.hosts)]
 
     def _peer(self, host: int) -> Service:
-        argv = [sys.executable, "-m", "dataplane", "peer", "--plane", self._plane]
+        argv = [sys.executable, "-m", "dataplane", "peer", "--run", self._plane]
         argv += ["--name", f"host{host}", "--listen", self._addresses[host]]
         argv += ["--seeds", ",".join(self._addresses), "--arena", str(self._arena_bytes())]
         env = {"DATAPLANE_RUN_DIR": self.site.folder}
@@ -70,7 +70,7 @@ def _connect(address: dict[str, Any]) -> Any:
     import dataplane
 
     os.environ["DATAPLANE_RUN_DIR"] = address["run_dir"]
-    return dataplane.connect(address["peer"], plane=address["plane"])
+    return dataplane.connect(address["peer"], run=address["plane"])
 
 
 class DataplaneCourier(Courier):

@@ -54,7 +54,7 @@ class Peers:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
         command += ["--arena", ARENA, "--listen", self.addresses[name]]
         command += ["--seeds", ",".join(self.addresses.values())]
         command += ["--roster", self.roster] if self.roster else []
@@ -62,7 +62,7 @@ class Peers:
             self.processes[name] = subprocess.Popen(leashed(command), stdout=log, stderr=log)
 
     def connect(self, name: str) -> Plane:
-        return dataplane.connect(name, plane=PLANE)
+        return dataplane.connect(name, run=PLANE)
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()

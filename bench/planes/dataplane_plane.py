@@ -69,7 +69,7 @@ class DataplanePlane(Plane):
 
     def _peer(self, host: int) -> Service:
         options = {
-            "--plane": self._plane_name,
+            "--run": self._plane_name,
             "--name": _host_name(host),
             "--listen": self._addresses[host],
             "--seeds": ",".join(self._addresses),
@@ -124,7 +124,7 @@ def _connect(address: dict[str, Any]) -> Any:
     import dataplane
 
     os.environ["DATAPLANE_RUN_DIR"] = address["run_dir"]
-    return dataplane.connect(address["peer"], plane=address["plane"])
+    return dataplane.connect(address["peer"], run=address["plane"])
 
 
 class DataplaneBatch(Batch):

@@ -47,17 +47,17 @@ T = TypeVar("T")
 
 
 def connect(
-    name: str | None = None, *, plane: str | None = None, devices: str | None = None
+    name: str | None = None, *, run: str | None = None, devices: str | None = None
 ) -> Connecting:
     """As `dataplane.connect`: `await connect()`, or `async with connect() as plane`."""
-    return Connecting(name, plane, devices)
+    return Connecting(name, run, devices)
 
 
 class Connecting:
     """A plane that is being connected to."""
 
-    def __init__(self, name: str | None, plane: str | None, devices: str | None) -> None:
-        self._open_session = partial(open_session, name, plane, wish_of(devices))
+    def __init__(self, name: str | None, run: str | None, devices: str | None) -> None:
+        self._open_session = partial(open_session, name, run, wish_of(devices))
         self._opened: Plane | None = None
 
     async def _open(self) -> Plane:
@@ -101,7 +101,7 @@ class Plane:
 
     @property
     def name(self) -> str:
-        """The plane's name."""
+        """The plane's name, which is its run's."""
         return self._session.plane
 
     @property

@@ -20,12 +20,16 @@ from dataplane.memory.mapping import ReadMap, WriteMaps
 _ATTEMPTS = 3
 
 
-def open_session(name: str | None, plane: str | None, wish: Wish = AUTO) -> Housekeeper:
-    """A new session at the peer `name` of this host, or at the embedded one."""
+def open_session(name: str | None, run: str | None, wish: Wish = AUTO) -> Housekeeper:
+    """A new session at the peer `name` of this host, or at the run's embedded one. Processes that
+    this one starts from now on belong to the same run."""
     for attempt in range(_ATTEMPTS):
-        path = attach(plane, name)
+        attached = attach(run, name)
         try:
-            return join(partial(_connected, path), wish)
+            keeper = join(partial(_connected, attached.socket), wish)
+            if not os.environ.get("DATAPLANE_RUN"):
+                os.environ["DATAPLANE_RUN"] = attached.run.name
+            return keeper
         except PeerLost:
             # An embedded peer may have left between the two steps; the next one starts another.
             if attempt == _ATTEMPTS - 1:

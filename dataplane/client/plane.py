@@ -26,18 +26,20 @@ T = TypeVar("T")
 
 
 def connect(
-    name: str | None = None, *, plane: str | None = None, devices: str | None = None
+    name: str | None = None, *, run: str | None = None, devices: str | None = None
 ) -> Plane:
     """Attach to this host's peer, or start an embedded one.
 
-    name: which peer, where several run on this host (default: DATAPLANE_PEER). plane: which plane
-    (default: DATAPLANE_PLANE, else uid and job id). devices: whether values in the peer's device
+    name: which peer, where several run on this host (default: DATAPLANE_PEER). run: the name of the
+    run whose plane this is (default: DATAPLANE_RUN, else the launcher's, else this launch itself:
+    runs never mix, and commands typed in several terminals need a name). Processes that are started
+    from now on belong to the same run. devices: whether values in the peer's device
     arenas are read in place, as views of GPU memory: "auto", where this process works on that GPU
     when it connects; "required", on the current GPU (DeviceMissing otherwise); "off", never: they
     come by way of the host (default: DATAPLANE_DEVICES, else auto). Raises PeerNotFound,
-    PeerAmbiguous, SeedsMissing, or another ConnectError that says what to do.
+    PeerAmbiguous, SeedsMissing, RunMissing, or another ConnectError that says what to do.
     """
-    return Plane(open_session(name, plane, wish_of(devices)))
+    return Plane(open_session(name, run, wish_of(devices)))
 
 
 class Plane:
@@ -53,7 +55,7 @@ class Plane:
 
     @property
     def name(self) -> str:
-        """The plane's name."""
+        """The plane's name, which is its run's."""
         return self._session.plane
 
     @property

@@ -65,7 +65,7 @@ def handle_of(session: Session, ref: Ref) -> Handle:
     if ref.plane != session.plane:
         raise InvalidCall(
             f"this ref is of plane {ref.plane!r}, the client of plane {session.plane!r}: connect "
-            f"with dataplane.connect(plane={ref.plane!r})"
+            f"with dataplane.connect(run={ref.plane!r})"
         )
     return Handle(session, ref.partition)
 

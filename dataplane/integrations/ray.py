@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import dataplane
 from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig
-from dataplane.launch import discovery, embedded, rundir
+from dataplane.launch import discovery, embedded, rundir, runs
 from dataplane.launch.config import (
     PeerConfig,
     default_arena_bytes,
@@ -79,7 +79,7 @@ def start(
     if not ray.is_initialized():
         raise InvalidConfig("ray is not initialised: call ray.init() before start()")
     token_file = token_file or os.environ.get("DATAPLANE_TOKEN_FILE")
-    peers = Peers(Setup(discovery.plane_name(), (), arena, spill, token_file), timeout)
+    peers = Peers(Setup(runs.find_run().name, (), arena, spill, token_file), timeout)
     try:
         peers.extend()
     except BaseException:
@@ -112,7 +112,7 @@ class Peers:
 
     @property
     def plane(self) -> str:
-        """The plane's name: DATAPLANE_PLANE of processes that Ray does not know, such as those
+        """The plane's name: DATAPLANE_RUN of processes that Ray does not know, such as those
         that an actor starts."""
         return self._setup.plane
 
@@ -211,16 +211,16 @@ class Attendant:
         self._plane: dataplane.Plane | None = None
         if self._living() is not None:
             with contextlib.suppress(DataplaneError):  # it may be about to leave
-                self._plane = dataplane.connect(self._name, plane=plane)
+                self._plane = dataplane.connect(self._name, run=plane)
 
     def address(self, plane: str, number: int, of: int) -> str:
         """Where this node's peer will listen. Those of one machine look at ports of their own."""
-        here = discovery.plane_name()
+        here = runs.find_run().name
         if here != plane:
             raise InvalidConfig(
-                f"the workers of node {self._name} belong to plane {here!r}, the driver to "
-                f"{plane!r}: set DATAPLANE_PLANE alike for both, the workers' by ray.init("
-                'runtime_env={"env_vars": {"DATAPLANE_PLANE": ...}})'
+                f"the workers of node {self._name} belong to run {here!r}, the driver to "
+                f"{plane!r}: connect() after ray.init(), or set DATAPLANE_RUN alike for both, the "
+                'workers\' by ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": ...}})'
             )
         host = ray.util.get_node_ip_address()
         first = discovery.seed_port(plane)
@@ -232,7 +232,7 @@ class Attendant:
             with _token_file(setup, self._folder / f".{self._name}.token") as token_file:
                 config = self._config(setup, listen, joins, token_file)
                 embedded.start(config, START_S)
-        self._plane = dataplane.connect(self._name, plane=setup.plane)
+        self._plane = dataplane.connect(self._name, run=setup.plane)
 
     def stop(self) -> None:
         """End the peer."""
@@ -254,7 +254,7 @@ class Attendant:
         linger_s, linger_unread_s = embedded_lingers()
         spill = parse_spill(setup.spill, arena_bytes) if setup.spill else find_spill(arena_bytes)
         return PeerConfig(
-            plane=setup.plane,
+            run=setup.plane,
             name=self._name,
             listen=listen if setup.seeds else None,
             seeds=setup.seeds,
@@ -263,7 +263,7 @@ class Attendant:
             run_dir=rundir.run_dir(),
             linger_s=linger_s,
             linger_unread_s=linger_unread_s,
-            embedded=True,
+            starter=runs.this_process(),
             token=read_token(token_file) if token_file else None,
             spill=spill,
         )

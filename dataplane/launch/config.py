@@ -2,7 +2,7 @@
 
 | variable | meaning | default |
 |---|---|---|
-| DATAPLANE_PLANE | the plane's name | uid and job id, see `discovery` |
+| DATAPLANE_RUN | the run's name, which is its plane's | see `runs` |
 | DATAPLANE_PEER | the peer to attach to | the only one on this host |
 | DATAPLANE_SEEDS | addresses of all peers, with commas; `dns://…`; `none` | `discovery`, `dns` |
 | DATAPLANE_ROSTER | `etcd://host:port,host:port`: where the roster is kept | the first seed |
@@ -38,6 +38,7 @@ from dataplane.launch.transport import AUTO, TransportChoice
 if TYPE_CHECKING:
     from dataplane.launch.device import DeviceMemory
     from dataplane.launch.metrics import MetricsAddress
+    from dataplane.launch.rundir import Starter
     from dataplane.launch.spill import Spill
 
 EMBEDDED = "embedded"
@@ -62,7 +63,8 @@ class PeerConfig:
 
     listen: `tcp://host:port`, None where no other peer exists. seeds: addresses of all peers in the
     plane's order, () for this host alone. linger_s, linger_unread_s: how long the peer stays after
-    its last client left, without and with unread rows; None: until it is stopped. token: what
+    its last client left, without and with unread rows; None: until it is stopped. starter: who
+    started it by `connect()`. token: what
     peers prove to each other with; without one they meet on loopback only. roster: `host:port` of
     etcd's servers, (): the first seed keeps the roster. join: this peer is no
     seed, it is let into a plane that runs. spill: where values go that the arena has no room for,
@@ -71,7 +73,7 @@ class PeerConfig:
     all. device_arena: memory of devices for rows, if any.
     """
 
-    plane: str
+    run: str
     name: str
     listen: str | None
     seeds: tuple[str, ...]
@@ -79,7 +81,7 @@ class PeerConfig:
     run_dir: Path
     linger_s: float | None = None
     linger_unread_s: float | None = None
-    embedded: bool = False
+    starter: Starter | None = None
     token: Token | None = None
     join: bool = False
     roster: tuple[str, ...] = ()
@@ -93,10 +95,10 @@ class PeerConfig:
     def arena_name(self) -> str:
         """What the arena is called in /proc: alike for all lives of one peer, and for no other."""
         place = xxhash.xxh3_64_hexdigest(os.fsencode(self.run_dir.resolve()))
-        return f"dataplane-{self.plane}-{self.name}-{place}"
+        return f"dataplane-{self.run}-{self.name}-{place}"
 
     def __post_init__(self) -> None:
-        check_plane(self.plane)
+        check_run(self.run)
         check_peer_name(self.name)
         for seed in self.seeds:
             parse_address(seed)
@@ -258,10 +260,12 @@ def is_embedded(name: str) -> bool:
     return name == EMBEDDED or name.startswith(f"{EMBEDDED}-")
 
 
-def check_plane(plane: str) -> None:
-    named = isinstance(plane, str) and plane.isprintable() and 0 < len(plane.encode()) <= 200
+def check_run(name: str) -> str:
+    """The name, if it can be one; InvalidConfig otherwise."""
+    named = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200
     if not named:
-        raise InvalidConfig(f"{plane!r} cannot name a plane: use 1 to 200 printable characters")
+        raise InvalidConfig(f"{name!r} cannot name a run: use 1 to 200 printable characters")
+    return name
 
 
 def embedded_lingers(environ: Mapping[str, str] = os.environ) -> tuple[float, float]:

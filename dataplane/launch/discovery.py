@@ -1,16 +1,19 @@
-"""Which plane this process belongs to, and the seeds of its peers, from launchers' variables.
+"""What launchers' variables say: the name of the run, and the seeds of its peers.
 
-| launcher | several hosts are seen by | seeds | plane |
+| launcher | several hosts are seen by | seeds | run |
 |---|---|---|---|
-| any | – | DATAPLANE_SEEDS (`none`: this host alone) | DATAPLANE_PLANE |
-| Slurm | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | SLURM_JOB_ID |
+| any | – | DATAPLANE_SEEDS (`none`: this host alone) | DATAPLANE_RUN |
+| Slurm | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | SLURM_JOB_ID, _STEP_ID |
 | Kubernetes LeaderWorkerSet | LWS_GROUP_SIZE > 1 | leader and its workers | LWS_LEADER_ADDRESS |
-| Ray | the head is elsewhere, or ray knows of several | the head, others join | RAY_JOB_ID |
+| Ray | the head is elsewhere, or ray knows of several | the head, others join | session, job |
 | torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR, others join | TORCHELASTIC_RUN_ID |
 | Kubernetes Indexed Job, JobSet | JOB_COMPLETION_INDEX > 0 | – | host name less its index |
 
-From the top: the plane is named by the first launcher that tells an id, seeds come from the first
-that sees several hosts and names them; where hosts are seen and not named, SeedsMissing.
+From the top: the run is named by the first launcher that tells an id, seeds come from the first
+that sees several hosts and names them; where hosts are seen and not named, SeedsMissing. Only what
+one launch of a launcher has for itself is an id: a Slurm job without a step is a shell or a script
+in which many things may be started, torchrun's id is "none" unless one is given, and the job ids of
+Ray begin anew in each of its sessions.
 "Others join": only the first host is known, so a peer must start there; those of other hosts wait
 for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
 starts one on every host instead.
@@ -19,7 +22,7 @@ Chosen for Kubernetes: nothing tells a pod how many pods its Job, JobSet or Stat
 a LeaderWorkerSet derives seeds; the others want DATAPLANE_SEEDS, which their manifest knows
 (`tcp://<set>-0.<service>:7101,...`). The first pod of an Indexed Job cannot see from variables that
 there are others: give it seeds too.
-A derived seed's port is a function of the plane's name, so that two jobs on one host differ.
+A derived seed's port is a function of the run's name and the user, so that two on one host differ.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ephemeral range of Linux
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a launcher's variables say: its name, the job's id, whether there are several hosts,
-    and those of the seeds where they can be derived. others_join: it has hosts besides them."""
+    """What a launcher's variables say: its name, the launch's id or "", whether there are several
+    hosts, and the seeds' where they can be derived. others_join: it has hosts besides them."""
 
     launcher: str
     id: str
@@ -65,30 +68,27 @@ class Place:
     join: bool = False
 
 
-def plane_name(environ: Environ = os.environ) -> str:
-    """DATAPLANE_PLANE, or the uid and the job's id: two experiments on one host never mix."""
-    given = environ.get("DATAPLANE_PLANE")
-    if given:
-        return given
+def launchers_run(environ: Environ = os.environ) -> str | None:
+    """The name of the run by the first launcher that knows one."""
     job = next((job for job in jobs(environ) if job.id), None)
-    return f"{os.getuid()}-{job.launcher}-{job.id}" if job else str(os.getuid())
+    return f"{job.launcher}-{job.id}" if job else None
 
 
-def find_seeds(environ: Environ = os.environ) -> tuple[str, ...]:
+def find_seeds(run: str, environ: Environ = os.environ) -> tuple[str, ...]:
     """Addresses of all peers in the plane's order, () for this host alone.
 
     Raises SeedsMissing where the job spans several hosts and nothing says which: a private plane
     on each of them would wait for rows for ever.
     """
-    return _seeds(environ)[0]
+    return _seeds(run, environ)[0]
 
 
-def find_place(environ: Environ = os.environ) -> Place:
+def find_place(run: str, environ: Environ = os.environ) -> Place:
     """The seeds, and which of them this host's peer is, or where it listens when it joins them.
 
     Raises SeedsMissing as `find_seeds` does, ConnectError where the first host is not known here.
     """
-    seeds, others_join = _seeds(environ)
+    seeds, others_join = _seeds(run, environ)
     listen = own_seed(seeds)
     if listen is None and others_join:
         host, port = parse_address(seeds[0])
@@ -96,7 +96,7 @@ def find_place(environ: Environ = os.environ) -> Place:
     return Place(seeds, listen)
 
 
-def _seeds(environ: Environ) -> tuple[tuple[str, ...], bool]:
+def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     """The seeds, and whether there are hosts besides theirs."""
     given = environ.get("DATAPLANE_SEEDS")
     if given:
@@ -113,7 +113,7 @@ def _seeds(environ: Environ) -> tuple[tuple[str, ...], bool]:
             "(or DATAPLANE_SEEDS=none for a plane of this host alone)",
             launcher=launcher,
         )
-    port = seed_port(plane_name(environ))
+    port = seed_port(run)
     seeds = tuple(f"tcp://{_bracketed(host)}:{port}" for host in named.seed_hosts)
     return seeds, named.others_join
 
@@ -129,9 +129,9 @@ def node_peer_name(node: str) -> str:
     return f"ray-{node[:16]}"
 
 
-def seed_port(plane: str) -> int:
-    """The port of derived seeds, the same on every host of the plane."""
-    return _FIRST_PORT + xxhash.xxh3_64_intdigest(plane.encode()) % _PORTS
+def seed_port(run: str) -> int:
+    """The port of derived seeds, the same on every host of the run."""
+    return _FIRST_PORT + xxhash.xxh3_64_intdigest(f"{os.getuid()}-{run}".encode()) % _PORTS
 
 
 def own_seed(seeds: tuple[str, ...]) -> str | None:
@@ -189,7 +189,8 @@ def _slurm(environ: Environ) -> Job | None:
     nodes = expand_nodelist(",".join(lists)) if all(lists) else ()
     count = max(len(nodes), groups, _integer(environ, "SLURM_JOB_NUM_NODES", 1))
     several = len(nodes) > 1 if nodes else count > 1
-    return Job("slurm", job, several, nodes)
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
+    return Job("slurm", f"{job}.{step}" if step else "", several, nodes)
 
 
 def _leader_worker_set(environ: Environ) -> Job | None:
@@ -214,14 +215,19 @@ def _indexed_job(environ: Environ) -> Job | None:
 
 
 def _ray(environ: Environ) -> Job | None:
-    address = environ.get("RAY_ADDRESS", "")
-    # Workers that were there before their job have an id of ones in the variable.
-    job = _of_ray("get_job_id") or environ.get("RAY_JOB_ID", "").removeprefix("ffffffff")
-    host = _host_of(address) or _host_of(_of_ray("gcs_address"))
+    host = _host_of(environ.get("RAY_ADDRESS", "")) or _host_of(_of_ray("gcs_address"))
+    # Only an initialised ray knows its session: what a worker starts has no more than a number.
+    session, job = _of_ray("get_session_name").removeprefix("session_"), _of_ray("get_job_id")
     if not job and not host:
         return None
     several = bool(host) and (not _is_this_host(host) or _ray_has_several_hosts())
-    return Job("ray", job, several, (host,) if several else (), others_join=True)
+    return Job(
+        "ray",
+        f"{session}-{job}" if job else "",
+        several,
+        (host,) if several else (),
+        others_join=True,
+    )
 
 
 def _host_of(address: str) -> str:
@@ -231,7 +237,7 @@ def _host_of(address: str) -> str:
 def _of_ray(attribute: str) -> str:
     """What an initialised ray knows of this process; ray is asked only where it is imported.
 
-    A driver has no RAY_JOB_ID, workers have no RAY_ADDRESS.
+    Workers have no RAY_ADDRESS.
     """
     ray = _initialised_ray()
     if ray is None:

@@ -15,10 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.errors import ConnectError, PeerAmbiguous, PeerNotFound
-from dataplane.launch import discovery, rundir
+import msgspec
+
+from dataplane.errors import ConnectError, PeerAmbiguous, PeerNotFound, RunMissing
+from dataplane.launch import discovery, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import (
     EMBEDDED,
@@ -48,36 +51,81 @@ _LAUNCHER = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A peer of this host that answers, and whether it was started for it."""
+
+    run: runs.Run
+    peer: rundir.LivingPeer
+    began: bool = False
+
+    @property
+    def socket(self) -> str:
+        """The path of the socket at which it answers."""
+        return str(self.peer.socket)
+
+
 def attach(
-    plane: str | None = None,
+    run: str | None = None,
     peer_name: str | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> str:
-    """The path of a socket at which a peer of this host answers.
+) -> Attached:
+    """A peer of this host and of a run (default: this process's, see `runs`), which answers.
 
-    peer_name: which of several (default DATAPLANE_PEER). Without one: the only peer of the plane,
-    or an embedded one that is started. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, or
-    ConnectError when no peer answers within 20 s, or 300 s where other hosts have to let it in.
+    peer_name: which of several (default DATAPLANE_PEER), of whatever run where none is named.
+    Without one: the only peer of the run, or an embedded one that is started. Raises PeerNotFound,
+    PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
+    300 s where other hosts have to let it in.
     """
-    plane = plane or discovery.plane_name(environ)
     peer_name = peer_name or environ.get("DATAPLANE_PEER") or None
     base = rundir.run_dir(environ)
-    folder = rundir.plane_dir(plane, base)
+    belongs = runs.find_run(run, environ)
+    if peer_name is not None and peer_name != EMBEDDED:
+        belongs = _run_of(peer_name, belongs, base)
+    folder = rundir.plane_dir(belongs.name, base)
     deadline = time.monotonic() + START_TIMEOUT_S
-    peer = _choose(folder, plane, peer_name, environ)
+    peer = _choose(folder, belongs.name, peer_name, environ)
+    began = False
     if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
-        config = embedded_config(plane, base, environ)
+        config = embedded_config(belongs.name, base, environ)
         if config.seeds:
             deadline += MEET_TIMEOUT_S - START_TIMEOUT_S
-        peer = peer or _start_once(config, folder, deadline)
+        if peer is None:
+            peer, began = _start_once(config, folder, deadline)
     _wait_until_answers(peer, folder, deadline)
-    return str(peer.socket)
+    return Attached(belongs, rundir.seen_again(folder, peer), began)
 
 
-def embedded_config(plane: str, run_dir: Path, environ: Mapping[str, str]) -> PeerConfig:
+def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
+    """The run of the peer that is named, where nobody has named the run."""
+    named = mine.said_by in ("hand", "variable") and not mine.unnamed
+    if named or peer_name in _names(rundir.plane_dir(mine.name, base)):
+        return mine
+    found = [one.name for one in rundir.living_runs(base) if peer_name in _names(one.folder)]
+    if len(found) > 1:
+        raise PeerAmbiguous(
+            f"{len(found)} runs have a peer {peer_name!r} on this host: {', '.join(found)}; say "
+            f"which, connect({peer_name!r}, run={found[0]!r}) or DATAPLANE_RUN={found[0]}",
+            running=found,
+        )
+    return runs.Run(found[0], "hand") if found else mine
+
+
+def _names(folder: Path) -> list[str]:
+    return [peer.name for peer in rundir.living_peers(folder)]
+
+
+def embedded_config(run: str, run_dir: Path, environ: Mapping[str, str]) -> PeerConfig:
     """What the embedded peer is started with; everything that can be refused is refused here."""
-    place = discovery.find_place(environ)
+    place = discovery.find_place(run, environ)
     seeds = place.seeds
+    if seeds and runs.is_unnamed(run):
+        raise RunMissing(
+            f"peers of several hosts ({', '.join(seeds)}) must know that they are of one run, and "
+            "nothing here has the same name on all of them: set DATAPLANE_RUN=NAME alike on every "
+            "host (with torchrun, --rdzv-id NAME does it), a new name for a new launch",
+            seeds=seeds,
+        )
     if seeds and place.listen is None:
         raise ConnectError(
             f"none of the seeds ({', '.join(seeds)}) is an address of this host: start its peer "
@@ -88,7 +136,7 @@ def embedded_config(plane: str, run_dir: Path, environ: Mapping[str, str]) -> Pe
     arena_bytes = default_arena_bytes(environ)
     token = find_token(environ)
     return PeerConfig(
-        plane=plane,
+        run=run,
         name=embedded_name(place.listen),
         listen=place.listen,
         join=place.join,
@@ -97,7 +145,7 @@ def embedded_config(plane: str, run_dir: Path, environ: Mapping[str, str]) -> Pe
         run_dir=run_dir,
         linger_s=linger_s,
         linger_unread_s=linger_unread_s,
-        embedded=True,
+        starter=runs.this_process(environ),
         token=token,
         spill=find_spill(arena_bytes, environ),
         metrics=find_metrics(token, environ),
@@ -118,7 +166,7 @@ def answers(path: Path) -> bool:
 
 
 def _choose(
-    folder: Path, plane: str, name: str | None, environ: Mapping[str, str]
+    folder: Path, run: str, name: str | None, environ: Mapping[str, str]
 ) -> rundir.LivingPeer | None:
     living = {peer.name: peer for peer in rundir.living_peers(folder)}
     names = ", ".join(living) or "none"
@@ -127,8 +175,8 @@ def _choose(
             return next((peer for peer in living.values() if is_embedded(peer.name)), None)
         if name not in living:
             raise PeerNotFound(
-                f"no peer named {name!r} of plane {plane!r} runs on this host (running: {names}): "
-                f"start it, dataplane peer --name {name} --plane {plane}, or name another",
+                f"no peer named {name!r} of run {run!r} runs on this host (running: {names}): "
+                f"start it, dataplane peer --name {name} --run {run}, or name another",
                 name=name,
                 running=list(living),
             )
@@ -137,21 +185,23 @@ def _choose(
         return living[own]
     if len(living) > 1:
         raise PeerAmbiguous(
-            f"several peers of plane {plane!r} run on this host: {names}; say which, "
+            f"several peers of run {run!r} are on this host: {names}; say which, "
             f"connect({next(iter(living))!r}) or DATAPLANE_PEER={next(iter(living))}",
             running=list(living),
         )
     return next(iter(living.values()), None)
 
 
-def _start_once(config: PeerConfig, folder: Path, deadline: float) -> rundir.LivingPeer:
-    """Start the embedded peer, or wait for whoever is doing so."""
+def _start_once(
+    config: PeerConfig, folder: Path, deadline: float
+) -> tuple[rundir.LivingPeer, bool]:
+    """Start the embedded peer, or wait for whoever is doing so; whether it was started here."""
     with _start_lock(folder, deadline):
-        peer = _choose(folder, config.plane, None, {})
-        if peer is None:
-            peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
-            start(config, deadline - time.monotonic())
-        return peer
+        peer = _choose(folder, config.run, None, {})
+        if peer is not None:
+            return peer, False
+        start(config, deadline - time.monotonic())
+        return rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None), True
 
 
 @contextlib.contextmanager
@@ -177,7 +227,7 @@ def log_path(folder: Path, name: str = EMBEDDED) -> Path:
 
 def start(config: PeerConfig, timeout_s: float) -> None:
     """Start a peer that outlives this process; returns when it answers, else ConnectError."""
-    folder = rundir.plane_dir(config.plane, config.run_dir)
+    folder = rundir.plane_dir(config.run, config.run_dir)
     peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
     alive = _spawn(config, folder)
     try:
@@ -215,8 +265,8 @@ def _spawn(config: PeerConfig, folder: Path) -> int:
 
 def command_line(config: PeerConfig) -> list[str]:
     """The command that starts this peer."""
-    command = [sys.executable, "-m", "dataplane", "peer", "--embedded", "--name", config.name]
-    command += ["--plane", config.plane, "--run-dir", str(config.run_dir)]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", config.name]
+    command += ["--run", config.run, "--run-dir", str(config.run_dir)]
     command += ["--arena", str(config.arena_bytes), "--seeds", ",".join(config.seeds) or "none"]
     command += ["--listen", config.listen] if config.listen else []
     command += ["--join"] if config.join else []
@@ -225,6 +275,8 @@ def command_line(config: PeerConfig) -> list[str]:
     command += ["--metrics", config.metrics.setting] if config.metrics else []
     command += ["--transport", str(config.transport)]
     command += ["--bulk-tls"] if config.bulk_tls else []
+    if config.starter is not None:
+        command += ["--starter", msgspec.json.encode(config.starter).decode()]
     if config.linger_s is not None:
         command += ["--linger", str(config.linger_s)]
     if config.linger_unread_s is not None:

@@ -1,7 +1,7 @@
 """The run directory: sockets, locks and cards of the peers of this host and user.
 
 `$DATAPLANE_RUN_DIR`, else `$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-<uid>`; private to the
-user. In it a folder for each plane, and in that, for each peer, `<name>.lock` (held by flock while
+user. In it a folder for each run, and in that, for each peer, `<name>.lock` (held by flock while
 the peer lives: that is what living means), `<name>.sock` and `<name>.json` (its card). What dead
 peers left is removed by the next start.
 """
@@ -15,14 +15,16 @@ import re
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from dataplane.errors import InvalidConfig, PeerNameTaken
-from dataplane.launch.config import check_peer_name, check_plane
+from dataplane.launch.config import check_peer_name, check_run
 from dataplane.launch.private import private_dir
 
 MAX_SOCKET_PATH_BYTES = 99
@@ -32,15 +34,43 @@ _NAME_BYTES = 32 + len(".sock")
 _CLAIM_PATIENCE_S = 0.2
 
 
+class Starter(msgspec.Struct, frozen=True):
+    """Who started an embedded peer: its launch (a launcher's run, else the process group), the
+    process, and the command that a person would know it by."""
+
+    launch: str
+    process: str
+    pid: int
+    command: str
+
+
 class Card(msgspec.Struct, frozen=True):
-    """What `<name>.json` says of a living peer."""
+    """What `<name>.json` says of a living peer. began_s: on the clock that all processes of a host
+    share. starter: None for a peer that was started by hand."""
 
     name: str
     pid: int
+    run: str
+    version: str
+    began_s: float
     address: str | None = None
+    starter: Starter | None = None
+
+    @property
+    def age_s(self) -> float:
+        return _host_clock_s() - self.began_s
+
+
+def own_version() -> str:
+    """Of the dataplane that runs here; "unknown" in a tree that is not installed."""
+    try:
+        return version_of("dataplane")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 _cards = msgspec.json.Decoder(Card)
+_starters = msgspec.json.Decoder(Starter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +95,8 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def plane_dir(plane: str, base: Path | None = None) -> Path:
-    """A plane's folder in the run directory. Long or odd names become a hash of 12 digits."""
-    check_plane(plane)
+    """The folder of a run in the run directory. Long or odd names become a hash of 12 digits."""
+    check_run(plane)
     base = run_dir() if base is None else _private(base)
     room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(base)) - _NAME_BYTES - 2
     plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", plane) and len(plane) <= room
@@ -83,11 +113,34 @@ def _private(path: Path) -> Path:
     return private_dir(path, "run", "DATAPLANE_RUN_DIR", parents=True)
 
 
+@dataclass(frozen=True, slots=True)
+class LivingRun:
+    """A run with living peers on this host, by name."""
+
+    name: str
+    folder: Path
+    peers: list[LivingPeer]
+
+    @property
+    def age_s(self) -> float:
+        """Since the oldest of its peers began."""
+        return max((peer.card.age_s for peer in self.peers if peer.card), default=0.0)
+
+    @property
+    def starter(self) -> Starter | None:
+        """Who began it; None where that was done by hand."""
+        cards = [peer.card for peer in self.peers if peer.card]
+        return min(cards, key=lambda card: card.began_s).starter if cards else None
+
+
 class PeerLock:
     """A peer's name, held until `release` or the end of the process."""
 
-    def __init__(self, folder: Path, name: str, fd: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, fd: int, run: str, starter: Starter | None = None
+    ) -> None:
         self.folder, self.name = folder, name
+        self._run, self._starter, self._began_s = run, starter, _host_clock_s()
         self.socket_path = folder / f"{name}.sock"
         self.card_path = folder / f"{name}.json"
         self.lock_path = folder / f"{name}.lock"
@@ -100,7 +153,8 @@ class PeerLock:
     def write_card(self, address: str | None) -> None:
         """Tell other processes of this host who this peer is and where it listens."""
         draft = self.folder / f".{self.name}.json"
-        draft.write_bytes(msgspec.json.encode(Card(self.name, os.getpid(), address)))
+        who = self.name, os.getpid(), self._run, own_version(), self._began_s
+        draft.write_bytes(msgspec.json.encode(Card(*who, address, self._starter)))
         draft.replace(self.card_path)
 
     def release(self) -> None:
@@ -127,8 +181,11 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def claim_name(folder: Path, name: str) -> PeerLock:
-    """Become the peer of this name, and remove what dead peers of the plane left.
+def claim_name(
+    folder: Path, name: str, run: str | None = None, starter: Starter | None = None
+) -> PeerLock:
+    """Become the peer of this name, and remove what dead peers of the run left. run, starter: for
+    its card; a folder has its run's name unless that is long or odd.
 
     Raises PeerNameTaken where a living process has it.
     """
@@ -139,27 +196,43 @@ def claim_name(folder: Path, name: str) -> PeerLock:
         if time.monotonic() > deadline:
             card = _read_card(folder, name)
             raise PeerNameTaken(
-                f"a living peer{f' (pid {card.pid})' if card else ''} of this plane is named "
-                f"{name!r} on this host: stop it, or choose another --name or --plane",
+                f"a living peer{f' (pid {card.pid})' if card else ''} of this run is named "
+                f"{name!r} on this host: stop it, or choose another --name or --run",
                 name=name,
                 pid=card.pid if card else None,
             )
         time.sleep(0.005)
     _remove_files(folder, name, lock=False)
     _sweep(folder, besides=name)
-    lock = PeerLock(folder, name, fd)
+    lock = PeerLock(folder, name, fd, folder.name if run is None else run, starter)
     lock.write_card(None)
     return lock
 
 
+def living_runs(base: Path | None = None) -> list[LivingRun]:
+    """The runs of this user that have living peers on this host, the oldest first."""
+    base = run_dir() if base is None else base
+    runs = []
+    for folder in base.iterdir():
+        if folder.is_dir() and (peers := living_peers(folder)):
+            cards = [peer.card for peer in peers if peer.card]
+            runs.append(LivingRun(cards[0].run if cards else folder.name, folder, peers))
+    return sorted(runs, key=lambda run: (-run.age_s, run.name))
+
+
 def living_peers(folder: Path) -> list[LivingPeer]:
-    """The peers of a plane whose processes live, by name."""
+    """The peers of a run whose processes live, by name."""
     living = []
     for path in sorted(folder.glob("*.lock")):
         name = path.name.removesuffix(".lock")
         if not _is_free(path):
             living.append(LivingPeer(name, folder / f"{name}.sock", _read_card(folder, name)))
     return living
+
+
+def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
+    """A peer with its card, which it may have written since it was seen."""
+    return replace(peer, card=_read_card(folder, peer.name) or peer.card)
 
 
 def try_lock(path: Path) -> int | None:
@@ -176,6 +249,18 @@ def try_lock(path: Path) -> int | None:
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
         os.close(fd)
+
+
+def parse_starter(text: str) -> Starter:
+    """What the command line of a peer says of its starter."""
+    try:
+        return _starters.decode(text)
+    except msgspec.MsgspecError as exc:
+        raise InvalidConfig(f"{text!r} is no starter: {exc}; only connect() says it") from exc
+
+
+def _host_clock_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_free(path: Path) -> bool:

@@ -43,6 +43,8 @@ class Janitor:
         self.tidy: Callable[[Sessions], None] = lambda sessions: None
         """takes back what clients have not used for a while"""
         self.plane_is_wanted: Callable[[], bool] = lambda: False
+        self.abandoned: Callable[[], bool] = lambda: False
+        """whether nobody can come any more: the run has no name, and its processes have ended"""
         self._linger: tuple[float | None, float | None] | None = None  # until it runs
         self._faulted = 0
 
@@ -86,6 +88,7 @@ class Janitor:
         if linger_s is None or len(self.sessions):
             return bool(len(self.sessions))
         unread = any(entry.store.unread for entry in self.host.entries.values())
+        unread = unread and not self.abandoned()
         linger = max(linger_s, unread_s or 0) if unread else linger_s
         if not self.sessions.came:
             linger = max(linger, ARRIVAL_S)

@@ -40,7 +40,8 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
     PeerNameTaken, AddressInUse, TokenMissing, RosterMismatch, InvalidConfig.
     """
     _allow_descriptors()
-    lock = rundir.claim_name(rundir.plane_dir(config.plane, config.run_dir), config.name)
+    folder = rundir.plane_dir(config.run, config.run_dir)
+    lock = rundir.claim_name(folder, config.name, config.run, config.starter)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, lock, ready))
@@ -82,9 +83,9 @@ async def _serve(
                 return
             lock.write_card(config.listen)
             log.info(
-                "peer %r of plane %r serves: pid %d, arena %d bytes, %d peers",
+                "peer %r of run %r serves: pid %d, arena %d bytes, %d peers",
                 config.name,
-                config.plane,
+                config.run,
                 os.getpid(),
                 peer.host.space.size_bytes,
                 len(peer.host.roster.members),

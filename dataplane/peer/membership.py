@@ -99,7 +99,7 @@ class Membership:
                 continue
             log_at = self.host.now() + LOG_EVERY_S
             asks = (
-                f"the authority{self._whereabouts()}: does it run, with the same --plane, --seeds, "
+                f"the authority{self._whereabouts()}: does it run, with the same --run, --seeds, "
                 "--roster and --token-file?"
             )
             if self.host.now() >= until:

@@ -164,7 +164,7 @@ class Mesh:
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
-            f"{limit_s:.3g} s: is it running, with the same --plane, --seeds and --token-file?",
+            f"{limit_s:.3g} s: is it running, with the same --run, --seeds and --token-file?",
             address=address,
         )
 

@@ -14,6 +14,7 @@ import logging
 import secrets
 
 from dataplane.errors import PartitionGone
+from dataplane.launch import runs
 from dataplane.launch.config import MIN_ARENA_BYTES, PeerConfig
 from dataplane.launch.device import devices_of
 from dataplane.launch.spill import Spill
@@ -79,7 +80,7 @@ class Peer:
         devices = devices_of(config.device_arena) if config.device_arena else []
         arena = arena_beside(config.arena_bytes, config.arena_name, MIN_ARENA_BYTES)
         self.host = Host(
-            plane=config.plane,
+            plane=config.run,
             name=config.name,
             incarnation=secrets.randbits(53),
             address=address,
@@ -93,7 +94,7 @@ class Peer:
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste
-        self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.plane))
+        self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
         self.room = Room(self.host)
         self.pulls = Pulls(self.host, self.mesh, self.room, config.transport)
         self.device_pulls = DevicePulls(self.host, self.mesh, self.pulls, config.transport)
@@ -213,6 +214,8 @@ class Peer:
         self.janitor.tidy = self.carrying.tidy
         self.janitor.plane_is_wanted = self.membership.plane_is_wanted
         self.membership.wanted = self.janitor.wanted
+        if runs.is_unnamed(config.run):
+            self.janitor.abandoned = functools.partial(runs.has_ended, config.run)
 
     # life
 

@@ -11,14 +11,13 @@ import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError
+from dataplane.launch.rundir import own_version
 from dataplane.launch.transport import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
@@ -68,13 +67,6 @@ class Trial:
             return {"exact": False, "error": self.error}
         latency_us = round(self.latency_us, 1)
         return {"exact": self.exact, "GBps": round(self.GBps, 3), "latency_us": latency_us}
-
-
-def own_version() -> str:
-    try:
-        return version_of("dataplane")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
 
 
 class Sampling:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from dataplane.errors import DataplaneError
+from dataplane.launch.rundir import own_version
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.claims import Claims
 from dataplane.peer.device_paths import STAGED
@@ -18,7 +19,6 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.room import Room
-from dataplane.peer.sampling import own_version
 from dataplane.peer.sessions import Session
 from dataplane.peer.spilling import Spilling
 from dataplane.transport.seam import Remote

@@ -218,7 +218,7 @@ class RangeServer:
         if not hmac.compare_digest(expected, join.proof):
             raise TicketRefused(
                 "this reader does not belong to the plane: start all its peers with the same "
-                "--plane, --seeds and --token-file"
+                "--run, --seeds and --token-file"
             )
         self._enter(inbound, deadline)
         stream.send(encode(Joined(proof(self._key, "owner", challenge, join.challenge))), deadline)

@@ -51,7 +51,7 @@ class Peers:
         seeds = [f"tcp://{self.network.address(host)}:{PORT}" for host in hosts]
         for host in hosts:
             command = [sys.executable, "-m", "dataplane", "peer", "--name", name(host)]
-            command += ["--plane", PLANE, "--arena", ARENA, "--listen", seeds[host]]
+            command += ["--run", PLANE, "--arena", ARENA, "--listen", seeds[host]]
             command += ["--seeds", ",".join(seeds)]
             argv = self.network.wrap(host, leashed(command))
             with (self._folder / f"{name(host)}.log").open("wb") as log:

@@ -52,7 +52,7 @@ class Hosts(Cluster):
         return f"10.77.0.{ord(name) - ord('a') + 1}"
 
     def launch(self, name: str, *more: str, seeds: str = "abc") -> None:
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
         command += ["--arena", "64MiB", "--listen", f"tcp://{self.address(name)}:{PORT}"]
         command += ["--seeds", ",".join(f"tcp://{self.address(s)}:{PORT}" for s in seeds), *more]
         log = str(self.run_dir / f"{name}.log")

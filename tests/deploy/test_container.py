@@ -88,7 +88,7 @@ exec "$@"
 """
 WORKER = """
 import sys, urllib.request, dataplane
-with dataplane.connect(plane="p") as plane:
+with dataplane.connect(run="p") as plane:
     part = plane.partition("x", stages={"s": ["v"]})
     part.put({"v": [[1, 2], [3]]})
     with part.claim("s", rows=2, timeout=30) as batch:

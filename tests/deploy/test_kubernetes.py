@@ -155,7 +155,7 @@ def test_a_worker_without_its_nodes_peer_fails_and_makes_no_plane_of_its_own(
     (variables,) = of_kind(render(TOKEN), "ConfigMap")
     founding = of_kind(render(TOKEN), "StatefulSet")[0]
     assert variables["data"]["DATAPLANE_SEEDS"] == _arguments(founding)["--seeds"]
-    assert variables["data"]["DATAPLANE_PLANE"] == _arguments(founding)["--plane"]
+    assert variables["data"]["DATAPLANE_RUN"] == _arguments(founding)["--run"]
     environ = {**variables["data"], "DATAPLANE_RUN_DIR": str(run_dir)}
     with pytest.raises(ConnectError, match="none of the seeds"):
         attach(environ=environ)

@@ -56,7 +56,7 @@ class Cluster:
         addresses = free_addresses(len(names))
         for name, address in zip(names, addresses, strict=True):
             command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
-            command += ["--plane", PLANE]
+            command += ["--run", PLANE]
             command += ["--arena", (arenas or {}).get(name, arena)]
             command += ["--spill", spill] if spill else []
             command += ["--metrics", metrics[name]] if metrics and name in metrics else []
@@ -93,7 +93,7 @@ class Cluster:
         return True
 
     def connect(self, name: str) -> dataplane.Plane:
-        return dataplane.connect(name, plane=PLANE)
+        return dataplane.connect(name, run=PLANE)
 
     def worker(self, code: str, **env: str) -> subprocess.Popen[str]:
         """A stage worker that runs `code`; it prints what the test reads."""
@@ -102,7 +102,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
             text=True,
-            env={**os.environ, "DATAPLANE_PLANE": PLANE, **env},
+            env={**os.environ, "DATAPLANE_RUN": PLANE, **env},
         )
         self.workers.append(worker)
         return worker

@@ -63,7 +63,7 @@ def test_the_whole_surface_with_await(cluster: Cluster, loop: Loop) -> None:
 
 
 async def whole_surface() -> None:
-    async with aio.connect("a", plane="test") as here, aio.connect("b", plane="test") as there:
+    async with aio.connect("a", run="test") as here, aio.connect("b", run="test") as there:
         stages = {"s": ["x"], "t": ["x", "y"]}
         part = await here.partition("p", stages, group_size=2, free="drop")
         far = await there.partition("p")
@@ -120,7 +120,7 @@ async def whole_surface() -> None:
 
 def test_a_group_is_closed_by_name(cluster: Cluster, loop: Loop) -> None:
     async def main() -> None:
-        async with aio.connect("a", plane="test") as plane:
+        async with aio.connect("a", run="test") as plane:
             part = await plane.partition("p", {"s": ["x"]})
             await part.put({"x": [1]}, group="g")
             await part.close("g", 1)
@@ -139,7 +139,7 @@ def test_many_tasks_share_one_client_and_each_row_goes_to_one(cluster: Cluster, 
         return got
 
     async def main() -> None:
-        async with aio.connect("a", plane="test") as here, aio.connect("b", plane="test") as there:
+        async with aio.connect("a", run="test") as here, aio.connect("b", run="test") as there:
             part = await here.partition("p", {"s": ["x"]})
             far = await there.partition("p")
             consumers = [asyncio.create_task(consume((part, far)[i % 2], 3)) for i in range(8)]
@@ -156,7 +156,7 @@ def test_many_tasks_share_one_client_and_each_row_goes_to_one(cluster: Cluster, 
 
 def test_the_loop_goes_on_while_a_claim_waits_and_a_copy_runs(cluster: Cluster, loop: Loop) -> None:
     async def main() -> None:
-        async with aio.connect("a", plane="test") as plane:
+        async with aio.connect("a", run="test") as plane:
             part = await plane.partition("p", {"s": ["x"]}, free="drop")
             waiting = asyncio.create_task(part.claim("s", rows=1))
             await part.put({"x": np.zeros((1, 4 << 20), np.uint8)})
@@ -208,7 +208,7 @@ def test_one_client_serves_several_loops_and_threads(cluster: Cluster) -> None:
 
 
 async def connected() -> aio.Plane:
-    return await aio.connect("a", plane="test")
+    return await aio.connect("a", run="test")
 
 
 def test_a_sync_client_serves_several_threads(cluster: Cluster) -> None:

@@ -103,7 +103,7 @@ async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool) -> in
     a.stats(), b.stats()
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
-    client = await aio.connect("a", plane="test")
+    client = await aio.connect("a", run="test")
     at = 1
     while await cancelled(a, b, client, call, at, late):
         at += 1

@@ -47,7 +47,7 @@ class Addressed(Cluster):
 
     def begin(self, name: str) -> None:
         """Start it, and do not wait until it serves."""
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
         command += ["--arena", "64MiB", "--listen", self.addresses[name]]
         command += ["--seeds", ",".join(self.addresses.values())]
         with open(self.run_dir / f"{name}.log", "ab") as log:

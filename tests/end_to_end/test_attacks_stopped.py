@@ -171,7 +171,7 @@ async def test_a_stopped_peer_is_given_up_at_the_deadline(
     monkeypatch.setattr("dataplane.client.outgoing.GRACE_S", 600.0)  # of peers that run
     cluster.start("a")
     with cluster.connect("a") as plane:
-        async with aio.connect("a", plane=PLANE) as other:
+        async with aio.connect("a", run=PLANE) as other:
             assert plane.stats()["peer"] == (await other.stats())["peer"] == "a"
             cluster.peers["a"].send_signal(signal.SIGSTOP)
             try:

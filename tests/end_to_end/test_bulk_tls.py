@@ -35,7 +35,7 @@ def check(plane: dataplane.Plane, name: str, values: list[np.ndarray]) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataplane", *arguments, "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", *arguments, "--run", PLANE]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 

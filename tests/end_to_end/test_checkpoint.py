@@ -191,7 +191,7 @@ def test_another_number_of_peers_has_whole_groups_though_producers_ran(
 async def test_the_same_with_await(run_dir: Path, tmp_path: Path) -> None:
     cluster = Cluster(run_dir)
     cluster.start("a")
-    async with dataplane.aio.connect("a", plane=PLANE) as plane:
+    async with dataplane.aio.connect("a", run=PLANE) as plane:
         part = await plane.partition("p", free="drop")
         await part.put({"x": [np.arange(3)]}, key="k")
         await plane.checkpoint(tmp_path / "c")
@@ -207,7 +207,7 @@ async def test_a_checkpoint_that_is_cancelled_leaves_nothing(
 ) -> None:
     cluster, loop, write = Cluster(run_dir), asyncio.get_running_loop(), arrow_out.PartFiles.write
     cluster.start("a")
-    async with dataplane.aio.connect("a", plane=PLANE) as plane:
+    async with dataplane.aio.connect("a", run=PLANE) as plane:
         part = await plane.partition("p", free="drop")
         await part.put({"x": [np.arange(3)]}, key="k")
 

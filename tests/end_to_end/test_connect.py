@@ -32,7 +32,7 @@ ATTACH = """
 @pytest.fixture
 def folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the peers of this test's plane are; none of them outlives it."""
-    monkeypatch.setenv("DATAPLANE_PLANE", PLANE)
+    monkeypatch.setenv("DATAPLANE_RUN", PLANE)
     monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
     monkeypatch.setenv("DATAPLANE_LINGER", "30")
     folder = rundir.plane_dir(PLANE)
@@ -120,8 +120,8 @@ def test_a_peer_that_is_not_to_linger_waits_for_whoever_started_it(
 def test_unread_rows_keep_an_embedded_peer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATAPLANE_LINGER")
     config = ["--linger", "0.2", "--linger-unread", "30"]
-    command = [sys.executable, "-m", "dataplane", "peer", "--embedded", "--name", "embedded"]
-    with subprocess.Popen([*command, "--plane", PLANE, *config], stderr=subprocess.DEVNULL) as peer:
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "embedded"]
+    with subprocess.Popen([*command, "--run", PLANE, *config], stderr=subprocess.DEVNULL) as peer:
         until(lambda: (folder / "embedded.sock").exists(), "the peer is up")
         with dataplane.connect() as plane:
             part = plane.partition("p", {"s": ["x"]})
@@ -156,7 +156,7 @@ def test_after_everything_was_killed_nothing_is_left(folder: Path) -> None:
 
 
 def test_two_planes_on_one_host_never_mix(folder: Path) -> None:
-    with dataplane.connect(plane="one") as one, dataplane.connect(plane="two") as two:
+    with dataplane.connect(run="one") as one, dataplane.connect(run="two") as two:
         assert one.stats()["pid"] != two.stats()["pid"]
         ref = one.partition("p", free="drop").put({"x": [1]}, key=["k"])
         assert len(two.partition("p", free="drop").rows()) == 0
@@ -219,9 +219,9 @@ def test_a_peer_ends_when_told_whatever_signals_its_starter_blocks(folder: Path)
 def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
     cluster.start("a", "b", "c")
     with pytest.raises(dataplane.PeerAmbiguous, match=r"a, b, c; say which, connect\('a'\)"):
-        dataplane.connect(plane=PLANE)
+        dataplane.connect(run=PLANE)
     with pytest.raises(dataplane.PeerNotFound, match="running: a, b, c"):
-        dataplane.connect("d", plane=PLANE)
+        dataplane.connect("d", run=PLANE)
     planes = [cluster.connect(name) for name in "abc"]
     assert [plane.peer for plane in planes] == list("abc")
     assert len({plane.stats()["pid"] for plane in planes}) == 3
@@ -288,12 +288,12 @@ def test_status_shows_peers_shards_partitions_and_bytes(cluster: Cluster) -> Non
     with cluster.connect("a") as plane:
         part = plane.partition("step-1", {"s": ["x"]})
         part.put({"x": np.zeros((4, 1 << 16), np.uint8)})
-        seen = json.loads(status("--plane", PLANE, "--json").stdout)
+        seen = json.loads(status("--run", PLANE, "--json").stdout)["runs"][0]
         assert set(seen["peers"]) == {"a", "b"}
         a = seen["peers"]["a"]
         assert a["partitions"]["step-1"]["rows"] == 4 and a["arena"]["used_bytes"] == 4 << 16
         assert a["shards"] + seen["peers"]["b"]["shards"] == 4096
-        shown = status("--plane", PLANE, "--peer", "a").stdout
+        shown = status("--run", PLANE, "--peer", "a").stdout
         for text in ("step-1", "used_bytes: 256.0 KiB", "rows: 4", "shards: "):
             assert text in shown
         assert plane.stats()["clients"] == 1
@@ -301,11 +301,11 @@ def test_status_shows_peers_shards_partitions_and_bytes(cluster: Cluster) -> Non
 
 def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
     cluster.start("a")
-    command = [sys.executable, "-m", "dataplane", "status", "--plane", PLANE, "--watch", "--json"]
+    command = [sys.executable, "-m", "dataplane", "status", "--run", PLANE, "--watch", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         for _ in range(2):
-            assert json.loads(watching.stdout.readline())["peers"]["a"]["peer"] == "a"
+            assert json.loads(watching.stdout.readline())["runs"][0]["peers"]["a"]["peer"] == "a"
         watching.send_signal(signal.SIGINT)
         assert watching.wait(10) == 130
 
@@ -320,8 +320,8 @@ def test_names_of_planes_and_settings_that_are_none_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wrong in (5, "a\nb", "x" * 300):
-        with pytest.raises(dataplane.InvalidConfig, match="cannot name a plane"):
-            dataplane.connect(plane=wrong)  # type: ignore[arg-type]
+        with pytest.raises(dataplane.InvalidConfig, match="cannot name a run"):
+            dataplane.connect(run=wrong)  # type: ignore[arg-type]
     for variable, value, says in (
         ("ARENA", "lots", "8GiB"),
         ("LINGER", "never", "number of seconds"),

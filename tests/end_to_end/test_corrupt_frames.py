@@ -63,7 +63,7 @@ def test_corrupt_frames_disturb_nobody(
         file.write_text(new_token())
         monkeypatch.setenv("DATAPLANE_TOKEN_FILE", str(file))
     cluster.start("a", "b", arena="64MiB")
-    command = [sys.executable, "-m", "bench.strangers", "--name", "b", "--plane", PLANE]
+    command = [sys.executable, "-m", "bench.strangers", "--name", "b", "--run", PLANE]
     with (
         cluster.connect("a") as here,
         cluster.connect("b") as there,

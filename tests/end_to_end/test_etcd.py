@@ -56,7 +56,7 @@ class Kept(Addressed):
         self.launch(names)
         for name in names:
             command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
-            command += ["--plane", PLANE, "--arena", "64MiB", "--listen", self.addresses[name]]
+            command += ["--run", PLANE, "--arena", "64MiB", "--listen", self.addresses[name]]
             command += ["--seeds", ",".join(self.addresses.values())]
             self._run(name, [*command, "--roster", f"etcd://{self.server}"])
         for name in names:

@@ -247,7 +247,7 @@ def test_garbage_at_the_local_door_ends_only_that_connection(cluster: Cluster) -
 
 def test_a_second_peer_of_the_same_name_is_refused(cluster: Cluster) -> None:
     cluster.start("a")
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", PLANE]
     second = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert second.returncode == 2 and "'a'" in second.stderr
     with cluster.connect("a") as plane:
@@ -257,7 +257,7 @@ def test_a_second_peer_of_the_same_name_is_refused(cluster: Cluster) -> None:
 def test_an_address_in_use_is_refused(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         mine = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        command = [sys.executable, "-m", "dataplane", "peer", "--name", "b", "--plane", PLANE]
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", "b", "--run", PLANE]
         command += ["--listen", mine, "--seeds", f"{mine},tcp://127.0.0.1:1"]
         peer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert peer.returncode == 2 and mine in peer.stderr

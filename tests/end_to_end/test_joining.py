@@ -18,7 +18,7 @@ __all__ = ["hosts", "planes"]
 
 def join(hosts: Addressed, name: str) -> Plane:
     (address,) = free_addresses(1)
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE]
     command += ["--arena", "64MiB", "--listen", address, "--join"]
     command += ["--seeds", ",".join(hosts.addresses.values())]
     with open(hosts.run_dir / f"{name}.log", "ab") as log:

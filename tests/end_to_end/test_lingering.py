@@ -15,8 +15,8 @@ def start(cluster: Cluster) -> None:
     addresses = free_addresses(2)
     lingers = {"busy": BUSY_S, "idle": IDLE_S}
     for (name, linger), address in zip(lingers.items(), addresses, strict=True):
-        command = [sys.executable, "-m", "dataplane", "peer", "--embedded", "--name", name]
-        command += ["--plane", PLANE, "--arena", "32MiB", "--listen", address]
+        command = [sys.executable, "-m", "dataplane", "peer", "--name", name]
+        command += ["--run", PLANE, "--arena", "32MiB", "--listen", address]
         command += ["--seeds", ",".join(addresses), "--linger", str(linger)]
         cluster._run(name, command)
     cluster._await("busy")

@@ -107,7 +107,7 @@ def test_a_subscription_ends_with_its_partition_and_waits_no_longer_than_asked(
 
 async def test_the_same_with_await(cluster: Cluster) -> None:
     cluster.start("a", "b")
-    async with aio.connect("b", plane=PLANE) as plane:
+    async with aio.connect("b", run=PLANE) as plane:
         part = await plane.partition("p", stages={"s": ["x"]})
 
         async def heard() -> list[Any]:

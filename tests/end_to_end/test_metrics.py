@@ -18,7 +18,7 @@ from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 from tests.end_to_end.scrape import free_address, page, scrape
 
 ROOT = Path(__file__).parents[2]
-PEER = [sys.executable, "-m", "dataplane", "peer", "--plane", PLANE, "--arena", "16MiB"]
+PEER = [sys.executable, "-m", "dataplane", "peer", "--run", PLANE, "--arena", "16MiB"]
 
 
 def test_bytes_rows_and_calls_are_counted_by_stage(cluster: Cluster) -> None:

@@ -117,7 +117,7 @@ import dataplane
 from dataplane import aio
 
 value = {"a": [1, None, 2.5, (3, "x")], b"k": np.arange(600.0), "t": np.float16(2)}
-a, b = (dataplane.connect(name, plane="PLANE") for name in "ab")
+a, b = (dataplane.connect(name, run="PLANE") for name in "ab")
 for round, (here, there) in enumerate(((a, b), (b, a))):
     part = here.partition(f"p{round}", {"s": ["x"], "t": ["x", "y"]}, group_size=2, free="drop")
     keys = [f"k{i}" for i in range(8)]
@@ -150,7 +150,7 @@ for round, (here, there) in enumerate(((a, b), (b, a))):
     part.drop()
 
 async def again():
-    async with await aio.connect("a", plane="PLANE") as plane:
+    async with await aio.connect("a", run="PLANE") as plane:
         part = await plane.partition("q", {"s": ["x"]})
         await part.put({"x": [np.zeros(2000)]})
         batch = await part.claim("s", rows=1)

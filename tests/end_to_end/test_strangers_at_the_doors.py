@@ -24,7 +24,7 @@ from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 
 
 def peer_command(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dataplane", "peer", "--name", name, "--plane", PLANE, *arguments]
+    return [sys.executable, "-m", "dataplane", "peer", "--name", name, "--run", PLANE, *arguments]
 
 
 def refused(*command: str) -> str:
@@ -121,7 +121,7 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
         stranger = Dealer(address)
         for change, code, says in (
             ({"versions": (7, 9)}, "VersionMismatch", "speaks versions"),
-            ({"plane": "elsewhere"}, "RosterMismatch", "same --plane and --seeds"),
+            ({"plane": "elsewhere"}, "RosterMismatch", "same --run and --seeds"),
             ({"shards": 64}, "RosterMismatch", "has shards 64"),
             ({}, "RosterMismatch", "has epoch"),
         ):
@@ -150,7 +150,7 @@ def test_a_peer_with_other_seeds_is_not_let_in(cluster: Cluster) -> None:
     launch(cluster, "a", "a", "--listen", first, "--seeds", f"{first},{second}")
     until(lambda: cluster._is_up("a", cluster.run_dir / PLANE / "a.sock"), "a is up")
     launch(cluster, "b", "b", "--listen", second, "--seeds", f"{first},{second},{third}")
-    assert "same --plane and --seeds" in sent_away(cluster, "b")
+    assert "same --run and --seeds" in sent_away(cluster, "b")
     with cluster.connect("a") as plane:
         assert plane.stats()["peer"] == "a"
 
@@ -230,7 +230,7 @@ def test_a_missing_socket_and_a_dead_peer_are_told_apart(
     cluster.peers["b"].wait()
     monkeypatch.setenv("DATAPLANE_PEER", "b")
     with pytest.raises(dataplane.PeerNotFound, match=r"'b'.*running: a\).*dataplane peer --name b"):
-        dataplane.connect(plane=PLANE)
+        dataplane.connect(run=PLANE)
 
 
 def test_a_peer_that_dies_is_told_in_bounded_time(cluster: Cluster) -> None:

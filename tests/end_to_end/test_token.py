@@ -116,7 +116,7 @@ def test_a_peer_without_the_token_is_told_what_may_be_wrong(
     cluster._await("a")
     with (
         cluster.connect("a") as plane,
-        pytest.raises(dataplane.Unavailable, match="same --plane, --seeds and --token-file"),
+        pytest.raises(dataplane.Unavailable, match="same --run, --seeds and --token-file"),
     ):
         for i in range(64):  # until one has its home at the other peer
             with suppress(dataplane.DeadlineExceeded):  # a busy peer is late to know whom it asked

@@ -43,7 +43,7 @@ def bulk(plane: dataplane.Plane) -> dict[str, Any]:
 
 
 def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE, *arguments]
+    command = [sys.executable, "-m", "dataplane", "probe", "--run", PLANE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -98,7 +98,7 @@ def test_a_required_transport_carries_every_value(
 def test_a_required_transport_that_is_not_there_ends_the_peer_within_seconds(
     cluster: Cluster,
 ) -> None:
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", PLANE]
     for name, what in (("carrier-pigeon", "no installed package"), ("stranger", "not a subclass")):
         began = time.monotonic()
         address = "tcp://127.0.0.1:1,tcp://127.0.0.1:2"

@@ -78,7 +78,7 @@ def test_peers_carry_values_over_an_engine_that_is_required(
         assert bulk["bytes_in_over"][engine] >= 16 * MIB
         (path,) = bulk["paths"]["peers"].values()
         assert path["transport"] == engine and path["tried"][engine]["exact"]
-    command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE, "--json"]
+    command = [sys.executable, "-m", "dataplane", "probe", "--run", PLANE, "--json"]
     probed = subprocess.run(
         [*command, "--require", engine], capture_output=True, text=True, check=False, timeout=100
     )

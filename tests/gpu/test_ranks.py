@@ -55,8 +55,8 @@ def test_two_ranks_on_one_gpu_are_refused_with_the_reason(
     cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
     try:
         with (
-            dataplane.connect("a", plane=PLANE, devices="required") as a,
-            dataplane.connect("b", plane=PLANE, devices="required") as b,
+            dataplane.connect("a", run=PLANE, devices="required") as a,
+            dataplane.connect("b", run=PLANE, devices="required") as b,
         ):
             a.partition("p", free="drop").put({"x": [torch.ones(1000, device="cuda")]}, key=[0])
             with pytest.raises(TransportMissing, match="one rank a GPU"):

@@ -27,7 +27,7 @@ def cluster(run_dir: Any) -> Iterator[Cluster]:
 
 @pytest.fixture
 def plane(cluster: Cluster) -> Iterator[dataplane.Plane]:
-    with dataplane.connect("a", plane=PLANE, devices="required") as connected:
+    with dataplane.connect("a", run=PLANE, devices="required") as connected:
         yield connected
 
 
@@ -54,7 +54,7 @@ def test_tensors_stay_on_the_gpu_and_are_seen_there(
     assert (
         torch.equal(view.view(torch.bfloat16), tensors[0]) and figures(plane)["staged_bytes"] == 0
     )
-    with dataplane.connect("b", plane=PLANE) as other:
+    with dataplane.connect("b", run=PLANE) as other:
         rows = other.partition("p").get(keys=batch.keys)
         there = rows.torch("hidden")
         assert all(torch.equal(one, two.cpu()) for one, two in zip(there, tensors, strict=True))
@@ -150,8 +150,8 @@ def test_what_an_engine_does_with_gpu_memory_is_tried_and_said(
     try:
         tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
         with (
-            dataplane.connect("a", plane=PLANE, devices="required") as a,
-            dataplane.connect("b", plane=PLANE, devices="required") as b,
+            dataplane.connect("a", run=PLANE, devices="required") as a,
+            dataplane.connect("b", run=PLANE, devices="required") as b,
         ):
             a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
             found = b.partition("p").get(keys=list(range(8))).torch("x", device="cuda")
@@ -175,8 +175,8 @@ def test_values_go_from_one_peer_to_another_on_the_same_gpu(run_dir: Any) -> Non
     try:
         tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
         with (
-            dataplane.connect("a", plane=PLANE, devices="required") as a,
-            dataplane.connect("b", plane=PLANE, devices="required") as b,
+            dataplane.connect("a", run=PLANE, devices="required") as a,
+            dataplane.connect("b", run=PLANE, devices="required") as b,
         ):
             a.partition("p", free="drop").put({"x": tensors}, key=list(range(8)))
             rows = b.partition("p").get(keys=list(range(8)))

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import dataplane
 import dataplane.integrations.ray
 from dataplane.integrations.ray import Peers
-from dataplane.launch import discovery, rundir
+from dataplane.launch import discovery, rundir, runs
 
 
 @ray.remote(num_cpus=0)
@@ -65,7 +65,7 @@ def starters(peers: Peers) -> list[int]:
 
 
 def pids() -> dict[str, int]:
-    folder = rundir.plane_dir(discovery.plane_name())
+    folder = rundir.plane_dir(runs.find_run().name)
     return {peer.name: peer.card.pid for peer in rundir.living_peers(folder) if peer.card}
 
 

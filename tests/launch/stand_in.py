@@ -1,7 +1,7 @@
 """A process that does what a peer does as seen from outside: holds a name and answers a socket.
 
 `python stand_in.py peer FOLDER NAME` is such a peer; it says "ready", and ends on SIGTERM.
-`python stand_in.py attach PLANE` attaches with such a peer as the embedded one, and prints the
+`python stand_in.py attach RUN` attaches with such a peer as the embedded one, and prints the
 path of the socket.
 `python stand_in.py broken` fails at once.
 """
@@ -33,7 +33,7 @@ def peer(folder: str, name: str) -> None:
 
 
 def stand_in_command(config: PeerConfig) -> list[str]:
-    folder = rundir.plane_dir(config.plane, config.run_dir)
+    folder = rundir.plane_dir(config.run, config.run_dir)
     return [sys.executable, __file__, "peer", str(folder), config.name]
 
 
@@ -41,10 +41,10 @@ def broken_command(config: PeerConfig) -> list[str]:
     return [sys.executable, __file__, "broken"]
 
 
-def attach(plane: str) -> None:
+def attach(run: str) -> None:
     embedded.command_line = stand_in_command
     try:
-        print(embedded.attach(plane), flush=True)
+        print(embedded.attach(run).socket, flush=True)
     except DataplaneError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
 

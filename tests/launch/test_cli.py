@@ -40,9 +40,9 @@ def test_a_listen_address_beyond_loopback_is_refused() -> None:
 def test_status_says_when_nothing_runs_and_starts_nothing(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["status", "--plane", "p"]) == 2
-    assert "no peer of plane 'p' runs on this host" in capsys.readouterr().err
-    assert not list((run_dir / "p").iterdir())
+    assert cli.main(["status", "--run", "p"]) == 2
+    assert "no peer of run 'p' runs on this host (running: none)" in capsys.readouterr().err
+    assert not list(run_dir.iterdir())
 
 
 def test_status_shows_nested_figures_readably() -> None:

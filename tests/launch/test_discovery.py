@@ -1,8 +1,7 @@
-"""Seeds and plane names from the variables of launchers."""
+"""Seeds and names of runs from the variables of launchers."""
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from types import SimpleNamespace
@@ -16,15 +15,21 @@ from dataplane.launch import discovery
 from dataplane.launch.discovery import (
     Place,
     expand_nodelist,
-    find_place,
-    find_seeds,
+    launchers_run,
     node_peer,
     own_seed,
-    plane_name,
     seed_port,
 )
 
-UID = os.getuid()
+RUN = "grpo"
+
+
+def find_seeds(environ: dict[str, str]) -> tuple[str, ...]:
+    return discovery.find_seeds(RUN, environ)
+
+
+def find_place(environ: dict[str, str]) -> Place:
+    return discovery.find_place(RUN, environ)
 
 
 def hosts(seeds: tuple[str, ...]) -> list[str]:
@@ -61,17 +66,15 @@ def test_a_node_list_of_single_numbers_names_each(numbers: list[int]) -> None:
 
 def test_without_a_launcher_the_host_is_alone() -> None:
     assert find_seeds({}) == ()
-    assert plane_name({}) == str(UID)
+    assert launchers_run({}) is None
 
 
 def test_given_variables_win() -> None:
     environ = {
-        "DATAPLANE_PLANE": "mine",
         "DATAPLANE_SEEDS": "tcp://a:1, tcp://b:2,",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "x[1-2]",
     }
-    assert plane_name(environ) == "mine"
     assert find_seeds(environ) == ("tcp://a:1", "tcp://b:2")
     assert find_seeds({**environ, "DATAPLANE_SEEDS": "none"}) == ()
 
@@ -83,8 +86,9 @@ def test_a_seed_that_is_no_address_is_refused() -> None:
 
 def test_slurm() -> None:
     environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "a[1-3]"}
-    assert plane_name(environ) == f"{UID}-slurm-42"
-    port = seed_port(plane_name(environ))
+    assert launchers_run({**environ, "SLURM_STEP_ID": "0"}) == "slurm-42.0"
+    assert launchers_run(environ) is None  # a script or a shell, in which steps are started
+    port = seed_port(RUN)
     assert find_seeds(environ) == tuple(f"tcp://a{number}:{port}" for number in (1, 2, 3))
     assert find_seeds({"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a1"}) == ()
     with pytest.raises(SeedsMissing, match="DATAPLANE_SEEDS"):
@@ -99,7 +103,7 @@ def test_a_heterogeneous_slurm_job_is_one_plane() -> None:
         "SLURM_JOB_NODELIST_HET_GROUP_0": "cpu1",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]",
     }
-    assert plane_name(environ) == f"{UID}-slurm-42"
+    assert launchers_run({**environ, "SLURM_STEP_ID": "1"}) == "slurm-42.1"
     assert hosts(find_seeds(environ)) == ["cpu1", "gpu1", "gpu2"]
 
 
@@ -110,8 +114,8 @@ def test_torchrun() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "TORCHELASTIC_RUN_ID": "r1",
     }
-    assert plane_name(environ) == f"{UID}-torchrun-r1"
-    assert plane_name({**environ, "TORCHELASTIC_RUN_ID": "none"}) == str(UID)
+    assert launchers_run(environ) == "torchrun-r1"
+    assert launchers_run({**environ, "TORCHELASTIC_RUN_ID": "none"}) is None
     assert hosts(find_seeds(environ)) == ["10.0.0.1"]
     assert find_seeds({**environ, "WORLD_SIZE": "8"}) == ()
     with pytest.raises(SeedsMissing):
@@ -127,7 +131,7 @@ def test_a_leader_worker_set_of_kubernetes() -> None:
         "rl-0-1.rl.default",
         "rl-0-2.rl.default",
     ]
-    assert plane_name(environ) == f"{UID}-lws-rl-0.rl.default"
+    assert launchers_run(environ) == "lws-rl-0.rl.default"
     assert find_seeds({**environ, "LWS_GROUP_SIZE": "1"}) == ()
 
 
@@ -137,17 +141,16 @@ def test_a_later_pod_of_an_indexed_job_needs_seeds() -> None:
         "JOB_COMPLETION_INDEX": "2",
         "HOSTNAME": "grpo-2",
     }
-    assert plane_name(environ) == f"{UID}-job-grpo"
+    assert launchers_run(environ) == "job-grpo"
     with pytest.raises(SeedsMissing, match="DATAPLANE_SEEDS"):
         find_seeds(environ)
     assert find_seeds({**environ, "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "grpo-0"}) == ()
 
 
 def test_ray() -> None:
-    assert plane_name({"RAY_JOB_ID": "ffffffff"}) == str(UID)
+    assert launchers_run({"RAY_JOB_ID": "01000000"}) is None  # of which of its sessions?
     elsewhere = {"RAY_ADDRESS": "192.0.2.7:6379", "RAY_JOB_ID": "01000000"}
     assert hosts(find_seeds(elsewhere)) == ["192.0.2.7"]
-    assert plane_name(elsewhere) == f"{UID}-ray-01000000"
     for here in ("127.0.0.1:6379", f"{socket.gethostname()}:6379", "auto", "ray://[::1]:10001"):
         assert find_seeds({"RAY_ADDRESS": here}) == ()
 
@@ -155,7 +158,10 @@ def test_ray() -> None:
 def initialised_ray(monkeypatch: pytest.MonkeyPatch, head: str, *nodes: str) -> None:
     """What a driver's ray says; nodes: their addresses."""
     context = SimpleNamespace(
-        get_job_id=lambda: "02000000", get_node_id=lambda: "ab" * 28, gcs_address=f"{head}:6379"
+        get_job_id=lambda: "02000000",
+        get_session_name=lambda: "session_2026-11-23_4711",
+        get_node_id=lambda: "ab" * 28,
+        gcs_address=f"{head}:6379",
     )
     ray = SimpleNamespace(
         is_initialized=lambda: True,
@@ -165,9 +171,10 @@ def initialised_ray(monkeypatch: pytest.MonkeyPatch, head: str, *nodes: str) -> 
     monkeypatch.setitem(sys.modules, "ray", ray)
 
 
-def test_a_ray_driver_is_in_the_plane_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_driver_is_in_the_run_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     initialised_ray(monkeypatch, "127.0.0.1", "127.0.0.1", "127.0.0.1")
-    assert plane_name({}) == plane_name({"RAY_JOB_ID": "ffffffff"}) == f"{UID}-ray-02000000"
+    worker = {"RAY_JOB_ID": "ffffffff"}
+    assert launchers_run({}) == launchers_run(worker) == "ray-2026-11-23_4711-02000000"
     assert find_seeds({}) == ()
     assert node_peer({}) == "ray-" + "ab" * 8 == node_peer({"RAY_NODE_ID": "ab" * 28})
 
@@ -185,7 +192,7 @@ def test_a_host_that_is_not_the_first_joins_it_from_its_own_address() -> None:
     first = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     seeds = find_seeds(first)
     assert find_place(first) == Place(seeds, seeds[0])
-    port = seed_port(plane_name(first))
+    port = seed_port(RUN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(discovery, "_is_this_host", lambda host: False)
         assert find_place(first) == Place(seeds, f"tcp://127.0.0.1:{port}", join=True)
@@ -218,4 +225,4 @@ def test_a_peer_listens_at_the_seed_of_its_own_host() -> None:
 
 
 def test_derived_ports_are_below_the_ephemeral_ones() -> None:
-    assert all(20_000 <= seed_port(f"plane-{number}") < 30_000 for number in range(100))
+    assert all(20_000 <= seed_port(f"run-{number}") < 30_000 for number in range(100))

@@ -49,10 +49,10 @@ def only(folder: Path) -> rundir.LivingPeer:
 
 
 def test_the_first_attach_starts_a_peer_and_the_second_finds_it(folder: Path) -> None:
-    path = embedded.attach("p")
+    path = embedded.attach("p").socket
     first = only(folder)
     assert path == str(folder / "embedded.sock") and embedded.answers(Path(path))
-    assert embedded.attach("p") == path
+    assert embedded.attach("p").socket == path
     assert only(folder) == first
 
 
@@ -97,13 +97,13 @@ def test_named_peers_are_attached_to_by_name(folder: Path, monkeypatch: pytest.M
         try:
             for process in (a, b):
                 assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            assert embedded.attach("p", "b") == str(folder / "b.sock")
+            assert embedded.attach("p", "b").socket == str(folder / "b.sock")
             with pytest.raises(PeerAmbiguous, match="a, b"):
                 embedded.attach("p")
             with pytest.raises(PeerNotFound, match="running: a, b"):
                 embedded.attach("p", "c")
             monkeypatch.setenv("DATAPLANE_PEER", "a")
-            assert embedded.attach("p") == str(folder / "a.sock")
+            assert embedded.attach("p").socket == str(folder / "a.sock")
         finally:
             a.kill()
             b.kill()

@@ -45,7 +45,8 @@ def test_a_living_peer_is_seen_and_its_name_is_taken(run_dir: Path, start: Start
     process = start(folder, "a")
     (peer,) = rundir.living_peers(folder)
     assert peer.name == "a" and peer.socket == folder / "a.sock"
-    assert peer.card == rundir.Card("a", process.pid)
+    assert peer.card is not None and (peer.card.name, peer.card.pid) == ("a", process.pid)
+    assert peer.card.run == "p" and peer.card.age_s >= 0 and peer.card.starter is None
     with pytest.raises(PeerNameTaken, match=f"pid {process.pid}"):
         rundir.claim_name(folder, "a")
     rundir.claim_name(folder, "b").release()

@@ -39,7 +39,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory, addresses: list[str]) -> Iter
     """The socket of a peer with two seeds; the other one is this test."""
     run_dir = Path(tmp_path_factory.mktemp("run"))
     run_dir.chmod(0o700)
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--plane", "raw"]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "a", "--run", "raw"]
     command += ["--arena", "16MiB", "--listen", addresses[0], "--seeds", ",".join(addresses)]
     environment = os.environ | {"DATAPLANE_RUN_DIR": str(run_dir)}
     process = subprocess.Popen(command, env=environment)

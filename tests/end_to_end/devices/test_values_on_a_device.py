@@ -109,7 +109,7 @@ def test_a_checkpoint_and_a_spill_file_do_not_mind_values_on_a_device(
             part.put({"y": [np.full(3 * MIB, row, np.uint8)]}, key=[row], timeout=30)
         assert plane.stats()["arena"]["spilled_bytes"] > 0
         assert on_device(plane)["used_bytes"] >= 4 * MIB
-        with dataplane.connect("a", plane=PLANE, devices="off") as other:
+        with dataplane.connect("a", run=PLANE, devices="off") as other:
             assert same(other.partition("p").get(keys=list("abcd"))["x"], arrays)
         assert int(part.get(keys=[0])["y"][0][0]) == 0
         plane.checkpoint(tmp_path / "saved")
@@ -124,7 +124,7 @@ def test_puts_and_reads_of_an_event_loop_use_the_device_too(
     arrays = values(3, MIB)
 
     async def run() -> None:
-        async with aio.connect("a", plane=PLANE, devices="required") as there:
+        async with aio.connect("a", run=PLANE, devices="required") as there:
             part = await there.partition("p", stages={"s": ["x"]})
             await part.put({"x": given(device, arrays)})
             batch = await part.claim("s", rows=3, timeout=10)
@@ -146,13 +146,13 @@ def test_a_peer_without_a_device_takes_such_values_into_host_memory(
         part.put({"x": given(device, arrays)}, key=[0, 1, 2])
         assert same(part.get(keys=[0, 1, 2])["x"], arrays)
     with pytest.raises(dataplane.DeviceMissing, match="--device-arena"):
-        dataplane.connect("a", plane=PLANE, devices="required")
+        dataplane.connect("a", run=PLANE, devices="required")
     with pytest.raises(dataplane.InvalidCall, match="auto, required or off"):
-        dataplane.connect("a", plane=PLANE, devices="maybe")
+        dataplane.connect("a", run=PLANE, devices="maybe")
 
 
 def started(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--run", PLANE]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=30, check=False
     )
@@ -160,7 +160,7 @@ def started(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_gpu_memory_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
     environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--plane", PLANE]
+    command = [sys.executable, "-m", "dataplane", "peer", "--name", "x", "--run", PLANE]
     refused = subprocess.run(
         [*command, "--device-arena", "2GiB"],
         capture_output=True,

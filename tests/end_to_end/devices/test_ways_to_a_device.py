@@ -57,7 +57,7 @@ def test_a_client_without_the_device_gets_the_same_bytes_by_way_of_the_host(
     part = plane.partition("p", stages={"s": ["hidden"]})
     arrays = values(6)
     part.put({"hidden": given(device, arrays)})
-    with dataplane.connect("a", plane=PLANE, devices="off") as other:
+    with dataplane.connect("a", run=PLANE, devices="off") as other:
         batch = other.partition("p").claim("s", rows=6, timeout=10)
         assert all(isinstance(one, np.ndarray) for one in batch["hidden"])
         assert same(batch["hidden"], arrays)
@@ -79,7 +79,7 @@ def test_values_on_a_device_of_another_host_are_pulled(
     both = {"a": "twin:32MiB", "b": "twin:32MiB"}
     cluster.start("a", "b", arena="64MiB", devices=both, metrics={"a": address})
     arrays = values(12, 200_000)
-    far = dataplane.connect("b", plane=PLANE, devices="off")
+    far = dataplane.connect("b", run=PLANE, devices="off")
     with cluster.connect("a") as a, far as b:
         part = a.partition("p", stages={"s": ["hidden", "text"]})
         part.put({"hidden": given(device, arrays), "text": [str(i) for i in range(12)]})
@@ -124,7 +124,7 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
         assert on_device(a)["staged_bytes"] == 0, "something went by way of the host"
         (path,) = on_device(b)["to_others"]["peers"].values()
         assert path["transport"] == "cuda_ipc" and path["tried"]["cuda_ipc"]["exact"]
-        command = [sys.executable, "-m", "dataplane", "probe", "--plane", PLANE]
+        command = [sys.executable, "-m", "dataplane", "probe", "--run", PLANE]
         probed = subprocess.run(
             [*command, "--require", "cuda_ipc"], capture_output=True, text=True, check=False
         )
@@ -135,7 +135,7 @@ def test_values_go_from_the_device_of_one_peer_to_that_of_another_on_the_same_ho
         assert cached >= sum(array.nbytes for array in arrays)
         again = b.partition("p").get(keys=list(range(12)))
         assert same(again["hidden"], arrays) and on_device(b)["cached_bytes"] == cached
-        with dataplane.connect("b", plane=PLANE, devices="off") as other:
+        with dataplane.connect("b", run=PLANE, devices="off") as other:
             plain = other.partition("p").get(keys=list(range(12)))
             assert all(isinstance(one, np.ndarray) for one in plain["hidden"])
             assert same(plain["hidden"], arrays)
@@ -179,7 +179,7 @@ def test_a_client_on_another_device_of_the_host_gets_copies_made_by_that_device(
         part = first.partition("p", stages={"s": ["x"], "t": ["y"]})
         part.put({"x": given(device, arrays)}, key=list(range(4)))
         monkeypatch.setattr("dataplane.client.devices._current_gpu", lambda: 1)
-        with dataplane.connect("a", plane=PLANE, devices="required") as second:
+        with dataplane.connect("a", run=PLANE, devices="required") as second:
             batch = second.partition("p").claim("s", rows=4, timeout=10)
             entry = batch["x"][0]
             assert isinstance(entry, TwinArray) and entry.device.identity == "twin:1"

@@ -62,7 +62,7 @@ class Peers:
             until(lambda: is_protected(plane), "every backup is in sync")
 
     def connect(self, host: int) -> Plane:
-        return dataplane.connect(name(host), plane=PLANE)
+        return dataplane.connect(name(host), run=PLANE)
 
     def log(self, host: int) -> str:
         return (self._folder / f"{name(host)}.log").read_text()

@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface bench bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
 
 bench: links-packages $(VENV)/.bench-installed
-	$(BIN)/python -m bench run --trace video,math --planes dataplane,controller --hosts 2 --prompts 8 --seed 0 --json bench/out/report.json
+	$(BIN)/python -m bench headline --json bench/out/report.json
+
+# The wider table: 2, 4 and 8 hosts with 1 Gbit/s each, more prompts, groups with and without dedup; half an hour.
+bench-links: links-packages $(VENV)/.bench-installed
+	$(BIN)/python -m bench links --json bench/out/links.json
 
 bench-memory: $(VENV)/.bench-installed
-	$(BIN)/python -m bench run --trace video --planes dataplane,controller,ray-driver --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
+	$(BIN)/python -m bench run --trace video --planes dataplane,controller,ray-driver --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 	$(BIN)/python -m bench report bench/out/limited.json bench/out/memory.json -o bench/out/memory.html
 
@@ -27,8 +31,9 @@ system-packages:
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json
 
-bench-compare: $(VENV)/.compare-installed
+bench-compare: links-packages $(VENV)/.compare-installed
 	$(BIN)/python -m bench compare --json bench/out/compare.json
+	$(BIN)/python -m bench run --trace math,video --planes dataplane,controller,ray-driver,transfer_queue --hosts 4 --prompts 4 --steps 2 --timeout 600 --json bench/out/compare-links.json
 
 # Most tests wait for processes, so several run at a time, file by file.
 # Hundreds of processes on whatever machine: what fails is tried once more, and the summary names it.
@@ -40,10 +45,9 @@ coverage: test-packages $(VENV)/.test-installed
 	$(BIN)/coverage run -m pytest --reruns 1
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
 
-# Hosts as network namespaces of this machine; HOSTS, RATE=10gbit (by tc) as you like.
-HOSTS ?= 3
+# Hosts as network namespaces of this machine: cut links, torchrun.
 testbed: links-packages $(VENV)/.test-installed
-	$(BIN)/python -m deploy.testbed --hosts $(HOSTS) $(if $(RATE),--rate $(RATE)) --trace math,image --json bench/out/testbed.json
+	$(BIN)/python -m deploy.testbed --json bench/out/testbed.json
 
 SEEDS ?= 2000
 JOBS ?= $(shell nproc)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import perf_command, run_command, smallest, soak
+from bench import headline, links, perf_command, run_command, smallest, soak
 from bench.bounds import TooMuch
 from bench.compare import command as compare
 from bench.faults import command as faults
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 for Ctrl-C, else what the command says."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
+    options.no_links = _enter_links(options, arguments, argv is None)
     # As an exception it leaves through every `with`, and so ends the run's processes.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -40,6 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _enter_links(options: argparse.Namespace, arguments: list[str], program: bool) -> str | None:
+    """Where a command is about hosts with links, this process becomes itself in a namespace.
+    Returns why not, or None."""
+    if getattr(options, "link", None) == links.NONE or not hasattr(options, "link"):
+        return "not asked for"
+    if not program and not links.inside():
+        return "a function was called, and no program was started"
+    try:
+        links.enter("bench", arguments)
+    except links.NoNamespaces as exc:
+        return str(exc)
+    return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -48,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="What is measured, and how: bench/README.md",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    headline.register(commands)
     run_command.register(commands)
     perf_command.register(commands)
     smallest.register(commands)

@@ -47,38 +47,38 @@ ADDED = {"reward": _REWARD, "reference": _REFERENCE}  # by the stages on the way
 
 DEDUP = ("pixel_values", "raw_frames")
 _REWARD_NEEDS = ("uid", "responses", "response_mask")
-_MODELS_LEAVE = ("raw_frames",)  # once there are pixel_values nobody reads the frames again
 
 
-def rollout_fields(task: Task) -> tuple[Field, ...]:
-    """What a rollout worker writes for each row."""
+def rollout_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
+    """What a rollout worker writes for each row. `all` has a video's raw frames too, as verl's
+    batch does, though no stage reads them once there are pixel values."""
     if not task.media:
         return _TEXT
-    return (*_TEXT, *_MEDIA, _FRAMES) if task.videos else (*_TEXT, *_MEDIA)
+    frames = (_FRAMES,) if task.videos and columns == "all" else ()
+    return (*_TEXT, *_MEDIA, *frames)
 
 
-def all_fields(task: Task) -> tuple[Field, ...]:
+def all_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
     """All fields that a row has in the end."""
-    return (*rollout_fields(task), *_REWARD, *_REFERENCE)
+    return (*rollout_fields(task, columns), *_REWARD, *_REFERENCE)
 
 
-def opening_fields(task: Task) -> tuple[Field, ...]:
+def opening_fields(task: Task, columns: Choice) -> tuple[Field, ...]:
     """What is there of a row before its response: the prompt's media, once a group."""
-    return tuple(f for f in rollout_fields(task) if f.name == "uid" or f.shared)
+    return tuple(f for f in rollout_fields(task, columns) if f.name == "uid" or f.shared)
 
 
 def stage_fields(task: Task, columns: Choice) -> dict[str, list[str]]:
     """What each stage is sent: `needed`, or everything that is there, as verl does."""
-    written = [field.name for field in rollout_fields(task)]
-    everything = [field.name for field in all_fields(task)]
+    written = [field.name for field in rollout_fields(task, columns)]
+    everything = [field.name for field in all_fields(task, columns)]
     if columns == "all":
         scored = written if task.survive is None else [*written, "reward"]
         return {"reward": written, "reference": scored, "train": everything}
-    model = [name for name in written if name not in (*_MODELS_LEAVE, "old_log_probs")]
+    model = [name for name in written if name != "old_log_probs"]
     if task.survive is not None:  # it waits for the groups that the reward stage leaves
         model.append("reward")
-    train = [name for name in everything if name not in _MODELS_LEAVE]
-    return {"reward": list(_REWARD_NEEDS), "reference": model, "train": train}
+    return {"reward": list(_REWARD_NEEDS), "reference": model, "train": everything}
 
 
 def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:

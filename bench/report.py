@@ -18,16 +18,24 @@ from bench.run import Progress as Report
 _GB = 1e9
 _FIGURES = (
     "status",
-    "rows",
-    "seconds",
-    "unique\nGB",
+    "steady\nstep s",
+    "cold\nstep s",
+    "link\nGB",
+    "link\nfull %",
     "moved\nGB",
-    "peak GB\ntotal",
     "peak GB\nlargest",
 )
 
+Run = dict[str, Any]
 
-def table(runs: list[dict[str, Any]], machine: dict[str, Any]) -> Table:
+
+def steady_seconds(run: Run) -> float | None:
+    """What a step takes once the first is over; None where there was but one."""
+    steady = run["step_seconds"][1:]
+    return sum(steady) / len(steady) if steady else None
+
+
+def table(runs: list[Run], machine: dict[str, Any]) -> Table:
     """One line a run, 80 columns wide. GB are 10⁹ bytes."""
     cores = f"{machine['cores']} cores, {machine['memory_bytes'] / _GB:.0f} GB"
     shown = Table(
@@ -45,44 +53,51 @@ def table(runs: list[dict[str, Any]], machine: dict[str, Any]) -> Table:
     return shown
 
 
-def _cells(run: dict[str, Any]) -> list[str]:
-    seconds = run["seconds"]
+def _cells(run: Run) -> list[str]:
     name, nbytes = max(run["peak_memory_bytes"].items(), key=lambda x: x[1], default=("", 0))
     ok = run["status"] == "ok"
+    link = run["busiest_link"] or {}
+    share = link.get("busy_share")
+    limit = run["memory_limit_bytes"]
+    under = f", {limit / (1 << 30):g} GiB" if limit else ""
     return [
-        f"{run['trace']}/{run['plane']}\ndedup {_switch(run['dedup'])}, {run['columns']}",
+        f"{run['trace']}/{run['plane']}\n{run['hosts']} hosts, {run['link'] or 'no links'}\n"
+        f"dedup {_switch(run['dedup'])}, {run['columns']}{under}",
         f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
-        f"{run['rows']}" if ok else f"{run['rows']}\nof {run['rows_expected']}",
-        f"{seconds:.2f}" if seconds else "–",
-        f"{run['bytes_unique'] / _GB:.2f}",
+        _or_dash(steady_seconds(run), ".2f"),
+        _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
+        _or_dash(link["bytes"] / _GB if link else None, ".2f"),
+        _or_dash(None if share is None else 100 * share, ".0f"),
         f"{run['bytes_moved'] / _GB:.2f}" if ok else "–",
-        f"{run['peak_total_bytes'] / _GB:.2f}",
         f"{nbytes / _GB:.2f}\n{name}",
     ]
+
+
+def _or_dash(figure: float | None, form: str) -> str:
+    return "–" if figure is None else format(figure, form)
 
 
 def _switch(on: bool) -> str:
     return "on" if on else "off"
 
 
-def show(console: Console, runs: list[dict[str, Any]], machine: dict[str, Any]) -> None:
-    """The table, what the bench itself cost, and what went wrong."""
+def show(console: Console, runs: list[Run], headline: list[str], machine: dict[str, Any]) -> None:
+    """The headline, the table, what the bench itself cost, and what went wrong."""
+    for sentence in headline:
+        console.print(f"{sentence}\n", markup=False, highlight=False, style="bold")
     console.print(table(runs, machine))
     console.print(
-        "moved: payload bytes copied into, between and out of hosts. peak: all processes at one "
-        "instant (PSS, arenas counted once). Every row's content was compared at the trainer.",
+        "step: from the end of the one before; steady: the mean of all but the first. link GB: "
+        "what the busiest carried in both directions in the whole run; full: of its 100 ms, those "
+        "in which a direction carried ≥ 80 % of its rate. moved: payload copied into, between and "
+        "out of hosts. Every row's content was compared at the trainer.",
         style="dim",
     )
     for run in runs:
         for line in _flow(run):
             console.print(f"{_label(run)}: {line}", style="dim")
-    for run in runs:
-        costs = ", ".join(
-            f"{k.replace('_', ' ')} {v:.2f} s" for k, v in run["bench_seconds"].items()
-        )
-        console.print(
-            f"{_label(run)}: the bench's own work took {costs} of a processor", style="dim"
-        )
+    own = max(sum(run["bench_seconds"].values()) for run in runs)
+    console.print(f"The bench's own work took at most {own:.2f} s of a processor.", style="dim")
     for run in runs:
         if run["error"]:
             console.print(f"{_label(run)}: {run['status']}: {run['error']}", markup=False)
@@ -90,6 +105,13 @@ def show(console: Console, runs: list[dict[str, Any]], machine: dict[str, Any]) 
 
 def _flow(run: dict[str, Any]) -> Iterator[str]:
     """What only some runs have: a pace, dropped rows, ranks that share what a host pulls."""
+    if run["status"] == "ok" and len(run["step_seconds"]) == 1:
+        yield "one step only, and that a cold one"
+    if computed := run["computed_link"]:
+        yield (
+            f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "
+            f"{computed['seconds']:.2f} s on a link of {computed['rate']}"
+        )
     if run["plane_share"] is not None:
         yield (
             f"at {run['pace']:g} × the recorded speed {run['plane_share']:.1%} of the time is the "
@@ -105,7 +127,7 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
 
 def _label(run: dict[str, Any]) -> str:
     dedup = _switch(run["dedup"])
-    return f"{run['trace']}/{run['plane']} (dedup {dedup}, {run['columns']} columns)"
+    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, dedup {dedup}, {run['columns']})"
 
 
 @contextmanager
@@ -121,6 +143,9 @@ def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Repor
         yield lambda rows, expected: bar.update(task, completed=rows, total=expected)
 
 
-def write(path: Path, runs: list[dict[str, Any]], machine: dict[str, Any], command: str) -> None:
+def write(
+    path: Path, runs: list[Run], headline: list[str], machine: dict[str, Any], command: str
+) -> None:
     """The same as JSON, and the command that made it."""
-    outputs.write_json(path, {"runs": runs, "machine": machine, "command": command})
+    told = {"headline": headline, "runs": runs, "machine": machine, "command": command}
+    outputs.write_json(path, told)

@@ -21,7 +21,9 @@ def rollout(work: Work) -> Iterator[None]:
     """
     job = work.job
     mine = [p for p in job.generate() if p.index % job.hosts == work.worker.rank]
-    source = Source(job.seed, _largest_media(mine))
+    fields = {field.name for field in rollout_fields(job.task, job.columns)}
+    media = {name: size for name, size in _largest_media(mine).items() if name in fields}
+    source = Source(job.seed, media)
     steps = [
         schedule(job, [p for p in mine if p.step == step], work.pieces) for step in range(job.steps)
     ]
@@ -48,8 +50,8 @@ class _Writer:
         self._work = work
         self._step = step
         self._source = source
-        self._fields = rollout_fields(work.job.task)
-        self._opening = opening_fields(work.job.task)
+        self._fields = rollout_fields(work.job.task, work.job.columns)
+        self._opening = opening_fields(work.job.task, work.job.columns)
         self._finished = tuple(f for f in self._fields if f not in self._opening)
         self._cancelled: set[int] = set()
 

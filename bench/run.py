@@ -6,12 +6,14 @@ dies, a deadline or the kernel's OOM killer end it with `error` or `oom` and the
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,11 @@ from bench.columns import DEDUP, Choice, all_fields, group_bytes, rollout_fields
 from bench.compare import cpu
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
+from bench.links import Network, NoNamespaces, Traffic, address, bits_per_second
 from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds
-from bench.places import Places
 from bench.planes import PLANES, Plane
-from bench.planes.base import Job, Moved, Service, Unsupported, Worker
+from bench.planes.base import Counts, Job, Moved, Service, Unsupported, Worker
 from bench.processes import Crew, ProcessDied
 from bench.traces import TASKS
 
@@ -66,12 +68,14 @@ class Settings:
     pace: float = 0.0  # recorded seconds in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks of each trainer
     trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
-    places: Places | None = None  # hosts with a network of their own
+    link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
+    computed_link: str | None = None  # where there are no links: the rate to compute for
 
 
 def variants(settings: Settings) -> list[tuple[str, bool]]:
     """The runs that the settings ask for: (plane, dedup)."""
-    media = any(field.name in DEDUP for field in rollout_fields(TASKS[settings.trace]))
+    written = rollout_fields(TASKS[settings.trace], settings.columns)
+    media = any(field.name in DEDUP for field in written)
     runs = []
     for name in settings.planes:
         ways = PLANES[name].dedup_variants if media else PLANES[name].dedup_variants[:1]
@@ -88,15 +92,16 @@ def execute(settings: Settings, name: str, dedup: bool, progress: Progress) -> d
         dropped = {index: fate for index, fate in fates.items() if fate != "trained"}
         ledger = Ledger(len(fates), job.samples, job.stages()["train"], dropped, job.tp)
         run = _Run(job, PLANES[name], ledger, time.monotonic() + settings.timeout_s, progress)
-        run.places = settings.places
+        run.computed_link = settings.computed_link
         if missing := PLANES[name].missing():
             return run.result(name, "not installed", f"it needs {', '.join(missing)}")
         kills = oom_kills()
         try:
-            run.perform()
+            with _network(settings) as run.network:
+                run.perform()
             problems = ledger.problems()
             status = "error" if problems else "ok"
-        except NoLimits as exc:
+        except (NoLimits, NoNamespaces) as exc:
             problems, status = [str(exc)], "not run"
         except MachineFull as exc:
             problems, status = [str(exc)], "disturbed"
@@ -139,14 +144,18 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         return job
     if settings.memory_limit_bytes:  # what a peer takes by itself
         return msgspec.structs.replace(job, arena_bytes=settings.memory_limit_bytes // 4)
-    largest = group_bytes(rollout_fields(task), job.largest_group(), dedup)
+    fields = rollout_fields(task, settings.columns)
+    largest = group_bytes(fields, job.largest_group(), dedup)
     arena = max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
     return msgspec.structs.replace(job, arena_bytes=arena)
 
 
 def addresses_of(settings: Settings) -> list[str]:
-    places = settings.places
-    return [places.address(host) for host in range(settings.hosts)] if places else []
+    return [address(host) for host in range(settings.hosts)] if settings.link else []
+
+
+def _network(settings: Settings) -> AbstractContextManager[Network | None]:
+    return Network(settings.hosts, settings.link) if settings.link else nullcontext()
 
 
 def _recorded(settings: Settings, folder: str) -> str:
@@ -193,7 +202,10 @@ class _Run:
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
         self._limits: list[HostLimit] = []
-        self.places: Places | None = None
+        self.network: Network | None = None
+        self.computed_link: str | None = None
+        self._traffic: Traffic | None = None
+        self._messages: dict[str, Any] | None = None
         self.killed: dict[str, Any] | None = None
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._trainers_done: Counter[int] = Counter()
@@ -222,16 +234,21 @@ class _Run:
                 self._sampler.sample()  # a run may be over before the sampler looks again
                 before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
                 self._sampled_before_s = self._sampler.sampling_seconds
-                self._started = time.monotonic()
-                for worker in workers:
-                    crew.tell(worker, "policy 0")
-                self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
+                counted = self._plane.messages()
+                with Traffic(self.network) if self.network else nullcontext() as self._traffic:
+                    self._started = time.monotonic()
+                    for worker in workers:
+                        crew.tell(worker, "policy 0")
+                    self._listen(
+                        crew, "the workers to finish", lambda: self._done.keys() >= workers
+                    )
                 self._ended = max(self._done[worker]["end"] for worker in workers)
                 self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
                 self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
                 speaking = {s.name for s in self._plane.services() if s.speaks}
                 self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
                 self._moved = self._plane.moved(self._done)
+                self._messages = self._per_group(counted, self._plane.messages())
                 check_limits(self._limits)
             except Exception:
                 self.killed = self._killed(crew)
@@ -257,7 +274,7 @@ class _Run:
         return None
 
     def _start(self, crew: Crew, service: Service) -> None:
-        argv = self.places.wrap(service.host, service.argv) if self.places else service.argv
+        argv = self.network.wrap(service.host, service.argv) if self.network else service.argv
         argv = self._limits[service.host].wrap(argv) if self._limits else argv
         self._hosts[service.name] = service.host
         crew.start(service.name, argv, service.env, service.speaks)
@@ -349,10 +366,18 @@ class _Run:
             "bytes_unique": sum(self._unique_bytes()),
             "bytes_moved": self._moved.total,
             "moved": {
-                k: v for k, v in msgspec.structs.asdict(self._moved).items() if k != "pulled"
+                k: v
+                for k, v in msgspec.structs.asdict(self._moved).items()
+                if k not in ("pulled", "sent")
             },
             "pulled_bytes": self._moved.pulled,  # by host
             "seconds": seconds,
+            "step_seconds": self._step_seconds(),
+            "link": self.network.rate if self.network else None,
+            "busiest_link": self._traffic.busiest() if self._traffic else None,
+            "computed_link": self._computed_link(),
+            "messages": self._messages,
+            "cpu_ms_per_group": self._cpu_ms_per_group(),
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
             "step_ends": self._step_ends,
             **self._paced(seconds),
@@ -385,6 +410,39 @@ class _Run:
             "memory_samples": sampler.samples,
         }
 
+    def _step_seconds(self) -> list[float]:
+        """Of each step, from the end of the one before. The first is cold."""
+        return [end - before for before, end in itertools.pairwise([0.0, *self._step_ends])]
+
+    def _groups(self) -> int:
+        return self._ledger.trained_rows // self._job.samples
+
+    def _cpu_ms_per_group(self) -> float | None:
+        """Processor time of the plane's own processes in a trained group's life."""
+        told = self._done.get("controller", {}).get("cpu_seconds", {}) | self._cpu_seconds
+        spent = sum(told[name] for name in told if name not in ("runner", "machine"))
+        return 1e3 * spent / self._groups() if self._cpu_seconds and self._groups() else None
+
+    def _per_group(self, before: Counts | None, after: Counts | None) -> dict[str, Any] | None:
+        """Messages by kind in a trained group's life, where the plane counts them."""
+        if before is None or after is None:
+            return None
+        groups = max(1, self._groups())
+        return {
+            where: {k: n / groups for k in counts if (n := counts[k] - before[where].get(k, 0))}
+            for where, counts in after.items()
+        }
+
+    def _computed_link(self) -> dict[str, Any] | None:
+        """Where hosts have no links: how long the bytes of the busiest would take on one."""
+        if not self.computed_link or not self._moved.pulled:
+            return None
+        ways = [*self._moved.pulled, *self._moved.sent]
+        nbytes = max(ways)
+        host = ways.index(nbytes) % self._job.hosts
+        seconds = nbytes * 8 / bits_per_second(self.computed_link)
+        return {"rate": self.computed_link, "host": host, "bytes": nbytes, "seconds": seconds}
+
     def _paced(self, seconds: float | None) -> dict[str, float | None]:
         """The plane's share: what is not recorded time, the bench's own work included."""
         ideal = ideal_seconds(self._job)
@@ -393,6 +451,6 @@ class _Run:
 
     def _unique_bytes(self) -> Iterator[int]:
         """Of the groups that are trained."""
-        fields = all_fields(self._job.task)
+        fields = all_fields(self._job.task, self._job.columns)
         trained = (p for p in self._job.generate() if self._job.fate(p) == "trained")
         return (group_bytes(fields, prompt, dedup=True) for prompt in trained)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench import bounds, machine, outputs, page, report
+from bench import bounds, links, machine, outputs, page, report
 from bench.options import names, positive, seconds, share, size, whole
 from bench.planes import PLANES
 from bench.run import Settings, execute, variants
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
+
+Planned = tuple[Settings, str, bool]
+"""A run to carry out: its job, the plane, and whether media of a group travel once."""
 
 _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),  # as each plane says
@@ -48,8 +52,15 @@ def register(commands: Any) -> None:
         default=0,
         help="asynchronous: steps that rollout may be ahead of training; 0 is synchronous",
     )
+    run.add_argument(
+        "--link",
+        type=links.rate,
+        metavar="RATE|none",
+        help="of each host, each way, as tc writes it (400mbit); none: loopback without limits; "
+        "default: to a host's share of the cores as 100 Gbit/s is to 64 cores",
+    )
     run.add_argument("--seed", type=whole, default=0, help="the same draws the same trace; 0")
-    run.add_argument("--trainers", type=bounds.trainers, default=2, help="trainer ranks; 2")
+    run.add_argument("--trainers", type=bounds.trainers, help="trainer ranks; one a host")
     run.add_argument(
         "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer; 1"
     )
@@ -105,42 +116,87 @@ def _prompts(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
-    """0 when all runs are ok (or oom, under a limit that was asked for), 1 when one is not.
-
-    A plane that is not installed is in the report, and no failure.
-    """
+    """As `carry_out`, with the runs that the options ask for."""
     if options.trace_file and len(options.trace) > 1:
         raise TraceError(options.trace_file[0], "it is of one task: give one --trace with it")
+    prompts = _prompts(options)
+    trainers = options.trainers or options.hosts
+    bounds.check(options.hosts, trainers, options.tp, prompts, options.steps)
+    rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
+    plan = [
+        (settings if rate is None else with_link(settings, rate, options.no_links), plane, dedup)
+        for settings in _settings(options, prompts, trainers)
+        for plane, dedup in variants(settings)
+    ]
+    return carry_out(plan, options.json, command, options.no_links if rate else None)
+
+
+def with_link(settings: Settings, rate: str, no_links: str | None) -> Settings:
+    """The same job over links of this rate, or where there are none what they would make of it."""
+    if no_links:
+        return replace(settings, link=None, computed_link=rate)
+    return replace(settings, link=rate)
+
+
+def carry_out(
+    plan: Sequence[Planned],
+    file: Path | None,
+    command: str,
+    no_links: str | None,
+    headline: Callable[[list[dict[str, Any]]], list[str]] = lambda runs: [],
+) -> int:
+    """Every run, one after the other, and then what people and programs get to see of them.
+
+    no_links: why hosts have no links, where they were asked for. headline: sentences about all the
+    runs. Returns 0 when all runs are ok (or oom or refused, under a limit that was asked for), 1
+    when one is not. A plane that is not installed is in the report, and no failure.
+    """
     console = Console()
     runs: list[dict[str, Any]] = []
-    described = machine.describe()
-    prompts = _prompts(options)
-    bounds.check(options.hosts, options.trainers, options.tp, prompts, options.steps)
+    described = machine.describe() | {"no_links": no_links}
+    if no_links:
+        console.print(
+            f"Hosts have no links of their own here ({no_links}): all bytes go over loopback, and "
+            "what a link would take is computed.",
+            markup=False,
+        )
     try:
-        for run in _runs(options, prompts, console):
-            runs.append(run)
-            if options.json:  # after each run: what is known survives a later failure
-                report.write(options.json, runs, described, command)
+        for settings, plane, dedup in plan:
+            with report.progress(console, _label(settings, plane, dedup)) as bar:
+                runs.append(execute(settings, plane, dedup, bar))
+            if file:  # after each run: what is known survives a later failure
+                report.write(file, runs, headline(runs), described, command)
     finally:  # also where it is stopped, or the disk is full
         if runs:
-            report.show(console, runs, described)
-    if options.json:
-        page.write(options.json.with_suffix(".html"), [page.load(options.json)])
-    expected = {"ok", "not installed"} | ({"oom", "refused"} if options.memory_limit else set())
-    return 0 if all(run["status"] in expected for run in runs) else 1
+            report.show(console, runs, headline(runs), described)
+    if file:
+        written = file.with_suffix(".html")
+        page.write(written, [page.load(file)])
+        console.print(f"Pictures: {written}", markup=False)
+    return 0 if all(run["status"] in _expected(run) for run in runs) else 1
 
 
-def _runs(options: argparse.Namespace, prompts: int, console: Console) -> Iterator[dict[str, Any]]:
-    """Every run that is asked for, one after the other."""
+def _expected(run: dict[str, Any]) -> set[str]:
+    return {"ok", "not installed"} | ({"oom", "refused"} if run["memory_limit_bytes"] else set())
+
+
+def _label(settings: Settings, plane: str, dedup: bool) -> str:
+    where = f"{settings.hosts} hosts, {settings.link or 'no'} links"
+    ways = f"dedup {'on' if dedup else 'off'}, {settings.columns} columns"
+    return f"{settings.trace} / {plane}, {where}, {ways}"
+
+
+def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Iterator[Settings]:
+    """The jobs that are asked for."""
     several = itertools.product(options.trace, options.columns, _DEDUP[options.dedup])
     for trace, columns, dedup in several:
-        settings = Settings(
+        yield Settings(
             trace=trace,
             planes=options.planes,
             hosts=options.hosts,
             prompts=prompts,
             seed=options.seed,
-            trainers=options.trainers,
+            trainers=trainers,
             dedup=dedup,
             columns=columns,
             arena_bytes=options.arena,
@@ -153,8 +209,3 @@ def _runs(options: argparse.Namespace, prompts: int, console: Console) -> Iterat
             tp=options.tp,
             trace_files=tuple(options.trace_file),
         )
-        for plane, on in variants(settings):
-            label = f"{trace} / {plane}, dedup {'on' if on else 'off'}, {columns} columns"
-            with report.progress(console, label) as bar:
-                run = execute(settings, plane, on, bar)
-            yield run

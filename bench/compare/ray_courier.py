@@ -36,7 +36,7 @@ class OnRay(Contender):
         return bool(self._cluster)
 
     def address(self, host: int) -> dict[str, Any]:
-        return {"cluster": self._cluster, "host": host}
+        return {"cluster": self._cluster, "place": nodes_of(self.site).place(host)}
 
 
 class RayStore(OnRay):

@@ -27,6 +27,7 @@ from bench.traces import TASKS, Prompt, Task, generate
 
 Array = NDArray[Any]
 Columns = Mapping[str, Sequence[Array]]
+Counts = Mapping[str, Mapping[str, int]]
 Fate = Literal["trained", "filtered", "aborted"]
 
 _ABORTS = 1 << 34  # a stream of random numbers of its own
@@ -60,7 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     abort: float = 0.0  # share of the groups that are cancelled while they are being written
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks that read each trainer's batches
-    addresses: list[str] = []  # of the hosts, where they have a network; else loopback
+    addresses: list[str] = []  # of the hosts, where they have links of their own; else loopback
 
     @property
     def task(self) -> Task:
@@ -99,11 +100,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Tensor-parallel ranks of one trainer are on one host."""
         return (rank // self.tp if role == "train" else rank) % self.hosts
 
+    def address_of(self, host: int) -> str:
+        return self.addresses[host] if self.addresses else "127.0.0.1"
+
     def stages(self) -> dict[str, list[str]]:
         return stage_fields(self.task, self.columns)
 
     def largest_group(self) -> Prompt:
-        fields = rollout_fields(self.task)
+        fields = rollout_fields(self.task, self.columns)
         return max(self.generate(), key=lambda prompt: group_bytes(fields, prompt, self.dedup))
 
 
@@ -144,13 +148,14 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 class Moved(msgspec.Struct, frozen=True):
     """Payload bytes that a plane copied; a copy between hosts counts as `across`, and only so.
 
-    pulled: of those, the ones that came to each host, where the plane knows it.
+    pulled, sent: of those, the ones that came to each host and that left it, where it is known.
     """
 
     copied_in: int = 0
     across: int = 0
     copied_out: int = 0
     pulled: list[int] = []
+    sent: list[int] = []
 
     @property
     def total(self) -> int:
@@ -283,6 +288,10 @@ class Plane(ABC):
     @abstractmethod
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """What was moved, asked when all workers are done. `done`: every process's last event."""
+
+    def messages(self) -> Counts | None:
+        """Messages so far by kind, between services and at their local doors, if it counts them."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

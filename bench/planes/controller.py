@@ -91,7 +91,9 @@ class ControllerPlane(Plane):
         return self._port > 0
 
     def address(self, host: int) -> dict[str, Any]:
-        return {"path": self._path} if host == 0 else {"port": self._port}
+        if host == 0:
+            return {"path": self._path}
+        return {"address": [self.job.address_of(0), self._port]}
 
     def cancel(self, step: int, prompt: int) -> None:
         if self._sock is None:
@@ -123,10 +125,10 @@ class ControllerEndpoint(Endpoint):
             self._sock = socket.socket(socket.AF_UNIX)
             self._sock.connect(worker.address["path"])
         else:
-            self._sock = socket.create_connection(("127.0.0.1", worker.address["port"]))
+            self._sock = socket.create_connection(tuple(worker.address["address"]))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = set(job.stages().get(worker.role, ()))
-        fields = [f for f in all_fields(job.task) if f.name in sent]
+        fields = [f for f in all_fields(job.task, job.columns) if f.name in sent]
         sizes = [_reserve(job, fields, [prompt]) for prompt in job.generate()] if sent else [1]
         self._landing = Landing(max(sizes))
         send(self._sock, Frame("hello", name=worker.name))
@@ -182,7 +184,7 @@ class Stock:
     """The whole batch of one step, and the memory that it lands in."""
 
     def __init__(self, job: Job, step: int, landing: Landing) -> None:
-        fields = all_fields(job.task)
+        fields = all_fields(job.task, job.columns)
         prompts = job.of_step(step)
         self._samples = job.samples
         self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
@@ -230,7 +232,7 @@ class Controller:
 
     def __init__(self, job: Job, path: str) -> None:
         self._job = job
-        fields = all_fields(job.task)
+        fields = all_fields(job.task, job.columns)
         reserve = max(_reserve(job, fields, job.of_step(step)) for step in range(job.steps))
         in_flight = min(job.steps, job.staleness + 1)
         # Under a memory limit pages come with the rows: else it might die before the first of them.
@@ -245,7 +247,7 @@ class Controller:
         self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(path)
-        self._tcp = socket.create_server(("127.0.0.1", 0))
+        self._tcp = socket.create_server((job.address_of(0), 0))
 
     def run(self) -> Moved:
         """Serve all steps, one after the other; rollout may be ahead by the staleness."""
@@ -360,11 +362,14 @@ class Controller:
         remote = [c for c in self._connections.values() if c.remote]
         pulled = [sum(c.sent for c in remote if c.host == host) for host in range(self._job.hosts)]
         pulled[0] += sum(c.received for c in remote)
+        sent = [sum(c.received for c in remote if c.host == h) for h in range(self._job.hosts)]
+        sent[0] += sum(c.sent for c in remote)
         return Moved(
             copied_in=sum(c.received for c in local),
             across=sum(pulled),
             copied_out=sum(c.sent for c in local),
             pulled=pulled,
+            sent=sent,
         )
 
 

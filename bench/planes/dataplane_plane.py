@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from bench.planes.base import (
     Batch,
     Cancelled,
     Columns,
+    Counts,
     Endpoint,
     Job,
     Moved,
@@ -103,6 +105,14 @@ class DataplanePlane(Plane):
         pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
         copied = sum(event["moved"]["copied_in"] for event in done.values())
         return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
+
+    def messages(self) -> Counts:
+        """What all peers sent, to each other and to their clients."""
+        total: dict[str, Counter[str]] = {"between": Counter(), "local": Counter()}
+        for client in self._clients:
+            for where, counts in client.stats()["messages"].items():
+                total[where].update(counts)
+        return total
 
     def cancel(self, step: int, prompt: int) -> None:
         self._clients[0].partition(f"step-{step}").drop(groups=[prompt])

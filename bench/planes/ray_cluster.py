@@ -1,8 +1,9 @@
 """A Ray cluster for one run: a node a host, and an actor that knows what is where.
 
 Each host has a service (`python -m bench.planes.ray_cluster JSON`); its node's processes, object
-store and actors are below it and end with it. "Hosts" are raylets at loopback addresses of their
-own, each with an object store of its own: objects cross between them as between machines, over TCP.
+store and actors are below it and end with it. Without links of their own, "hosts" are raylets at
+different loopback addresses. Each has an object store of its own, and objects cross between them as
+between machines, over TCP.
 Ray is imported where it is used, so that the bench runs without it.
 """
 
@@ -51,11 +52,11 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     storage_units: int = 0
     port: int = 0
     host: int = 0  # whose node this process is about; the first also has the actors
+    addresses: list[str] = []  # of the hosts, where they have links of their own
 
-
-def place(host: int) -> str:
-    """The loopback address that stands for a host. 127.0.0.1 is none: Ray replaces it."""
-    return f"127.0.0.{host + 2}"
+    def place(self, host: int) -> str:
+        """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
+        return self.addresses[host] if self.addresses else f"127.0.0.{host + 2}"
 
 
 def services(
@@ -80,7 +81,7 @@ def services(
 @contextmanager
 def cluster(nodes: Nodes) -> Iterator[str]:
     """The first node, and this process as a driver on it; yields when all nodes are there."""
-    address = f"{place(0)}:{nodes.port}"
+    address = f"{nodes.place(0)}:{nodes.port}"
     node = _node(nodes, address)
     try:
         _connected(nodes, address, node)
@@ -99,7 +100,7 @@ def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
         "--block",
         "--disable-usage-stats",
     ]
-    argv += [f"--node-ip-address={place(nodes.host)}", f"--num-cpus={_CPUS}"]
+    argv += [f"--node-ip-address={nodes.place(nodes.host)}", f"--num-cpus={_CPUS}"]
     argv += [f"--object-store-memory={nodes.object_store_bytes}"]
     # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
     argv += [f"--max-worker-port={FIRST - 1}"]
@@ -118,22 +119,23 @@ def _connected(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> Non
     import ray
 
     deadline = time.monotonic() + _START_S
-    _await_port(nodes.port, deadline, node)
-    _init(address, 0)
+    _await_port(nodes, deadline, node)
+    _init(address, nodes.place(0))
     while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
         if time.monotonic() > deadline or node.poll() is not None:
             raise RuntimeError(f"{nodes.hosts} Ray nodes were not alive within {_START_S:.0f} s")
         time.sleep(_PAUSE_S)
 
 
-def _await_port(port: int, deadline: float, node: subprocess.Popen[bytes] | None = None) -> None:
+def _await_port(nodes: Nodes, deadline: float, node: subprocess.Popen[bytes] | None = None) -> None:
     """Until the cluster's first process listens. RuntimeError at the deadline, or if it ended."""
+    place, port = nodes.place(0), nodes.port
     while True:
         try:
-            socket.create_connection((place(0), port), timeout=1).close()
+            socket.create_connection((place, port), timeout=1).close()
             return
         except OSError as exc:
-            where = f"before it listened on {place(0)}:{port}"
+            where = f"before it listened on {place}:{port}"
             if node and node.poll() is not None:
                 raise RuntimeError(f"Ray's head ended, {node.returncode}, {where}") from exc
             if time.monotonic() > deadline:
@@ -146,16 +148,16 @@ def attach(address: dict[str, Any]) -> Any:
     os.environ |= ENVIRONMENT
     import ray
 
-    _init(address["cluster"], address["host"])
+    _init(address["cluster"], address["place"])
     return ray.get_actor(BOARD)
 
 
-def _init(address: str, host: int) -> None:
+def _init(address: str, place: str) -> None:
     import ray
 
     ray.init(
         address=address,
-        _node_ip_address=place(host),
+        _node_ip_address=place,
         namespace=NAMESPACE,
         log_to_driver=False,
         logging_level="WARNING",
@@ -174,8 +176,8 @@ def actor(cls: type, *args: Any) -> Any:
 def main(nodes: Nodes) -> None:
     """A service's life: a node; on the first host also the board and perhaps TransferQueue."""
     if nodes.host:
-        _await_port(nodes.port, time.monotonic() + _START_S)
-        raise SystemExit(_node(nodes, f"{place(0)}:{nodes.port}").wait())
+        _await_port(nodes, time.monotonic() + _START_S)
+        raise SystemExit(_node(nodes, f"{nodes.place(0)}:{nodes.port}").wait())
     import ray
 
     from bench.planes.ray_board import Board

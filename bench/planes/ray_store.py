@@ -53,6 +53,7 @@ def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
         groups=[len(written(job, step)) for step in range(job.steps)],
         phases=[list(stages) for stages in job.phases()],
         storage_units=storage_units,
+        addresses=job.addresses,
     )
 
 
@@ -76,7 +77,7 @@ class RayPlane(Plane):
         return bool(self._cluster)
 
     def address(self, host: int) -> dict[str, Any]:
-        return {"cluster": self._cluster, "host": host}
+        return {"cluster": self._cluster, "place": nodes_of(self.job).place(host)}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Every process counts what it copied."""

@@ -102,13 +102,14 @@ class Place:
 
 def written(job: Job, prompt: Prompt) -> Work:
     """What a rollout worker puts of a group."""
-    return _work(rollout_fields(job.task), prompt, job.dedup)
+    return _work(rollout_fields(job.task, job.columns), prompt, job.dedup)
 
 
 def read(job: Job, stage: str, prompt: Prompt) -> Work:
     """What a stage is sent of a group."""
     names = set(job.stages()[stage])
-    return _work(tuple(f for f in all_fields(job.task) if f.name in names), prompt, job.dedup)
+    fields = tuple(f for f in all_fields(job.task, job.columns) if f.name in names)
+    return _work(fields, prompt, job.dedup)
 
 
 def added(job: Job, stage: str, prompt: Prompt) -> Work:

@@ -1,7 +1,8 @@
-"""`python -m deploy.testbed`: the bench's flow over real links, links that are cut, torchrun.
+"""`python -m deploy.testbed`: links that are cut, and torchrun, on hosts with links of their own.
 
 One JSON object on standard output or in `--json`. The exit code is 1 where something went wrong,
-and 0 with `{"skipped": why}` where this machine allows no namespaces.
+and 0 with `{"skipped": why}` where this machine allows no namespaces. The bench's job on such hosts
+is `python -m bench run --link RATE`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.options import count, names
-from bench.run import Settings, execute
-from bench.traces import TASKS
+from bench.links import NoNamespaces, enter
+from bench.options import names
 from deploy.testbed import cuts, launchers
-from deploy.testbed.network import Network, NoNamespaces, enter
 
-PARTS = ("flow", "cut", "parted", "torchrun")
-_FIGURES = ("status", "error", "rows", "rows_expected", "seconds", "bytes_unique", "pulled_bytes")
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "cut": cuts.cut,
+    "parted": cuts.parted,
+    "torchrun": launchers.torchrun,
+}
 
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
-        enter(arguments)
-        outcomes = {part: _outcome(_parts(options)[part]) for part in options.only}
+        enter("deploy.testbed", arguments)
+        outcomes = {part: _outcome(PARTS[part]) for part in options.only}
     except NoNamespaces as exc:
         _tell({"skipped": str(exc)}, options.json)
         return 0
@@ -37,42 +39,9 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.testbed", description=__doc__)
-    parser.add_argument("--hosts", type=count, default=3, help="of the flow (default: %(default)s)")
-    parser.add_argument("--rate", help="of every link, as tc writes it: 10gbit; default: no limit")
-    parser.add_argument("--trace", type=names(TASKS), default=("math",), help=", ".join(TASKS))
-    parser.add_argument("--prompts", type=count, default=4)
-    parser.add_argument("--only", type=names(PARTS), default=PARTS, metavar="PART,…")
+    parser.add_argument("--only", type=names(PARTS), default=tuple(PARTS), metavar="PART,…")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     return parser
-
-
-def _parts(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    return {
-        "flow": lambda: _flow(options),
-        "cut": lambda: cuts.cut(options.rate),
-        "parted": lambda: cuts.parted(options.rate),
-        "torchrun": lambda: launchers.torchrun(options.rate),
-    }
-
-
-def _flow(options: argparse.Namespace) -> dict[str, Any]:
-    """The bench's job on hosts of their own; every row's content is checked at the trainers."""
-    runs = []
-    for trace in options.trace:
-        with Network(options.hosts, options.rate) as network:
-            settings = Settings(
-                trace=trace,
-                planes=("dataplane",),
-                hosts=options.hosts,
-                prompts=options.prompts,
-                trainers=max(1, options.hosts - 1),  # rows of the last host must travel
-                places=network,
-            )
-            run = execute(settings, "dataplane", True, lambda rows, expected: None)
-            over_links = [network.received_bytes(host) for host in range(options.hosts)]
-        runs.append({"trace": trace} | {name: run[name] for name in _FIGURES})
-        runs[-1]["received_bytes"] = over_links
-    return {"ok": all(run["status"] == "ok" for run in runs), "hosts": options.hosts, "runs": runs}
 
 
 def _outcome(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.links import Network
 from dataplane import DataplaneError, Partition, Plane
-from deploy.testbed.network import Network
 from deploy.testbed.peers import Peers, members, name, peers, until
 
 HOSTS = 4
@@ -27,9 +27,9 @@ LEEWAY_S = 6.0
 _NEAR, _CUT = 1, 3
 
 
-def cut(rate: str | None) -> dict[str, Any]:
+def cut() -> dict[str, Any]:
     """A host is cut off, its rows are read elsewhere, and it comes back as an empty one."""
-    with Network(HOSTS, rate) as network, peers(network) as running:
+    with Network(HOSTS) as network, peers(network) as running:
         near, far = running.connect(_NEAR), running.connect(_CUT)
         part = near.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
         _put(part, "near")
@@ -64,9 +64,9 @@ def cut(rate: str | None) -> dict[str, Any]:
         }
 
 
-def parted(rate: str | None) -> dict[str, Any]:
+def parted() -> dict[str, Any]:
     """Two hosts do not reach each other: calls between them end, and all is well when they do."""
-    with Network(HOSTS, rate) as network, peers(network) as running:
+    with Network(HOSTS) as network, peers(network) as running:
         one, other = running.connect(_NEAR), running.connect(_CUT)
         part = one.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
         _put(other.partition("p"), "far")

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.links import Network
 from bench.processes import leashed
 from dataplane.launch import rundir
 from dataplane.launch.token import new_token
-from deploy.testbed.network import Network
 from deploy.testbed.peers import ARENA
 
 HOSTS, RANKS = 2, 2
@@ -30,11 +30,11 @@ _PORT = 29_500
 _SHOWN = 2_000
 
 
-def torchrun(rate: str | None) -> dict[str, Any]:
+def torchrun() -> dict[str, Any]:
     """`examples/grpo_torchrun.py`, one torchrun a host: the second host's peer joins the first."""
     if importlib.util.find_spec("torch") is None:
         return {"ok": True, "skipped": "torch is not installed"}
-    with Network(HOSTS, rate) as network, tempfile.TemporaryDirectory(prefix="dp-") as folder:
+    with Network(HOSTS) as network, tempfile.TemporaryDirectory(prefix="dp-") as folder:
         token, began = new_token(), time.monotonic()
         agents = [_agent(network, Path(folder, str(host)), host, token) for host in range(HOSTS)]
         try:

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dataplane
+from bench.links import Network
 from bench.processes import leashed
 from dataplane import Plane
 from dataplane.launch.token import new_token
-from deploy.testbed.network import Network
 
 PLANE = "testbed"
 PORT = 7101

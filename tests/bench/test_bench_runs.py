@@ -148,7 +148,7 @@ def test_refused_memory_is_an_outcome_of_its_own(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report.json"
     limit = 'ulimit -v 4000000 && exec "$@"'
     bench = [sys.executable, "-m", "bench", "run", "--trace", "video", "--planes", "controller"]
-    options = ["--prompts", "8", "--no-dedup", "--json", str(report)]
+    options = ["--prompts", "16", "--no-dedup", "--link", "none", "--json", str(report)]
     done = subprocess.run(
         ["bash", "-c", limit, "bash", *bench, *options],
         cwd=CHECKOUT,
@@ -192,6 +192,10 @@ def test_the_command_prints_a_table_and_writes_the_report(
         ["--trace", "math", "--pace", "0"],
         ["--trace", "math", "--seed", "-1"],
         ["--trace", "math", "--timeout", "nan"],
+        ["--trace", "math", "--link", "fast"],
+        ["--trace", "math", "--link", "10mbps"],
+        ["--trace", "math", "--link", "1kbit"],
+        ["--trace", "math", "--hosts", "65"],
         ["--trace", "math", "--json", "/dev/null/report.json"],
         ["--trace", "math", "--json", "page.html"],
     ],

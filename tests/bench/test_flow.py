@@ -138,7 +138,7 @@ def test_values_that_cross_with_a_grant_are_counted() -> None:
     """They are not read from there, being small; and the only trainer is on the other host."""
     told = run("dataplane", "math_open", prompts=12, trainers=1)
     flow = job("math_open", prompts=12)
-    fields = rollout_fields(flow.task)
+    fields = rollout_fields(flow.task, "all")
     crossing = [p for p in flow.generate() if p.index % 2 and flow.fate(p) == "trained"]
     assert crossing
     assert told["pulled_bytes"][0] >= sum(group_bytes(fields, p, dedup=True) for p in crossing)

@@ -123,7 +123,7 @@ def test_the_controller_dies_of_a_batch_that_its_host_cannot_hold() -> None:
 @needs_cgroup
 def test_dataplane_moves_more_than_its_host_may_hold() -> None:
     settings = Settings(
-        trace="video", planes=("dataplane",), prompts=12, hosts=1, trainers=1,
+        trace="video", planes=("dataplane",), prompts=26, hosts=1, trainers=1,
         memory_limit_bytes=1152 * MIB,
     )  # fmt: skip
     told = execute(settings, "dataplane", True, silent)

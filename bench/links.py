@@ -1,0 +1,274 @@
+"""Hosts with links of their own, on one machine: a namespace a host, plugged into a bridge.
+
+Everything lies in a network namespace of the bench's own, which the whole process enters first
+(`enter`): when it ends, in whatever way, the kernel takes bridge, links and hosts with it, and
+nothing of the machine is ever changed. Root is not needed where users may have namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.processes import leashed
+
+NONE = "none"
+"""What `--link` says where hosts shall meet on loopback, without limits."""
+_INSIDE = "DATAPLANE_BENCH_INSIDE"
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_BRIDGE = "dp-br"
+_NET = "10.77.0"
+_FIRST = 10
+MAX_HOSTS = 200
+_START_S = 20.0
+_BURST = "1mb"
+_QUEUE = "50ms"
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LEAST_BITS, _MOST_BITS = 1e6, 1e12
+INTERVAL_S = 0.1
+_FULL = 0.8
+"""A link is full in an interval in which a direction carried this share of its rate."""
+_NODE_CORES, _NODE_BITS = 64, 100e9
+
+
+class NoNamespaces(Exception):
+    """This machine allows no hosts with links of their own; says why."""
+
+
+def bits_per_second(rate: str) -> float:
+    """`400mbit`, as tc writes it: kbit, mbit or gbit. ValueError where tc would not take it, or
+    nobody could wait for it."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(kbit|mbit|gbit)", rate)
+    if match is None:
+        raise ValueError(f"{rate!r} is no rate such as 400mbit or 10gbit")
+    bits = float(match[1]) * _UNITS[match[2]]
+    if not _LEAST_BITS <= bits <= _MOST_BITS:
+        raise ValueError(f"{rate!r} is not between 1mbit and 1000gbit")
+    return bits
+
+
+def fair_rate(hosts: int) -> str:
+    """The rate that a host's link has here if it is to its cores as 100 Gbit/s is to 64 cores, a
+    usual training node: `390mbit` for one of eight hosts on two cores."""
+    cores = len(os.sched_getaffinity(0)) / hosts
+    mbit = max(1.0, cores / _NODE_CORES * _NODE_BITS / 1e6)
+    return f"{float(f'{mbit:.2g}'):g}mbit"
+
+
+def rate(text: str) -> str:
+    """The type of `--link`, for argparse."""
+    try:
+        return text if text == NONE or bits_per_second(text) else NONE
+    except ValueError as exc:
+        raise ArgumentTypeError(f"{exc}, nor {NONE}") from None
+
+
+def inside() -> bool:
+    """Whether this process is in a network namespace of the bench's own."""
+    return bool(os.environ.get(_INSIDE))
+
+
+def enter(module: str, arguments: Sequence[str]) -> None:
+    """Become `python -m module` with these arguments, in a network namespace of its own.
+
+    Returns where this process is in one already. NoNamespaces.
+    """
+    if inside():
+        return
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
+        raise NoNamespaces(f"{' and '.join(missing)} not installed: apt-get install {packages}")
+    door = ["unshare", "--net"] + ([] if os.geteuid() == 0 else ["--user", "--map-root-user"])
+    probe = subprocess.run(
+        [*door, "sh", "-c", f"ip link add {_BRIDGE} type bridge && tc qdisc add dev {_BRIDGE} "
+         f"root tbf rate 1mbit burst {_BURST} latency {_QUEUE}"],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    if probe.returncode:
+        said = probe.stderr.strip().partition("\n")[0]
+        raise NoNamespaces(f"no network namespace with a bridge and tc's tbf: {said}")
+    os.environ[_INSIDE] = "1"
+    os.execvp(door[0], [*door, sys.executable, "-m", module, *arguments])
+
+
+def address(host: int) -> str:
+    """By which the other hosts reach it."""
+    return f"{_NET}.{_FIRST + host}"
+
+
+class Network:
+    """Hosts number 0 to n-1. A context manager: its hosts end with it."""
+
+    def __init__(self, hosts: int, rate: str | None = None) -> None:
+        """rate: of every link and direction, as `tc` writes it (`10gbit`); None: no limit."""
+        self.hosts = hosts
+        self.rate = rate
+        self._holders: list[subprocess.Popen[bytes]] = []
+        if not 0 < hosts <= MAX_HOSTS:
+            raise ValueError(f"there are 1 to {MAX_HOSTS} hosts, not {hosts}")
+
+    def __enter__(self) -> Network:
+        try:
+            _run("ip", "link", "set", "lo", "up")
+            _run("ip", "link", "add", _BRIDGE, "type", "bridge")
+            _run("ip", "link", "set", _BRIDGE, "up")
+            for host in range(self.hosts):
+                self._plug_in(host)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def address(self, host: int) -> str:
+        return address(host)
+
+    def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
+        """A command line that enters the host and then becomes `argv`, with the same pid."""
+        return ["nsenter", f"--net=/proc/{self._holders[host].pid}/ns/net", "--", *argv]
+
+    def cut(self, host: int) -> None:
+        """Pull its cable: nothing arrives, and nobody is told."""
+        _run("ip", "link", "set", _port(host), "down")
+
+    def heal(self, host: int) -> None:
+        _run("ip", "link", "set", _port(host), "up")
+
+    def sever(self, one: int, other: int) -> None:
+        """These two reach each other no more; both reach everybody else."""
+        for here, there in ((one, other), (other, one)):
+            self._on(here, "ip", "route", "add", "blackhole", f"{self.address(there)}/32")
+
+    def mend(self, one: int, other: int) -> None:
+        for here, there in ((one, other), (other, one)):
+            self._on(here, "ip", "route", "del", "blackhole", f"{self.address(there)}/32")
+
+    def carried(self) -> list[tuple[int, int]]:
+        """Bytes that came to each host over its link, and that left it, headers included."""
+        counted: dict[str, tuple[int, int]] = {}
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
+            port, _, counters = line.partition(":")
+            numbers = counters.split()
+            # What the bridge's end of the link sends has come to the host.
+            counted[port.strip()] = (int(numbers[8]), int(numbers[0]))
+        return [counted[_port(host)] for host in range(self.hosts)]
+
+    def _plug_in(self, host: int) -> None:
+        holder = subprocess.Popen(
+            leashed(["unshare", "--net", "--", "sleep", "infinity"]), stdin=subprocess.DEVNULL
+        )
+        self._holders.append(holder)
+        _await_namespace(holder)
+        port = _port(host)
+        _run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(holder.pid))
+        _run("ip", "link", "set", port, "master", _BRIDGE, "up")
+        self._on(host, "ip", "link", "set", "lo", "up")
+        self._on(host, "ip", "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        self._on(host, "ip", "link", "set", "eth0", "up")
+        if self.rate:
+            limit = ("root", "tbf", "rate", self.rate, "burst", _BURST, "latency", _QUEUE)
+            _run("tc", "qdisc", "add", "dev", port, *limit)
+            self._on(host, "tc", "qdisc", "add", "dev", "eth0", *limit)
+
+    def _on(self, host: int, *argv: str) -> str:
+        return _run(*self.wrap(host, argv))
+
+    def _end(self) -> None:
+        # Of a namespace that ended the kernel takes the links some time later: not before a next
+        # network, which would find its names taken.
+        for host in range(len(self._holders)):
+            subprocess.run(["ip", "link", "del", _port(host)], capture_output=True)
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+        self._holders.clear()
+        subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True)
+
+
+class Traffic:
+    """What the links carry while the body runs, from their own counters, ten times a second."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        rate = network.rate
+        self._full = bits_per_second(rate) / 8 * _FULL if rate else None  # bytes a second
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
+        self._before = self._after = network.carried()
+        self._intervals = 0
+        self._full_intervals = [0] * network.hosts
+
+    def __enter__(self) -> Traffic:
+        self._before = self._after = self._network.carried()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def busiest(self) -> dict[str, Any]:
+        """The link that carried most. bytes: of both directions; busy_share: the share of 100 ms
+        in which either direction carried at least 80 % of its rate, None where it has none."""
+        pairs = zip(self._before, self._after, strict=True)
+        moved = [(new[0] - old[0], new[1] - old[1]) for old, new in pairs]
+        host = max(range(len(moved)), key=lambda h: sum(moved[h]))
+        busy = self._full_intervals[host] / max(1, self._intervals)
+        return {
+            "host": host,
+            "bytes": sum(moved[host]),
+            "received_bytes": moved[host][0],
+            "sent_bytes": moved[host][1],
+            "busy_share": busy if self._full else None,
+        }
+
+    def _watch(self) -> None:
+        at = time.monotonic()
+        while not self._stop.wait(INTERVAL_S):
+            now, after = time.monotonic(), self._network.carried()
+            if self._full:
+                for host, (old, new) in enumerate(zip(self._after, after, strict=True)):
+                    most = max(new[0] - old[0], new[1] - old[1])
+                    self._full_intervals[host] += most >= self._full * (now - at)
+            self._intervals += 1
+            self._after, at = after, now
+        self._after = self._network.carried()
+
+
+def _port(host: int) -> str:
+    return f"dp{host}"
+
+
+def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
+    """Until the process has a namespace of its own."""
+    ours = Path("/proc/self/ns/net").readlink()
+    deadline = time.monotonic() + _START_S
+    while Path(f"/proc/{holder.pid}/ns/net").readlink() == ours:
+        if holder.poll() is not None or time.monotonic() > deadline:
+            raise NoNamespaces("a host's namespace could not be made")
+        time.sleep(0.005)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise NoNamespaces(f"{' '.join(argv)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

@@ -24,7 +24,7 @@ from bench.processes import leashed
 
 NONE = "none"
 """What `--link` says where hosts shall meet on loopback, without limits."""
-_INSIDE = "DATAPLANE_BENCH_INSIDE"
+_INSIDE = "BENCH_LINKS_INSIDE"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _BRIDGE = "dp-br"
 _NET = "10.77.0"

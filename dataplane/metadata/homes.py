@@ -2,12 +2,14 @@
 
 Sans-I/O: reports and demands in, instructions out. Holds soft state only: the latest counts of each
 peer and the claims that wait. Rows go from the supplying peer straight to the claimant's; the home
-learns how many. Within a lane: first come, first served; across lanes: round robin.
+learns how many. Within a lane: first come, first served, but that a claim whose own peer can meet
+it goes before one whose cannot, NEAR_TURNS times at most; across lanes: round robin.
 A peer's reports must arrive here in the order in which it made them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,6 +33,12 @@ from dataplane.wire.messages import Want
 MAX_WATCHED = 32
 """Filters whose counts are kept up to date; the one that was wanted longest ago goes first."""
 
+NEAR_TURNS = 8
+"""How often a lane's head lets a claim go first that its own peer can meet: where whoever writes
+and whoever reads share hosts, rows then stay where they are."""
+NEAR_CLAIMS = 64
+"""How far down the lane such a claim is looked for."""
+
 
 @dataclass(slots=True)
 class _Part:
@@ -48,6 +56,7 @@ class _Demand:
     amount: float
     credit_bytes: int
     needed_bytes: int = 0
+    passed_over: int = 0
     told: bool = False
     """by an exact order's grant, that it has all it gets"""
     parts: dict[str, _Part] = field(default_factory=dict)
@@ -217,7 +226,7 @@ class StageHome:
 
     def _advance(self, lane: Lane) -> bool:
         """One step of a lane's head; whether another may follow."""
-        head = next(iter(self._lanes[lane].values()))
+        head = self._head(lane)
         if head.parts:
             return False
         if head.told or self._is_met(head):
@@ -233,6 +242,23 @@ class StageHome:
             self._order_count(head)
             return False
         return self._order_budget(head)
+
+    def _head(self, lane: Lane) -> _Demand:
+        """The oldest claim, or one behind it whose own peer has all that it wants."""
+        queue, tally = self._lanes[lane], self._tallies[lane.where]
+        head = next(iter(queue.values()))
+        own = tally.ready_at(head.claim.peer, lane.unit)
+        settled = own or head.parts or head.held or head.told or head.needed_bytes
+        if settled or lane.budget_tag is not None or head.passed_over >= NEAR_TURNS:
+            return head
+        if not tally.ready(lane.unit):
+            return head
+        for near in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
+            if not near.held and tally.ready_at(near.claim.peer, lane.unit) >= near.least:
+                head.passed_over += 1
+                queue.move_to_end(near.claim, last=False)
+                return near
+        return head
 
     def _is_met(self, head: _Demand) -> bool:
         if not head.held:

@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.counts import Counts, Lane
-from dataplane.metadata.homes import MAX_WATCHED, StageHome
+from dataplane.metadata.homes import MAX_WATCHED, NEAR_TURNS, StageHome
 from dataplane.metadata.instructions import (
     ClaimId,
     Complete,
@@ -380,3 +380,34 @@ def test_progress_and_repr_show_what_a_claim_waits_for() -> None:
     home.demand(claim(2), rows(8))
     assert home.progress(claim(2)) == {"ready": 3, "held": 0, "ahead": 1}
     assert repr(home) == "<StageHome open, 2 claims in 1 lanes>"
+
+
+def test_a_claim_whose_own_peer_can_meet_it_goes_before_the_head() -> None:
+    home = StageHome("abc")
+    home.demand(claim(1, "a"), rows(2))
+    home.demand(claim(2, "b"), rows(2))
+    home.demand(claim(3, "c"), rows(2))
+    home.report("c", PLAIN, has(2), False)
+    assert orders(home.instructions()) == [(3, "c", 2)]
+
+
+def test_a_near_claim_that_its_peer_cannot_meet_in_full_waits_its_turn() -> None:
+    home = StageHome("ab")
+    home.demand(claim(1, "a"), rows(1))
+    home.demand(claim(2, "b"), rows(2))
+    home.report("b", PLAIN, has(1), False)
+    assert orders(home.instructions()) == [(1, "b", 1)]
+
+
+def test_a_head_is_passed_over_so_often_and_no_more() -> None:
+    home = StageHome("ab")
+    home.demand(claim(0, "a"), rows(1))
+    served = []
+    for number in range(1, NEAR_TURNS + 2):
+        home.demand(claim(number, "b"), rows(1))
+        home.report("b", PLAIN, has(1), False)
+        ((met, peer, units),) = orders(home.instructions())
+        home.supplied(claim(met, "a" if met == 0 else "b"), peer, units, 0.0, False)
+        home.instructions()
+        served.append(met)
+    assert served == [*range(1, NEAR_TURNS + 1), 0]

@@ -145,6 +145,17 @@ class InvalidRows(DataplaneError, ValueError):
     """The rows of a call do not fit together: lengths, keys, groups or tags."""
 
 
+def without_group(rows: int, group_size: int) -> InvalidRows:
+    """New rows that no claim of whole groups would ever get."""
+    return InvalidRows(
+        f"{counted(rows, 'new row has', 'new rows have')} no group in a partition with "
+        f"group_size={group_size}, where groups= claims would never get them: give group=, one id "
+        "a row, or declare the partition without group_size",
+        rows=rows,
+        group_size=group_size,
+    )
+
+
 class InvalidValue(DataplaneError, TypeError):
     """A value cannot travel: its type has no form on the wire."""
 

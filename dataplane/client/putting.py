@@ -1,8 +1,13 @@
-"""put: which way the values of a put go, and the handle on its rows. An operation without I/O."""
+"""put: which way the values of a put go, and the handle on its rows. An operation without I/O.
+
+Whatever can be wrong with a put is found before its first byte leaves: an error behind the first
+message would leave rows that a second try puts twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dataplane.client.core import Deadline, Handle, Offload, Operation
@@ -11,7 +16,15 @@ from dataplane.client.layout import plan_beside
 from dataplane.client.located import DevicePart, OnDevice, take_located
 from dataplane.client.parcel import Parcel
 from dataplane.client.ref import Ref
-from dataplane.client.rows import Names, TagValues, identify, name_list, tag_columns
+from dataplane.client.rows import (
+    Names,
+    TagValues,
+    check_groups,
+    check_names_and_tags,
+    identify,
+    name_list,
+    tag_columns,
+)
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, by_name, prepare
 from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
@@ -35,14 +48,27 @@ def put(
     if overflow not in (None, "host"):
         raise InvalidCall(f"overflow= is None or 'host', not {overflow!r:.40}")
     columns = by_name(columns)
+    if isinstance(columns, Mapping):
+        columns = dict(columns.items())  # its own way to iterate may be another one
     names = None if key is None else name_list(key, "key")
     prepared, on_devices = _prepare(session, columns, None if names is None else len(names), dedup)
     n = prepared.n
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
+    ref = partial(
+        Ref,
+        session.plane,
+        session.peer,
+        handle.name,
+        key_column=identity.keys.tobytes(),
+        names=None if identity.names is None else tuple(identity.names),
+        groups=tuple(identity.group_names or ()),
+        fields=tuple(columns),
+    )
     few = None if on_devices else lay_few(prepared)
     if few is not None:
         generation = yield from handle.attach(deadline)
+        check_groups(identity, handle.definition.group_size)
         work = Putting(handle, generation, identity, tagged, replace, deadline)
         yield from work.put_few(few)
     else:
@@ -52,28 +78,18 @@ def put(
             (n << 6) + (AHEAD_BYTES if dedup else 0),
         )
         generation = yield from handle.attach(deadline)
+        check_groups(identity, handle.definition.group_size)
         work = Putting(handle, generation, identity, tagged, replace, deadline)
+        if len(parts[0]) > 1:
+            check_names_and_tags(identity, tagged)
+            work.check_units(parts[0])
         work.elsewhere = [
             DevicePart(one.opened, parcels, overflow is not None)
             for one, parcels in zip(on_devices, parts[1:], strict=True)
         ]
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(identity.familiar_keys())
-    fields = {
-        column.field
-        for part in (prepared, *(o.prepared for o in on_devices))
-        for column in part.columns
-    }
-    return Ref(
-        session.plane,
-        session.peer,
-        handle.name,
-        generation,
-        identity.keys.tobytes(),
-        None if identity.names is None else tuple(identity.names),
-        tuple(identity.group_names or ()),
-        tuple(name for name in columns if name in fields),
-    )
+    return ref(generation=generation)
 
 
 def _prepare(

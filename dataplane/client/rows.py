@@ -6,15 +6,17 @@ and its name comes back as it was given. Pure functions over the arguments of ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.session import Session
-from dataplane.errors import InvalidRows, counted
+from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, without_group
 from dataplane.metadata.names import format_minted, format_minted_many, hash_names
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
@@ -106,6 +108,43 @@ def identify(
     identity.group_index = np.array(index, U4)
     identity.group_keys, identity.group_names = key_column(names), names
     return identity
+
+
+def check_groups(identity: Identity, group_size: int | None) -> None:
+    """InvalidRows for a new row without a group where groups have a size, as no claim of whole
+    groups would ever get it (of rows with given keys the peer knows whether they are new);
+    GroupClosed for a group of more rows."""
+    if group_size is None:
+        return
+    index = identity.group_index
+    counts = np.zeros(0, np.int64)
+    alone = len(identity)
+    if index is not None:
+        counts = np.bincount(index[index != NO_GROUP])
+        alone -= int(counts.sum())
+    if alone and identity.names is None:
+        raise without_group(alone, group_size)
+    if len(counts) and (most := int(counts.max())) > group_size:
+        name = (identity.group_names or [])[int(counts.argmax())]
+        raise GroupClosed(
+            f"the group {name!r} has {most} rows in this put, and the groups of this partition "
+            f"close with {group_size}; nothing was put",
+            groups=[name],
+        )
+
+
+def check_names_and_tags(identity: Identity, tags: dict[str, list[Scalar]]) -> None:
+    """What only the message would tell in which it goes, for puts of several messages."""
+    if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
+        twice = Counter(identity.names).most_common(1)[0][0]
+        raise InvalidRows(f"the key {twice!r} occurs twice in one call; a row is named once")
+    try:
+        msgspec.msgpack.encode([identity.names, identity.group_names, tags])
+    except (OverflowError, UnicodeEncodeError) as exc:
+        raise InvalidValue(
+            f"this put cannot be encoded: {exc}; tags and ids are str, bool, float or an int of "
+            "64 bits"
+        ) from exc
 
 
 def _check_length(what: str, given: int, n: int) -> None:

@@ -29,7 +29,12 @@ from dataplane.wire.arrays import (
     raw,
     spec_of,
 )
-from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, PACK_LIMIT_BYTES
+from dataplane.wire.limits import (
+    MAX_FIELDS,
+    MAX_NAME_BYTES,
+    MAX_SPECS_PER_MESSAGE,
+    PACK_LIMIT_BYTES,
+)
 from dataplane.wire.tables import Spec
 
 Buffer = Any
@@ -125,6 +130,12 @@ def prepare(
             raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
     specs = Specs()
     prepared = [_prepare(name, column, specs) for name, column in sized.items()]
+    if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
+        raise LimitExceeded(
+            f"the values of this call have {len(specs.specs)} different dtypes and shapes, the "
+            f"limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
+            limit=MAX_SPECS_PER_MESSAGE,
+        )
     for column in prepared:
         column.dedup = column.field in dedup
     return Prepared(rows, prepared, specs.specs)

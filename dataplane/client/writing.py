@@ -32,7 +32,7 @@ from dataplane.client.rows import (
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, prepare
 from dataplane.client.written import Written, beside, written_of
-from dataplane.errors import BackPressure, DataplaneError, PutIncomplete
+from dataplane.errors import BackPressure, DataplaneError, PutIncomplete, ValueTooLarge
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
@@ -89,6 +89,19 @@ class Putting:
         )
         ahead = 0 if self.handle.session.leftovers.holds(few.nbytes) else few.nbytes
         yield from self._send(written, None, ahead)
+
+    def check_units(self, parcels: list[Parcel]) -> None:
+        """ValueTooLarge where one of these can never be had, as the peer would say of the first."""
+        cap = self.handle.session.share_bytes[int(self._continues())]
+        needed = max(parcel.nbytes for parcel in parcels)
+        if needed > cap:
+            raise ValueTooLarge(
+                f"one row, or one group's part, of this put has {needed} bytes, and peer "
+                f"{self.handle.session.peer!r} takes at most {cap} at once: put less of it, or "
+                "give the peer a larger arena (DATAPLANE_ARENA, --arena); nothing was put",
+                needed_bytes=needed,
+                cap_bytes=cap,
+            )
 
     def put_parcels(self, parcels: list[Parcel], cost: int | Records) -> Operation[None]:
         """Run by run; PutIncomplete where one fails behind others."""

@@ -19,6 +19,7 @@ from dataplane.errors import (
     ProtocolError,
     RowsDropped,
     counted,
+    without_group,
 )
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
@@ -191,6 +192,11 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
             keys=keys,
             rows=len(dropped),
         )
+    size = state.definition.group_size
+    if size is not None:
+        alone = len(new) if rows.group is None else int(np.count_nonzero(rows.group[new] < 0))
+        if alone:
+            raise without_group(alone, size)
     if state.sealing:
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from dataplane.wire.body import Body
-from dataplane.wire.tables import Column, Owner, Rows, Scalar, Spec, Table
+from dataplane.wire.tables import Column, Owner, Rows, Scalar, Specs, Table
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -95,7 +95,7 @@ class Restore(Body, tag=76):
     generation: int
     rows: Rows
     columns: list[Column]
-    specs: list[Spec]
+    specs: Specs
     tags: dict[str, list[Scalar]]
     progress: Progress
     closed_groups: int = 0

@@ -17,7 +17,7 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Body, Finish, Reset, Tag
 from dataplane.wire.peering import AddStage, Phase
-from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec, Where
+from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Specs, Where
 
 Unit = Literal["rows", "groups"]
 
@@ -30,7 +30,7 @@ class Wrote(Body, tag=200):
 
     rows: Rows
     columns: list[Column]
-    specs: list[Spec]
+    specs: Specs
     owners: list[Owner]
     tags: dict[str, list[Scalar]] = {}
     mode: Literal["new", "replace", "keep", "add"] = "new"

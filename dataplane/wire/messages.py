@@ -22,7 +22,7 @@ from dataplane.wire.tables import (
     PoolHandle,
     Rows,
     Scalar,
-    Spec,
+    Specs,
     Table,
     Where,
 )
@@ -178,7 +178,7 @@ class Put(Body, tag=30):
     generation: int
     rows: Rows
     columns: list[Column]
-    specs: list[Spec]
+    specs: Specs
     tags: dict[str, list[Scalar]] = {}
     ranges: bytes = b""
     shared: bytes = b""
@@ -308,7 +308,7 @@ class Finish(Body, tag=44):
     outcome: Literal["ack", "release", "drop", "keep"]
     index: bytes | None = None
     columns: list[Column] = []
-    specs: list[Spec] = []
+    specs: Specs = []
     tags: dict[str, list[Scalar]] = {}
     ranges: bytes = b""
     shared: bytes = b""

@@ -5,9 +5,11 @@ Everything that is per row is a raw column (see `records`), so that neither side
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from dataplane.wire.limits import MAX_SPECS_PER_MESSAGE
 
 Scalar = bool | int | float | str | None
 """A tag."""
@@ -40,6 +42,10 @@ class Spec(msgspec.Struct, array_like=True, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     loose: bool = False
+
+
+Specs = Annotated[list[Spec], msgspec.Meta(max_length=MAX_SPECS_PER_MESSAGE)]
+"""As they come in with values."""
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):

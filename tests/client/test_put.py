@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle  # noqa: S403
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,84 @@ def test_rows_that_do_not_fit_together_are_refused_before_anything_is_sent(
     assert not peer.bodies(Reserve, Put)
 
 
+BIG = np.zeros((3, 100_000))
+"""Rows of which each goes with a message of its own."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "arguments", "error", "says"),
+    [
+        (BIG, {"key": ["a", "b", "a"]}, dataplane.InvalidRows, "'a' occurs twice"),
+        (BIG, {"tags": {"t": [1, 2, 1 << 70]}}, dataplane.InvalidValue, "64 bits"),
+        (BIG, {"tags": {"t": ["", "", "\ud800"]}}, dataplane.InvalidValue, "cannot be encoded"),
+        ([1, 2, np.zeros(200_000)], {}, dataplane.ValueTooLarge, "at most 1048576 at once"),
+    ],
+)
+def test_whatever_can_be_wrong_is_found_before_the_first_byte_leaves(
+    peer: ScriptedPeer,
+    part: Partition,
+    columns: Any,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    says: str,
+) -> None:
+    with pytest.raises(error, match=says):
+        part.put({"a": columns}, **arguments)
+    assert not peer.bodies(Reserve, Put)
+
+
+def test_more_kinds_of_values_than_a_message_may_have_are_refused_at_once(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    shapes = itertools.islice(itertools.product(range(1, 300), repeat=2), 65_537)
+    with pytest.raises(dataplane.LimitExceeded, match="different dtypes and shapes"):
+        part.put({"a": [np.zeros((0, *shape), np.uint8) for shape in shapes]})
+    assert not peer.bodies(Reserve, Put)
+
+
+@pytest.mark.parametrize(
+    ("n", "group", "error"),
+    [
+        (2, None, dataplane.InvalidRows),
+        (2, ["g", None], dataplane.InvalidRows),
+        (3, "g", dataplane.GroupClosed),
+    ],
+)
+def test_rows_that_no_group_takes_are_refused_before_anything_is_sent(
+    peer: ScriptedPeer, plane: Plane, n: int, group: Any, error: type[Exception]
+) -> None:
+    part = plane.partition("sized", {"s": ["a"]}, group_size=2)
+    with pytest.raises(error, match="give group=|close with 2"):
+        part.put({"a": np.zeros((n, 100_000))}, group=group)
+    assert not peer.bodies(Reserve, Put)
+
+
+class Batched(Mapping[str, Any]):
+    """A mapping that is iterated over by rows, as some libraries' are."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+    def __iter__(self) -> Any:
+        raise TypeError("by rows")
+
+    def __len__(self) -> int:
+        return 2
+
+    def items(self) -> Any:
+        return self._columns.items()
+
+
+def test_a_mapping_of_another_kind_is_put_once_and_without_an_error(
+    peer: ScriptedPeer, part: Partition
+) -> None:
+    ref = part.put(Batched({"a": [1, 2], "b": [3, 4]}))
+    assert (ref.fields, len(ref), len(peer.bodies(Put))) == (("a", "b"), 2, 1)
+
+
 def test_a_put_over_the_peers_grant_goes_on_unit_by_unit(
     peer: ScriptedPeer, part: Partition
 ) -> None:
@@ -122,7 +202,7 @@ def test_a_put_that_fails_half_way_says_which_rows_are_in(
 
     peer.scripts[Reserve] = one_unit
     with pytest.raises(dataplane.PutIncomplete, match="1 of 2 rows.*arena is full") as caught:
-        part.put({"a": np.zeros((2, 150_000))}, key=["one", "two"], group=["g", "h"])
+        part.put({"a": np.zeros((2, 120_000))}, key=["one", "two"], group=["g", "h"])
     assert caught.value.details["committed"] == ["one"]
     assert caught.value.details["committed_groups"] == ["g"]
     assert isinstance(caught.value.__cause__, dataplane.BackPressure)

@@ -115,7 +115,7 @@ async def whole_surface() -> None:
         assert (await part.drop(keys=["c"])).rows == 1
         await part.drop()
         with pytest.raises(dataplane.PartitionGone):
-            await far.put({"x": [1]})
+            await far.put({"x": [1]}, group="g")
 
 
 def test_a_group_is_closed_by_name(cluster: Cluster, loop: Loop) -> None:

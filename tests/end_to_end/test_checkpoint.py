@@ -379,7 +379,7 @@ def test_a_peer_killed_half_way_ends_the_checkpoint_and_nothing_is_left(
     with running("a", "b") as cluster, cluster.connect("a") as plane:
         put_groups(plane, 3)
         with cluster.connect("b") as other:
-            other.partition("step").put({"tokens": [np.zeros(2_000)]})
+            other.partition("step").put({"tokens": [np.zeros(2_000)]}, group="far")
         write = arrow_out.PartFiles.write
 
         def then_kill(*args: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_partition_seals_itself_by_its_number_of_groups(hosts: Hosts) -> None:
     fill(there, 2, group="b")
     assert sorted(len(batch) for batch in there.stream("s", groups=1)) == [2, 2]
     with pytest.raises(dataplane.PartitionSealed):
-        fill(here, 1)
+        fill(here, 1, group="c")
 
 
 # claims
@@ -259,6 +259,17 @@ def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> 
     with there.claim("t", rows=2, timeout=20) as batch:
         batch.add(z=[5, 6])  # delivered again: what is there wins
     assert sorted(here.rows().keys) == ["a", "b"] and sorted(here.get()["z"]) == [1, 2]
+
+
+def test_rows_that_no_group_would_ever_take_are_refused_at_the_put(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]}, group_size=2)
+    for keys in (None, ["a", "b"]):
+        with pytest.raises(dataplane.InvalidRows, match="group_size=2.*give group="):
+            fill(there, 2, key=keys)
+    assert len(here.rows()) == 0
+    fill(here, 2, key=["a", "b"], group="g")
+    there.put({"y": [1, 2]}, key=["a", "b"])  # new fields of rows that are in need none
+    assert there.claim("s", groups=1, timeout=20).group_ids == ["g", "g"]
 
 
 def test_a_release_may_tag_the_rows(hosts: Hosts) -> None:

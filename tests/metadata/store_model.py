@@ -197,6 +197,8 @@ class Model:
                 errors |= {PartitionSealed} if self.sealing else set()
                 if group is not None:
                     joining[group] += 1
+                elif self.group_size is not None:
+                    errors.add(InvalidRows)
                 continue
             if group is not None and row.group != group:
                 errors.add(InvalidRows)

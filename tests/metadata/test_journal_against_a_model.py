@@ -14,7 +14,7 @@ from dataplane.metadata.journal import JournaledStore, dump
 from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Definition
+from dataplane.wire.tables import Definition, Name
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, merged, observed
 from tests.metadata.store_model import OWNERS, STAGES
@@ -108,7 +108,8 @@ class JournalMachine(StoreMachine):
 def fill(store: Store) -> None:
     """Rows in all states: pending, ready, leased, split, acked, dropped, and those of a group."""
     fields = ("a", "b")
-    stores.put(store, ["one", "two"], fields=fields, v=[3])
+    alone: list[Name | None] | None = None if store.definition.group_size is None else ["i", "j"]
+    stores.put(store, ["one", "two"], alone, fields=fields, v=[3])
     stores.put(store, ["three", 4], ["g", 5], fields=("a",), v=[1, 2.5])
     stores.put(store, [f"r{i}" for i in range(3)], ["h"] * 3, fields=fields)
     if store.definition.group_size is None:

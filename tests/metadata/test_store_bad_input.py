@@ -74,10 +74,12 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(65)]}),
     (LimitExceeded, {"columns": [Column(f"f{i}", values(2)) for i in range(63)]}),
     (InvalidRows, {"tags": {"t": [1, 2, 3]}}),
-    (FieldExists, {"rows": named([0, 1])}),
+    (FieldExists, {"rows": named([0, 10])}),
     (InvalidRows, {"rows": named([0], ["other"]), "columns": []}),
     (GroupClosed, {"rows": named([5, 6, 7], ["p"] * 3), "values": values(3)}),
     (GroupClosed, {"rows": named([5], ["full"]), "values": values(1)}),
+    (InvalidRows, {"rows": named([5, 6])}),
+    (InvalidRows, {"rows": named([5, 6], ["p", None])}),
 ]
 
 
@@ -86,7 +88,7 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     error: type[DataplaneError], changes: dict[str, Any]
 ) -> None:
     s = store(group_size=2)
-    put(s, [0, 10, 11], [None, "full", "full"])
+    put(s, [0, 10, 11], ["short", "full", "full"])
     before = (s.stats(), s.counts("reward"))
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):

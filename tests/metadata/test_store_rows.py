@@ -125,7 +125,7 @@ def test_a_value_of_another_writer_is_not_silently_kept() -> None:
 
 def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:
     s = store(stages={}, free="drop", group_size=2)
-    put(s, [1, 2, 3], ["p", "p", None])
+    put(s, [1, 2, 3], ["p", "p", "q"])
     s.declare_stage("late", ["tokens"])
     assert (s.counts("late").ready_rows, s.counts("late").ready_groups) == (3, 1)
     s.declare_stage("late", ["tokens"])

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, drawn here, without a library or a network."""
+"""The report: one HTML file with everything in it, which fetches nothing; and its pictures."""
 
 from bench.page.document import load, write
 

@@ -8,52 +8,64 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.outputs import output
-from bench.page import picture
-from bench.page.document import load, write
+from bench.outputs import output, replacing
+from bench.page import drawing
+from bench.page.document import chosen, load, pictures, write
+
+_PICTURES = ("hosts", "links", "memory")
 
 
 def register(commands: Any) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser("report", help="one HTML page of JSON reports")
     parser.add_argument("files", type=Path, nargs="+", help="of run, memory, perf, compare or sim")
-    parser.add_argument("-o", "--output", type=output, required=True, help="report.html")
+    parser.add_argument("-o", "--output", type=output, help="report.html")
     parser.add_argument(
         "--only", default="", help="figures by name and nothing else: throughput,memory"
     )
-    parser.add_argument("--png", type=output, help="a picture of the page, by chromium")
+    parser.add_argument("--png", type=output, help="the figures' drawings in one picture")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help=f"each drawing as SVG, light and dark; of {', '.join(_PICTURES)} without --only",
+    )
     parser.set_defaults(perform=perform)
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
-    """0: written; 1: no picture, without a browser for example; 2: no report, or a figure that it
-    has not, or a page that would take the place of a report."""
-    console = Console(stderr=True)
+    """0: written; 2: no report, or a figure that it has not, or a page that would take the place
+    of a report, or nothing asked for."""
+    told = _perform(options)
+    if told:
+        Console(stderr=True).print(f"python -m bench: {told}", markup=False, soft_wrap=True)
+    return 2 if told else 0
+
+
+def _perform(options: argparse.Namespace) -> str:
+    """What is wrong, or nothing."""
+    if not (options.output or options.png or options.pictures):
+        return "nothing to write: name a page (-o), a picture (--png) or a folder (--pictures)"
     inputs = [path.resolve() for path in options.files]
     for path in filter(None, (options.output, options.png)):
         if path.resolve() in inputs:
-            told = f"python -m bench: {path} is one of the reports: name another file for the page"
-            console.print(told, markup=False, soft_wrap=True)
-            return 2
+            return f"{path} is one of the reports: name another file for the page"
+    only = [name for name in options.only.split(",") if name]
     try:
         reports = [load(path) for path in options.files]
-        write(options.output, reports, [name for name in options.only.split(",") if name])
-    except (OSError, ValueError) as exc:  # a file that is no JSON is a ValueError too
-        why = f"{exc.filename}: {exc.strerror}" if isinstance(exc, OSError) else str(exc)
-        console.print(f"python -m bench: {why}", markup=False, soft_wrap=True)
-        return 2
+        if options.output:
+            write(options.output, reports, only)
+        found = chosen(reports, only)
+        if options.png:
+            with replacing(options.png) as partial:
+                drawing.tiled([panel for figure in found for panel in figure.panels], partial)
+        if options.pictures:
+            pictures(options.pictures, [f for f in found if only or f.name in _PICTURES])
+    except OSError as exc:
+        return f"{exc.filename}: {exc.strerror}"
+    except ValueError as exc:  # a file that is no JSON is one too
+        return str(exc)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as exc:
         told = f"{type(exc).__name__}: {exc}"
-        console.print(
-            f"no page can be made: one of the files is no whole report of this version ({told})",
-            markup=False,
-            soft_wrap=True,
-        )
-        return 2
-    if options.png:
-        try:
-            picture.take(options.output, options.png)
-        except picture.NoPicture as exc:
-            console.print(str(exc), markup=False)
-            return 1
-    return 0
+        return f"no page can be made: one of the files is no whole report of this version ({told})"
+    return ""

@@ -1,45 +1,27 @@
-"""One HTML file from reports in JSON: plots first, then the figures, the machine, the commands."""
+"""One HTML file from reports in JSON: what came out, pictures, figures, machines and commands."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from bench import outputs
-from bench.page import latency, memory, sim, throughput
-from bench.page.compare import compare
-from bench.page.names import Figure, Run, by_trace, gib, switch
-from bench.page.transports import transports
-
-Report = Mapping[str, Any]
+from bench.page import drawing
+from bench.page.drawing import Figure, number
+from bench.page.figures import figures
+from bench.page.runs import Report, Run, carried, gib, step, switch
 
 _STYLE = Path(__file__).with_name("style.css")
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>$style</style></head>
-<body class="$kind"><main>$body</main></body></html>
+<meta name="color-scheme" content="light dark">
+<title>dataplane bench</title><style>$style</style></head>
+<body><main>$body</main></body></html>
 """)
-
-
-def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> None:
-    """Make the page of these reports. `only`: these figures and nothing else, for a picture;
-    ValueError where one of them cannot be drawn from what is there."""
-    found = figures(reports)
-    if missing := set(only) - {figure.name for figure in found}:
-        there = ", ".join(figure.name for figure in found)
-        raise ValueError(f"no figure {', '.join(sorted(missing))} in these reports, but {there}")
-    if only:
-        kind, body = "bare", "".join(_figure(f) for f in found if f.name in only)
-    else:
-        kind, body = "", "".join([_head(reports), *map(_figure, found), _details(reports)])
-    title = "dataplane bench"
-    page = _PAGE.substitute(title=title, style=_STYLE.read_text(), kind=kind, body=body)
-    outputs.write(path, page)
 
 
 def load(path: Path) -> Report:
@@ -53,42 +35,77 @@ def load(path: Path) -> Report:
     return told
 
 
-def figures(reports: Sequence[Report]) -> list[Figure]:
-    """All that can be drawn from what is there."""
-    runs = _runs(reports)
-    cases = by_trace([case for report in reports for case in report.get("memory", ())])
-    drawn = (
-        throughput.throughput(runs),
-        memory.curves(runs),
-        *map(memory.smallest, cases.values()),
-        throughput.stages(runs),
-        latency.latency(runs),
-        *map(compare, reports),
-        *map(latency.ceilings, reports),
-        *map(transports, reports),
-        latency.scaling(runs, [report for report in reports if "ceiling" in report]),
-        *map(sim.accuracy, reports),
-        *map(sim.model, reports),
+def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> None:
+    """Make the page of these reports. `only`: these figures and nothing else. Raises what `chosen`
+    does, and NotWritten."""
+    body = "".join(map(_figure, chosen(reports, only)))
+    if not only:
+        body = _head(reports) + body + _details(reports)
+    outputs.write(path, _PAGE.substitute(style=_style(), body=body))
+
+
+def chosen(reports: Sequence[Report], only: Collection[str] = ()) -> list[Figure]:
+    """The figures of these names, or all. ValueError where one cannot be drawn from the reports."""
+    found = figures(reports)
+    if missing := set(only) - {figure.name for figure in found}:
+        there = ", ".join(figure.name for figure in found)
+        raise ValueError(f"no figure {', '.join(sorted(missing))} in these reports, but {there}")
+    return [figure for figure in found if not only or figure.name in only]
+
+
+def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:
+    """A file a panel and theme: memory-light.svg, memory-dark.svg, those of a second panel
+    memory-2-light.svg. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for figure in found:
+        for nth, panel in enumerate(figure.panels, 1):
+            for theme, colours in (("light", drawing.LIGHT), ("dark", drawing.DARK)):
+                which = f"-{nth}" if nth > 1 else ""
+                made.append(folder / f"{figure.name}{which}-{theme}.svg")
+                drawing.picture(panel, made[-1], colours)
+    return made
+
+
+def _style() -> str:
+    """Colours as variables, those of the dark theme where the reader's system is dark."""
+    light, dark = (
+        "".join(f"--{name}: {value}; " for name, value in theme.items())
+        for theme in (drawing.LIGHT, drawing.DARK)
     )
-    return [figure for figure in drawn if figure]
-
-
-def _runs(reports: Sequence[Report]) -> list[Run]:
-    return [run for report in reports for run in report.get("runs", ())]
+    chosen = f":root {{ {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}\n"
+    return chosen + _STYLE.read_text()
 
 
 def _figure(figure: Figure) -> str:
+    key = "".join(
+        f'<li><i style="background: var(--{colour})"></i>{escape(what)}</li>'
+        for colour, what in (figure.key or {}).items()
+    )
+    panels = "".join(
+        f"<figure><figcaption>{escape(panel.title)}</figcaption>"
+        + (f"<p>{escape(panel.note)}</p>" if panel.note else "")
+        + f"{drawing.inline(panel, f'{figure.name}{nth}')}</figure>"
+        for nth, panel in enumerate(figure.panels)
+    )
     return (
         f'<section id="{figure.name}"><h2>{escape(figure.title)}</h2>'
         f"<p>{escape(figure.sentence)}</p>"
-        f'<div class="wide">{figure.drawing}</div></section>'
+        + (f'<ul class="key">{key}</ul>' if key else "")
+        + f'<div class="panels">{panels}</div></section>'
     )
 
 
 def _head(reports: Sequence[Report]) -> str:
+    sentences = [said for report in reports for said in report.get("headline") or ()]
+    headline = "".join(f"<li>{escape(said)}</li>" for said in sentences)
     where = "; ".join(dict.fromkeys(_machine(report) for report in reports))
     told = "Ratios travel between machines, absolute figures do not."
-    return f"<header><h1>dataplane bench</h1><p>{escape(where)}. {told}</p></header>"
+    return (
+        "<header><h1>dataplane bench</h1>"
+        + (f"<ul>{headline}</ul>" if headline else "")
+        + f"<p>{escape(where)}. {told}</p></header>"
+    )
 
 
 def _machine(report: Report) -> str:
@@ -100,16 +117,19 @@ def _machine(report: Report) -> str:
 
 
 def _details(reports: Sequence[Report]) -> str:
-    runs = _runs(reports)
+    runs = [run for report in reports for run in report.get("runs", ())]
     parts = []
     if runs:
-        parts.append("<h2>Figures</h2>" + _table(runs))
-    wrong = [run for run in runs if run["error"]]
-    for run in wrong:
-        name = f"{run['trace']}/{run['plane']}, dedup {switch(run['dedup'])}: {run['status']}"
+        parts.append("<h2>Figures</h2>" + _table(map(_cells, runs), runs))
+    if counted := [run for run in runs if run.get("messages")]:
         parts.append(
-            f"<details><summary>{escape(name)}</summary><pre>{escape(run['error'])}</pre></details>"
+            "<h2>Messages of a trained group</h2>" + _table(map(_messages, counted), wraps=True)
         )
+    for run in runs:
+        if run["error"]:
+            told = f"{_name(run)}: {run['status']}"
+            error = f"<pre>{escape(run['error'])}</pre>"
+            parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
     parts.append("<h2>Commands and machine</h2>")
     for where, members in _by_machine(reports).items():
         parts += [f"<pre>{escape(report['command'])}</pre>" for report in members]
@@ -127,24 +147,47 @@ def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
     return found
 
 
-def _table(runs: Sequence[Run]) -> str:
-    names = ("run", "status", "rows", "seconds", "rows/s", "distinct GB", "moved GB", "peak GB")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(map(_table_row, runs))
-    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+def _table(
+    lines: Iterator[Mapping[str, str]], runs: Sequence[Run] = (), wraps: bool = False
+) -> str:
+    """`runs`: whose lines they are, where those that failed are to be seen. `wraps`: the last
+    column is text."""
+    told = list(lines)
+    head = "".join(f"<th>{escape(name)}</th>" for name in told[0])
+    body = ""
+    for nth, line in enumerate(told):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.values())
+        bad = ' class="bad"' if runs and runs[nth]["status"] != "ok" else ""
+        body += f"<tr{bad}>{cells}</tr>"
+    kind = ' class="said"' if wraps else ""
+    return f'<div class="wide" tabindex="0"><table{kind}><tr>{head}</tr>{body}</table></div>'
 
 
-def _table_row(run: Run) -> str:
-    ok = run["status"] == "ok"
-    cells = (
-        f"{run['trace']}/{run['plane']}, dedup {switch(run['dedup'])}, {run['columns']}",
-        str(run["status"]),
-        f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
-        f"{run['seconds']:.2f}" if run["seconds"] else "–",
-        f"{run['rows'] / run['seconds']:.1f}" if ok and run["seconds"] else "–",
-        f"{run['bytes_unique'] / 1e9:.2f}",
-        f"{run['bytes_moved'] / 1e9:.2f}" if ok else "–",
-        f"{run['peak_total_bytes'] / 1e9:.2f}",
-    )
-    row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f"<tr{'' if ok else ' class=bad'}>{row}</tr>"
+def _name(run: Run) -> str:
+    return f"{run['trace']}/{run['plane']}, dedup {switch(run['dedup'])}, {run['hosts']} hosts"
+
+
+def _cells(run: Run) -> dict[str, str]:
+    ok, took, link = run["status"] == "ok", step(run), carried(run)
+    full = f", full {link[1]:.0%}" if link and link[1] is not None else ""
+    return {
+        "run": f"{_name(run)}, {run['columns']}",
+        "status": str(run["status"]),
+        "link": run.get("link") or "–",
+        "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
+        "seconds": f"{run['seconds']:.2f}" if run["seconds"] else "–",
+        "a step": f"{took[0]:.2f} {took[1]}".rstrip() if took else "–",
+        "rows/s": f"{run['rows'] / run.get('steps', 1) / took[0]:.1f}" if took else "–",
+        "distinct GB": f"{run['bytes_unique'] / 1e9:.2f}",
+        "moved GB": f"{run['bytes_moved'] / 1e9:.2f}" if ok else "–",
+        "busiest link, GB a step": f"{link[0] / 1e9:.2f}{full}" if link else "–",
+        "peak GB": f"{run['peak_total_bytes'] / 1e9:.2f}",
+    }
+
+
+def _messages(run: Run) -> dict[str, str]:
+    told = []
+    for where, counts in run["messages"].items():
+        kinds = ", ".join(f"{kind} {number(n)}" for kind, n in sorted(counts.items()))
+        told.append(f"{where} {number(sum(counts.values()))}" + (f" ({kinds})" if kinds else ""))
+    return {"run": _name(run), "messages": "; ".join(told)}

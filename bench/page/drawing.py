@@ -1,0 +1,349 @@
+"""Panels, by matplotlib: rows of marks, and lines with their names at their ends.
+
+A panel is one drawing as wide as a phone, and a page lays out as many beside each other as it has
+room for: the letters are alike everywhere. Colours are names of a theme; on the page they become
+CSS variables, so one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Sheet
+from matplotlib.image import imsave
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+Theme = Mapping[str, str]
+Mark = Callable[[Axes, Theme, float], None]  # draws itself at a height of the axes
+
+# Planes have the colours of Okabe and Ito, which people with any colour vision tell apart. Each
+# colour is there once: by it the page finds which variable it is.
+LIGHT: Theme = {
+    "paper": "#ffffff", "ink": "#1c2430", "soft": "#5c6672", "grid": "#e3e7ec", "bad": "#b3261e",
+    "dataplane": "#0072b2", "controller": "#d55e00", "ray-driver": "#b5578c", "other": "#6b7280",
+    "ray-store": "#00876b", "transfer_queue": "#a67400", "put": "#2f6fc4", "wait": "#93b7ee",
+    "add": "#7652b8", "idle": "#e0b84c", "work": "#aab2bd", "bench": "#d3d9e0",
+}  # fmt: skip
+DARK: Theme = {
+    "paper": "#0d1117", "ink": "#e4e8ee", "soft": "#9ba6b4", "grid": "#262d36", "bad": "#ff8a80",
+    "dataplane": "#56b4e9", "controller": "#f08b43", "ray-driver": "#e29ac6", "other": "#9aa3af",
+    "ray-store": "#2cc295", "transfer_queue": "#e8b93f", "put": "#5b95e6", "wait": "#2b4d7e",
+    "add": "#a98be6", "idle": "#b08f35", "work": "#56606d", "bench": "#343d47",
+}  # fmt: skip
+
+WIDTH = 360  # pixels
+_ROW, _LINE, _LETTER = 33, 14, 12
+_HEADING = 0.7  # of the height of a row
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": _LETTER,
+    "svg.fonttype": "none",
+    "path.simplify_threshold": 0.3,
+    "figure.constrained_layout.w_pad": 3 / 72,
+    "figure.constrained_layout.h_pad": 4 / 72,
+}
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A drawing, what it is of, how high it is in pixels, and what is to be said of it."""
+
+    title: str
+    height: float
+    draw: Callable[[Axes, Theme], None]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Panels that say one thing. `key`: colours that no panel names, and what they mean."""
+
+    name: str
+    title: str
+    sentence: str
+    panels: Sequence[Panel]
+    key: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A name and a figure, and marks below them; without marks it is a heading."""
+
+    name: str
+    told: str = ""
+    marks: Sequence[Mark] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points over the axis below. `name` stands at its end, which `kills` marks with a cross."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    dashed: bool = False
+    dots: bool = True
+    hollow: Sequence[tuple[float, float]] = ()
+    crosses: Sequence[tuple[float, float]] = ()
+    band: Sequence[tuple[float, float]] = ()  # lowest and highest at each point
+    thin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What an axis counts. `ticks`: just these, for what comes in sizes."""
+
+    unit: str
+    log: bool = False
+    ticks: Sequence[float] = field(default_factory=tuple)
+    low: float | None = None
+    high: float | None = None
+
+
+def number(value: float) -> str:
+    """Three digits that matter, without noise."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def bar(value: float, colour: str, thick: float = 0.26) -> Mark:
+    def draw(ax: Axes, theme: Theme, y: float) -> None:
+        ax.barh(y, value, thick, color=theme[colour])
+
+    return draw
+
+
+def stack(parts: Sequence[tuple[str, float]]) -> Mark:
+    """Bars end to end: (colour, length)."""
+
+    def draw(ax: Axes, theme: Theme, y: float) -> None:
+        starts = itertools.accumulate((length for _, length in parts), initial=0.0)
+        for start, (colour, length) in zip(starts, parts, strict=False):
+            ax.barh(y, length, 0.26, left=start, color=theme[colour])
+
+    return draw
+
+
+def span(low: float, high: float, colour: str, ticks: Sequence[float] = ()) -> Mark:
+    def draw(ax: Axes, theme: Theme, y: float) -> None:
+        ax.plot([low, high], [y, y], color=theme[colour], lw=2, solid_capstyle="butt")
+        ax.plot(ticks, [y] * len(ticks), "|", color=theme[colour], ms=8, mew=1.5)
+
+    return draw
+
+
+def dots(values: Sequence[float], colour: str, hollow: bool = False, size: float = 6) -> Mark:
+    def draw(ax: Axes, theme: Theme, y: float) -> None:
+        face = theme["paper"] if hollow else theme[colour]
+        ax.plot(values, [y] * len(values), "o", mec=theme[colour], mfc=face, ms=size, zorder=3)
+
+    return draw
+
+
+def rows(
+    title: str,
+    content: Sequence[Row],
+    scale: Scale,
+    whole: float | None = None,
+    note: str = "",
+) -> Panel:
+    """Rows below each other. `whole`: a line down through them at what counts as all there is."""
+
+    sizes = [1.0 if row.marks or row.told else _HEADING for row in content]
+
+    def draw(ax: Axes, theme: Theme) -> None:
+        ax.set_ylim(sum(sizes) + 0.1, 0)
+        ax.set_axisbelow(True)
+        for y, row in zip(itertools.accumulate(sizes, initial=0.34), content, strict=False):
+            place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center"}
+            weight = "normal" if row.marks else "bold"
+            ax.text(0.01, y, row.name, weight=weight, zorder=4, **place)
+            told = theme["ink" if row.marks else "bad"]
+            ax.text(0.995, y, row.told, ha="right", color=told, zorder=4, **place)
+            for mark in row.marks:
+                mark(ax, theme, y + 0.43)
+        _axis(ax.xaxis, scale)
+        low, high = ax.get_xlim()
+        ax.set_xlim(scale.low if scale.low is not None else low, scale.high or high)
+        ax.set_xlabel(scale.unit, color=theme["soft"], fontsize=_LETTER - 1, loc="right")
+        ax.set_yticks([])
+        if not any(row.marks for row in content):
+            ax.set_xticks([])
+        ax.spines["left"].set_visible(False)
+        ax.grid(axis="x", color=theme["grid"], lw=1)
+        if whole is not None:
+            ax.axvline(whole, color=theme["soft"], lw=1.2, ls=(0, (4, 3)), zorder=1)
+
+    return Panel(title, _ROW * sum(sizes) + 46, draw, note)
+
+
+def lines(
+    title: str,
+    content: Sequence[Line],
+    x: Scale,
+    y: Scale,
+    limit: tuple[float, str] | None = None,
+    height: float = 235,
+) -> Panel:
+    """Lines with their names on the right, moved apart where they would lie on each other."""
+
+    def draw(ax: Axes, theme: Theme) -> None:
+        for line in content:
+            _line(ax, theme, line)
+        if limit:
+            ax.axhline(limit[0], color=theme["ink"], lw=1.3, ls=(0, (5, 3)))
+            above: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "xytext": (0, 4)}
+            above |= {"textcoords": "offset points", "fontsize": _LETTER - 1}
+            ax.annotate(limit[1], (0.02, limit[0]), **above)
+        _axis(ax.xaxis, x)
+        _axis(ax.yaxis, y)
+        if not y.log:
+            ax.set_ylim(0, max(ax.get_ylim()[1], (limit[0] if limit else 0) * 1.12))
+        ax.set_xlim(x.low, x.high)
+        small: dict[str, Any] = {"color": theme["soft"], "fontsize": _LETTER - 1}
+        ax.set_xlabel(x.unit, loc="right", **small)
+        spot: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        ax.annotate(y.unit, (0, 1), (-6, 7), ha="left", **spot, **small)
+        ax.grid(axis="y", color=theme["grid"], lw=1)
+        _names(ax, theme, [line for line in content if line.name], height - 60)
+
+    return Panel(title, height, draw)
+
+
+def _line(ax: Axes, theme: Theme, line: Line) -> None:
+    colour, dash = theme[line.colour], (0, (4, 2.2)) if line.dashed else "-"
+    at = np.array(line.points or [(np.nan, np.nan)])
+    if line.band:
+        lows, highs = np.array(line.band).T
+        ax.fill_between(at[:, 0], lows, highs, color=colour, alpha=0.15, lw=0)
+    width = 0.9 if line.thin else 2
+    ax.plot(at[:, 0], at[:, 1], color=colour, lw=width, ls=dash, solid_joinstyle="round")
+    if line.dots:
+        ax.plot(at[:, 0], at[:, 1], "o", color=colour, ms=5)
+    for spots, form in ((line.hollow, "o"), (line.crosses, "X")):
+        if spots:
+            face = theme["paper"] if form == "o" else theme[line.colour]
+            edge = colour if form == "o" else theme["paper"]
+            size = 6 if form == "o" else 11
+            where = np.array(spots)
+            ax.plot(*where.T, form, mec=edge, mfc=face, ms=size, clip_on=False, zorder=5)
+
+
+def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None:
+    """Each name beside the end of its line; `room` is how high the axes are, in pixels."""
+    ends = []
+    for line in content:
+        last = [*line.points, *line.hollow, *line.crosses][-1]
+        height = ax.transAxes.inverted().transform(ax.transData.transform(last))[1]
+        ends.append((float(height) * room, line))
+    ends.sort(key=lambda end: -end[0])
+    sizes = [_LINE * (line.name.count("\n") + 1) + 3 for _, line in ends]
+    for (_, line), height in zip(ends, apart([e[0] for e in ends], sizes, room), strict=True):
+        first, *more = line.name.split("\n")
+        place: dict[str, Any] = {"transform": ax.transAxes, "color": theme[line.colour]}
+        top = height + _LINE * len(more) / 2
+        for nth, (words, weight) in enumerate([(first, "bold"), *((m, "normal") for m in more)]):
+            at = (top - _LINE * nth) / room
+            ax.text(1.03, at, words, weight=weight, va="center", **place)
+
+
+def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[float]:
+    """Middles of labels, from the highest down, near where they are wanted: none on another, and
+    within the room where it holds them all."""
+    found, ceiling = [], room + _LINE / 2
+    for middle, size in zip(wanted, sizes, strict=True):
+        found.append(min(middle, ceiling - size / 2))
+        ceiling = found[-1] - size / 2
+    floor = -float(_LINE)
+    for nth in reversed(range(len(found))):
+        found[nth] = max(found[nth], floor + sizes[nth] / 2)
+        floor = found[nth] + sizes[nth] / 2
+    return found
+
+
+def _axis(axis: Any, scale: Scale) -> None:
+    if scale.log:
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    if scale.ticks:
+        axis.set_ticks(list(scale.ticks))
+    elif not scale.log:
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def _sheet(panel: Panel, theme: Theme, titled: bool) -> Sheet:
+    height = panel.height + (22 if titled else 0)
+    sheet = Sheet(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+    sheet.patch.set_facecolor(theme["paper"] if titled else "none")
+    ax = sheet.add_subplot()
+    ax.set_facecolor("none")
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("bottom", "left"))
+        spine.set_color(theme["grid"])
+    ax.tick_params(colors=theme["soft"], labelsize=_LETTER - 1, length=0)
+    panel.draw(ax, theme)
+    if titled:
+        sheet.suptitle(panel.title, x=0.01, ha="left", weight="bold", fontsize=12)
+    return sheet
+
+
+def _style(theme: Theme, **more: Any) -> Any:
+    return matplotlib.rc_context({**_STYLE, "text.color": theme["ink"], **more})
+
+
+def inline(panel: Panel, name: str) -> str:
+    """As SVG for a page whose CSS has a variable for each colour; `name` is its own there."""
+    with _style(LIGHT, **{"svg.hashsalt": name}):
+        told = io.StringIO()
+        _sheet(panel, LIGHT, titled=False).savefig(told, format="svg", metadata=_NO_METADATA)
+    drawn = told.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    used = set(re.findall(r"#([\w-]+)", drawn))
+    drawn = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", drawn)
+    drawn = re.sub(r' (xmlns(:xlink)?|version|width|height)="[^"]*"', "", drawn, count=5)
+    for colour, value in LIGHT.items():
+        drawn = drawn.replace(value, f"var(--{colour})")
+    label = f'<svg role="img" aria-label="{escape(panel.title)}"'
+    return drawn.replace("<svg", label, 1)
+
+
+def picture(panel: Panel, path: Path, theme: Theme) -> None:
+    """As an SVG file by itself, with its title. Letters are paths: alike on any machine."""
+    with _style(theme, **{"svg.hashsalt": path.name, "svg.fonttype": "path"}):
+        _sheet(panel, theme, titled=True).savefig(path, format="svg", metadata=_NO_METADATA)
+
+
+def tiled(panels: Sequence[Panel], path: Path) -> None:
+    """All of them in one PNG, in two columns, with twice the pixels."""
+    drawn = []
+    with _style(LIGHT, **{"svg.fonttype": "path"}):
+        for panel in panels:
+            sheet = _sheet(panel, LIGHT, titled=True)
+            sheet.set_dpi(144)
+            canvas = FigureCanvasAgg(sheet)
+            canvas.draw()
+            drawn.append(np.asarray(canvas.buffer_rgba()))
+    beside = [drawn[n : n + 2] for n in range(0, len(drawn), 2)]
+    columns = max(len(pair) for pair in beside)
+    heights = [max(image.shape[0] for image in pair) for pair in beside]
+    whole = np.full((sum(heights), columns * 2 * WIDTH, 4), 255, np.uint8)
+    for top, pair in zip(itertools.accumulate(heights, initial=0), beside, strict=False):
+        for place, image in enumerate(pair):
+            high, wide = image.shape[:2]
+            whole[top : top + high, place * 2 * WIDTH : place * 2 * WIDTH + wide] = image
+    imsave(path, whole, format="png")

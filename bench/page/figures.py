@@ -1,0 +1,200 @@
+"""What can be drawn of reports: runs first, then the other commands, `compare`, `perf`, `sim`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.page import drawing, runs
+from bench.page.drawing import Figure, Line, Row, Scale, number
+from bench.page.runs import OUTCOMES, Report, colour, differ, grouped, switch
+
+_OPERATIONS = {
+    "put": "put", "handle": "get: handle in hand", "read": "get: every byte read once",
+    "packed": "get: packed TensorDict", "cycle": "get and done with, one row",
+}  # fmt: skip
+
+
+def figures(reports: Sequence[Report]) -> list[Figure]:
+    """All that can be drawn from what is there."""
+    of_runs = [run for report in reports for run in report.get("runs", ())]
+    cases = [case for report in reports for case in report.get("memory", ())]
+    perf = [report for report in reports if "ceiling" in report]
+    drawn = (
+        *(draw(of_runs) for draw in (runs.hosts, runs.links, runs.memory)),
+        runs.smallest(cases),
+        *(draw(of_runs) for draw in (runs.throughput, runs.stages, runs.latency, runs.processes)),
+        *map(compare, reports),
+        *map(ceilings, perf),
+        *map(transports, reports),
+        *map(scaling, perf),
+        *map(accuracy, reports),
+        *map(model, reports),
+    )
+    return [figure for figure in drawn if figure]
+
+
+def compare(told: Report) -> Figure | None:
+    """One batch through several planes: a panel a batch, a heading an operation."""
+    if "results" not in told:
+        return None
+    panels = []
+    for lines in grouped(told["results"], ("batch", "hosts")):
+        content = []
+        for operation, named in _OPERATIONS.items():
+            here = [line for line in lines if line["operation"] == operation]
+            content += [Row(named)] if here else []
+            for line in here:
+                low, middle, high = (line["seconds"][n] * 1e3 for n in ("min", "median", "max"))
+                kind = colour(line["plane"])
+                marks = [drawing.span(low, high, kind), drawing.dots([middle], kind)]
+                content.append(Row(line["plane"], f"{number(middle)} ms", marks))
+        where = "one host" if lines[0]["hosts"] == 1 else f"{lines[0]['hosts']} hosts"
+        scale = Scale("milliseconds, each tick ten times the one before", log=True)
+        panels.append(drawing.rows(f"{lines[0]['batch']}, {where}", content, scale))
+    whys = {
+        name: f"{OUTCOMES.get(plane['status'], plane['status'])}: {plane['error']}"
+        for name, plane in told["planes"].items()
+        if plane["status"] != "ok"
+    } | dict(told.get("not_run", {}))
+    absent = "; ".join(f"{name} ({why.splitlines()[0]})" for name, why in whys.items())
+    sentence = (
+        f"{told['rows']} ragged rows a batch; dots are medians, lines reach from the quickest to "
+        "the slowest sample; further left is better. "
+    )
+    sentence = (sentence if panels else "") + (
+        f"Not measured, or not to its end: {absent}." if absent else ""
+    )
+    title = "The same batch through other planes"
+    return Figure("compare", title, sentence.rstrip(), panels)
+
+
+def ceilings(told: Report) -> Figure:
+    """The hot path as shares of what the machine can do."""
+    shares = (
+        ("put, of memcpy", told["put"]["of_memcpy"], told["put"]["GBps"]),
+        ("pull, of a socket", told["pull"]["of_socket"], told["pull"]["GBps"]),
+    )
+    content = [
+        Row(name, f"{share:.2f} ({rate:.1f} GB/s)", [drawing.bar(share, "dataplane")])
+        for name, share, rate in shares
+    ]
+    scale = Scale("share of the ceiling, measured in the same run", low=0)
+    sentence = (
+        f"256 rows of 1 MiB, medians of {told.get('rounds', 'several')} rounds; 1.0 is one memcpy "
+        "of the same bytes, or one raw TCP connection."
+    )
+    panel = drawing.rows("put and pull", content, scale, whole=1.0)
+    return Figure("ceilings", "The hot path", sentence, [panel])
+
+
+def transports(report: Report) -> Figure | None:
+    """A panel a transport, a bar a batch; one that was not run is named with its reason."""
+    told = report.get("transports")
+    if not told:
+        return None
+    run = {name: shapes for name, shapes in told.items() if shapes.get("status") != "not run"}
+    panels = []
+    for name, shapes in run.items():
+        content = []
+        for shape, found in shapes.items():
+            share = found["of_ceiling"]
+            counted = (
+                f"{shape.replace('x', ' × ', 1)}: {found['copies_per_byte']:.2f} copies, "
+                f"{found['exchanges_per_batch']:.1f} exchanges"
+            )
+            rate = f"{share:.2f} ({found['GBps']:.1f} GB/s)"
+            content.append(Row(counted, rate, [drawing.bar(share, "dataplane")]))
+        scale = Scale("share of the bare loop, in the same run", low=0)
+        panels.append(drawing.rows(name, content, scale, whole=1.0))
+    missing = [f"{name} was not run: {told[name]['error']}" for name in told if name not in run]
+    sentence = " ".join(
+        (
+            "Pulls between two peers; 1.0 is the same engine between two processes without this "
+            "library (a raw TCP connection for tcp).",
+            *(f"{why.rstrip('.')}." for why in missing),
+        )
+    )
+    return Figure("transports", "Transports", sentence, panels)
+
+
+def scaling(told: Report) -> Figure | None:
+    """What happens to a figure of the hot path when there is more of something."""
+    shard = told.get("shard") or {}
+    blocks = {
+        "clients of one peer: operations a second": told.get("clients"),
+        "fields for the same bytes: GB/s of a put": told.get("fields"),
+        "live rows: ms that a claim takes (p50)": shard
+        and {
+            "10 thousand": shard["claim_ms_p50_at_10k"],
+            "1 million": shard["claim_ms_p50_at_1m"],
+        },
+    }
+    panels = [
+        drawing.rows(
+            title,
+            [
+                Row(str(n), number(float(value)), [drawing.bar(float(value), "dataplane")])
+                for n, value in values.items()
+            ],
+            Scale(title.partition(": ")[2], low=0),
+        )
+        for title, values in blocks.items()
+        if values
+    ]
+    sentence = "Each panel is one question: what happens to a figure when there is more."
+    return Figure("scaling", "Scaling", sentence, panels) if panels else None
+
+
+def accuracy(told: Report) -> Figure | None:
+    """For each case: recorded time alone, the prediction as a bar, every run as a dot."""
+    cases = told.get("cases")
+    if not cases:
+        return None
+    content = []
+    for case in cases:
+        marks = [
+            drawing.bar(case["predicted_step_s"], colour(case["plane"])),
+            drawing.bar(case["recorded_step_s"], "bench", 0.14),
+            drawing.dots(case["steps_s"], "ink", size=4.5),
+        ]
+        name = f"{case['trace']}, {case['plane']}, {case['hosts']} hosts"
+        content.append(Row(name, f"{case['predicted_step_s']:.2f} s", marks))
+    sentence = (
+        f"Bars are predicted without the runs (pale: recorded time alone), dots are the runs: "
+        f"accuracy {told['accuracy']:.3f}, recorded time alone would have had "
+        f"{told['accuracy_of_recorded_time']:.3f}."
+    )
+    panel = drawing.rows("predicted and measured", content, Scale("seconds of a step", low=0))
+    return Figure("sim-accuracy", "What the model is worth", sentence, [panel])
+
+
+def model(told: Report) -> Figure | None:
+    """Step stall and the fullest service over hosts, each variant a line in its band."""
+    results = told.get("model", ())
+    if not differ(results, "hosts"):
+        return None
+    sizes = Scale("hosts", log=True, ticks=sorted({result["hosts"] for result in results}))
+    panels = []
+    for title, unit, key, scale in (
+        ("step stall beyond recorded time", "s", "stall_s", 1.0),
+        ("fullest service", "GB", "service_peak_bytes", 1e9),
+    ):
+        floor = max(r[key]["middle"] for r in results) / scale / 1e6  # no zero on this axis
+        drawn = []
+        for mine in grouped(results, ("plane", "dedup")):
+            at = [
+                [max(r[key][kind] / scale, floor) for r in mine]
+                for kind in ("low", "middle", "high")
+            ]
+            points = [(r["hosts"], y) for r, y in zip(mine, at[1], strict=True)]
+            band = list(zip(at[0], at[2], strict=True))
+            plane, dedup = mine[0]["plane"], mine[0]["dedup"]
+            name = f"{plane}\ndedup {switch(dedup)}"
+            drawn.append(Line(name, colour(plane), points, not dedup, dots=False, band=band))
+        panels.append(drawing.lines(title, drawn, sizes, Scale(unit, log=True)))
+    assumed = told["assumed"]
+    sentence = (
+        f"A model, nobody ran it: {assumed['trace']}, {assumed['groups_per_host']} groups a host, "
+        f"links of {assumed['link_gbps']:g} Gbit/s; bands from kind to unkind links and costs."
+    )
+    return Figure("sim", "Larger clusters, modelled", sentence, panels)

@@ -1,0 +1,496 @@
+"""Runs of `bench run` and `bench memory`: what is drawn of them, and what is to be seen in it.
+
+Only runs that did the same work are set beside each other: the same rows, bytes, columns, hosts,
+links and limit. Over hosts it is the same work a host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.page import drawing
+from bench.page.drawing import LIGHT, Figure, Line, Row, Scale, number
+from bench.report import steady_seconds
+
+Report = Mapping[str, Any]
+Run = dict[str, Any]
+GIB = 1 << 30
+OUTCOMES = {
+    "oom": "killed by the kernel, out of memory",
+    "refused": "refused at once: a group is too large for the arena",
+    "error": "failed",
+    "not run": "not run",
+    "disturbed": "disturbed: the machine itself ran out of memory",
+    "not installed": "not installed",
+}
+
+_WORK = (
+    "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
+    "steps", "staleness", "seed", "trainers", "tp", "pace", "memory_limit_bytes",
+)  # fmt: skip
+_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "tp", "pace",
+           "memory_limit_bytes")  # fmt: skip
+_COUNTED = {
+    "columns": "columns", "hosts": "hosts", "prompts": "prompts", "steps": "steps",
+    "trainers": "trainers", "tp": "ranks a trainer",
+}  # fmt: skip
+
+# What a worker does, in the order of drawing: colour, what it is called, its activities.
+_ACTIVITIES = (
+    ("put", "putting rows", ("put", "finish")),
+    ("wait", "waiting for rows, reading", ("claim", "read")),
+    ("add", "adding fields, dropping", ("add", "drop")),
+    ("idle", "waiting for the policy", ("policy",)),
+    ("bench", "the bench's own work", ("generate", "digest", "check")),
+    ("work", "the stage's own work", ()),  # and whatever else there is
+)
+_CALLS = (
+    ("rollout", "put", "put one group"),
+    ("reward", "claim", "wait for a group to score"),
+    ("train", "claim", "wait for a group to train"),
+)
+_LEAD_S = -1.0  # of the start-up is shown
+_NAMED = 3  # processes drawn by name
+
+
+def colour(plane: str) -> str:
+    known = "ray-store" if plane == "ray" else plane
+    return known if known in LIGHT else "other"
+
+
+def switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def gib(nbytes: float) -> str:
+    if nbytes < GIB:
+        return f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{nbytes / GIB:.3g} GiB" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f} GiB"
+
+
+def label(run: Run, among: Sequence[Run]) -> str:
+    """The plane, and of the settings those in which the runs differ."""
+    parts = [run["plane"]]
+    if differ(among, "dedup"):
+        parts.append(f"dedup {switch(run['dedup'])}")
+    return ", ".join([*parts, *_settings(run, among)])
+
+
+def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
+    """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
+    limit, link = run.get("memory_limit_bytes"), run.get("link")
+    shown = {name: f"{run[name]} {what}" for name, what in _COUNTED.items() if name in run}
+    shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
+    shown["link"] = f"links of {link}" if link else "no link limit"
+    shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
+    return [text for name, text in shown.items() if name not in told and differ(among, name)]
+
+
+def differ(runs: Sequence[Run], setting: str) -> bool:
+    return len({str(run.get(setting)) for run in runs}) > 1
+
+
+def grouped(runs: Sequence[Run], settings: Sequence[str]) -> list[list[Run]]:
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(str(run.get(name)) for name in settings), []).append(run)
+    return list(groups.values())
+
+
+def _job(run: Run, runs: Sequence[Run]) -> str:
+    """What a run was about; of the rarer settings those in which runs like it differ."""
+    among = [r for r in runs if (r["trace"], r["hosts"]) == (run["trace"], run["hosts"])]
+    return ", ".join(
+        [
+            f"{run['trace']}, {run['hosts']} hosts, {run['prompts']} prompts × {run['samples']}",
+            *_settings(run, among, ("hosts", "prompts")),
+        ]
+    )
+
+
+def step(run: Run) -> tuple[float, str] | None:
+    """Seconds of a step, and of which: a steady one, else the first, which is cold; of reports
+    that know no steps the mean of the whole run."""
+    if run["status"] != "ok" or not run["seconds"]:
+        return None
+    if told := run.get("step_seconds"):
+        steady = steady_seconds(run)
+        return (told[0], "cold") if steady is None else (steady, "steady")
+    return run["seconds"] / run.get("steps", 1), ""
+
+
+def carried(run: Run) -> tuple[float, float | None] | None:
+    """Bytes of the busiest host's link in a step, and the share of time in which it was full."""
+    told = run.get("busiest_link")
+    if not told or run["status"] != "ok":
+        return None
+    return told["bytes"] / max(1, len(run["step_seconds"])), told["busy_share"]
+
+
+def _families(runs: Sequence[Run]) -> list[list[Run]]:
+    """The same work a host, on several numbers of hosts."""
+    stepped = [
+        {**run, "a_host": (run["prompts"] / run["hosts"], run.get("trainers", 0) / run["hosts"])}
+        for run in runs
+        if "step_seconds" in run
+    ]
+    found = grouped(stepped, (*_A_HOST, "a_host"))
+    return [family for family in found if differ(family, "hosts")]
+
+
+def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
+    """The runs of each line, by hosts, and its name."""
+    for members in grouped(family, ("plane", "dedup")):
+        dedup = f"\ndedup {switch(members[0]['dedup'])}" if differ(family, "dedup") else ""
+        yield sorted(members, key=lambda run: int(run["hosts"])), members[0]["plane"] + dedup
+
+
+def _family(run: Run) -> str:
+    link, limit = run.get("link"), run.get("memory_limit_bytes")
+    a_host = run["prompts"] / run["hosts"]
+    return (
+        f"{run['trace']}, {a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
+        + (f"links of {link}" if link else "no link limit")
+        + (f", {gib(limit)} a host" if limit else "")
+    )
+
+
+def _sizes(family: Sequence[Run]) -> Scale:
+    sizes = sorted({int(run["hosts"]) for run in family})
+    low, high = sizes[0], sizes[-1]
+    margin = (high - low) * 0.06
+    return Scale("hosts", ticks=sizes, low=low - margin, high=high + margin)
+
+
+def hosts(runs: Sequence[Run]) -> Figure | None:
+    """Seconds of a step over hosts, each with as much work: without a bottleneck it stays flat."""
+    panels = []
+    for family in _families(runs):
+        drawn, most = [], 1.15 * max((s[0] for run in family if (s := step(run))), default=1.0)
+        for members, name in _over_hosts(family):
+            timed = [(int(run["hosts"]), s) for run in members if (s := step(run))]
+            died = [(int(run["hosts"]), most) for run in members if run["status"] != "ok"]
+            said = [f"{number(timed[-1][1][0])} s"] if timed else []
+            if any(s[1] == "cold" for _, s in timed):
+                said[0] += " cold"
+            if died:
+                ends = {run["status"] for run in members if run["status"] != "ok"}
+                said.append("✕ " + ", ".join("killed" if e == "oom" else e for e in ends))
+            cold = [(n, s[0]) for n, s in timed if s[1] == "cold"]
+            points = [(n, s[0]) for n, s in timed]
+            told = "\n".join([name, *said])
+            dashed = name.endswith("off")
+            drawn.append(Line(told, colour(members[0]["plane"]), points, dashed, True, cold, died))
+        panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
+    sentence = (
+        "Every host brings as much work as before: where nothing is shared by all, a step takes "
+        "as long on more hosts. Steady steps; a hollow point is a first step, cold. At the "
+        "right: seconds on the most hosts."
+    )
+    return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
+
+
+def links(runs: Sequence[Run]) -> Figure | None:
+    """What the busiest host's link carries in a step, over hosts."""
+    panels = []
+    for family in _families(runs):
+        drawn = []
+        for members, name in _over_hosts(family):
+            found = [(int(run["hosts"]), c) for run in members if (c := carried(run))]
+            if not found:
+                continue
+            nbytes, share = found[-1][1]
+            full = "" if share is None else f"\nfull {share:.0%}"
+            told = f"{name}\n{number(nbytes / 1e9)} GB{full}"
+            points = [(n, c[0] / 1e9) for n, c in found]
+            drawn.append(Line(told, colour(members[0]["plane"]), points, name.endswith("off")))
+        if drawn:
+            title = _family(family[0])
+            panels.append(drawing.lines(title, drawn, _sizes(family), Scale("GB a step")))
+    sentence = (
+        "In both directions, counted by the interfaces. Full: the share of 100 ms intervals in which one direction "
+        "carried at least 80 % of its rate, on the most hosts."
+    )
+    title = "Bytes through the busiest host's link"
+    return Figure("links", title, sentence, panels) if panels else None
+
+
+def _curved(runs: Sequence[Run]) -> list[Run]:
+    """Not those that failed to start, whose time counts from somewhere else."""
+    started = [run for run in runs if run["seconds"] or run.get("killed")]
+    return [run for run in started if run.get("memory_curve", {}).get("seconds")]
+
+
+def _wholes(run: Run) -> dict[str, list[float]]:
+    """Each host's memory under a limit, else that of all processes together."""
+    told = run["memory_curve"]
+    if told["hosts"]:
+        return {f"host {n}": list(values) for n, values in enumerate(told["hosts"])}
+    columns = zip(*told["processes"].values(), strict=True)
+    return {"all processes": [sum(v or 0 for v in values) for values in columns]}
+
+
+def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]]:
+    times = run["memory_curve"]["seconds"]
+    pairs = zip(times, values, strict=True)
+    return [(at, v / GIB) for at, v in pairs if v is not None and at >= _LEAD_S]
+
+
+def _end(run: Run) -> str:
+    if killed := run.get("killed"):
+        return f"✕ killed at {killed['seconds']:.1f} s"
+    if run["status"] != "ok":
+        return str(run["status"])
+    return f"at most {gib(max(max(values) for values in _wholes(run).values()))}"
+
+
+def _kill(run: Run) -> list[tuple[float, float]]:
+    limit = run.get("memory_limit_bytes") or 0
+    return [(run["killed"]["seconds"], limit / GIB)] if run.get("killed") else []
+
+
+def _limit(run: Run) -> tuple[float, str] | None:
+    limit = run.get("memory_limit_bytes")
+    return (limit / GIB, f"limit of a host, {gib(limit)}") if limit else None
+
+
+def memory(runs: Sequence[Run]) -> Figure | None:
+    """A panel a job: every run's fullest host over time. With a limit anywhere, only those."""
+    drawn = _curved(runs)
+    drawn = [run for run in drawn if run.get("memory_limit_bytes")] or drawn
+    panels = []
+    for members in grouped(drawn, _WORK):
+        curves = []
+        for run in members:
+            fullest = max(_wholes(run).values(), key=max)
+            name = "\n".join([*label(run, members).split(", "), _end(run)])
+            dashed = not run["dedup"] and differ(members, "dedup")
+            curve, kind = _curve(run, fullest), colour(run["plane"])
+            curves.append(Line(name, kind, curve, dashed, dots=False, crosses=_kill(run)))
+        whose = "GiB, fullest host" if _limit(members[0]) else "GiB, all processes"
+        time = Scale("seconds since the start signal")
+        title = _job(members[0], runs)
+        panels.append(drawing.lines(title, curves, time, Scale(whose), _limit(members[0])))
+    title = "Memory under the limit" if drawn and _limit(drawn[0]) else "Memory"
+    return Figure("memory", title, _memory_sentence(drawn), panels) if panels else None
+
+
+def _memory_sentence(runs: Sequence[Run]) -> str:
+    killed = [run for run in runs if run.get("killed")]
+    if not killed:
+        return (
+            "All processes together, or the fullest host where hosts have a limit; private memory "
+            "by proportional set size, shared arenas once."
+        )
+    run = killed[0]
+    job = next(members for members in grouped(runs, _WORK) if run in members)
+    same = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
+    said = (
+        f"With {gib(run['memory_limit_bytes'])} a host, the same trace and the same bytes, "
+        f"{run['plane']} (dedup {switch(run['dedup'])}) fills its host until the kernel kills it"
+    )
+    if same:
+        peak, dedup = gib(max(same[0]["peak_host_bytes"] or [0])), switch(same[0]["dedup"])
+        said += f", dataplane (dedup {dedup}) stays at {peak} at most and finishes"
+    return said + "."
+
+
+def processes(runs: Sequence[Run]) -> Figure | None:
+    """A panel a run, with its largest processes; those of a job on the same axes."""
+    drawn = _curved(runs)
+    panels = []
+    for members in grouped(drawn, _WORK):
+        ends = [run["memory_curve"]["seconds"][-1] for run in members]
+        ends += [at for run in members for at, _ in _kill(run)]
+        for run in members:
+            told, kind = run["memory_curve"], colour(run["plane"])
+            peaks = run["peak_memory_bytes"]
+            names = sorted(told["processes"], key=lambda name: -peaks.get(name, 0))[:_NAMED]
+            curves = []
+            for name, values in _wholes(run).items():
+                said = f"{name}\n{gib(max(values))}"
+                curves.append(Line(said, kind, _curve(run, values), dots=False))
+            for name in names:
+                curve = _curve(run, told["processes"][name])
+                if curve:
+                    said = name.replace(" of ", "\nof ")
+                    curves.append(Line(said, "soft", curve, dots=False, thin=True))
+            if cross := _kill(run):
+                whom = ", ".join(run["killed"]["processes"]) or "a child"
+                curves.append(Line(f"✕ {whom}\nkilled", kind, [], crosses=cross))
+            title = f"{label(run, members)}: {_job(run, runs)}"
+            time = Scale("seconds since the start signal", low=_LEAD_S, high=max(ends))
+            panels.append(drawing.lines(title, curves, time, Scale("GiB"), _limit(run)))
+    sentence = (
+        f"Thick: all of a host, or of a run without limits; thin: the {_NAMED} largest parts."
+    )
+    title = "Memory, process by process"
+    return Figure("processes", title, sentence, panels) if panels else None
+
+
+def smallest(cases: Sequence[Run]) -> Figure | None:
+    """Lines over the number of prompts, one a plane and dedup; what has no answer is named."""
+    title = "How little memory is enough"
+    done = sorted((c for c in cases if c["status"] == "ok"), key=lambda case: int(case["prompts"]))
+    if not cases:
+        return None
+    panels, said = [], []
+    for of_trace in grouped(done, ("trace",)):
+        drawn = []
+        for members in grouped(of_trace, ("plane", "dedup")):
+            case = members[0]
+            needs = [
+                (c["prompts"], (c["smallest_bytes"] or c["most_bytes"]) / GIB) for c in members
+            ]
+            last = members[-1]
+            amount = _amount(last).replace("more than ", "> ")
+            name = f"{case['plane']}\ndedup {switch(case['dedup'])}\n{amount}"
+            dead = [at for at, c in zip(needs, members, strict=True) if not c["smallest_bytes"]]
+            drawn.append(Line(name, colour(case["plane"]), needs, not case["dedup"], crosses=dead))
+            if case["dedup"] == (case["plane"] == "dataplane"):
+                said.append(
+                    f"{case['trace']}: {case['plane']} (dedup {switch(case['dedup'])}) needs "
+                    f"{_amount(case)} a host at {case['prompts']} prompts and {_amount(last)} at "
+                    f"{last['prompts']}"
+                )
+        prompts = sorted({case["prompts"] for case in of_trace})
+        x = Scale("prompts in a step", ticks=prompts)
+        panels.append(
+            drawing.lines(of_trace[0]["trace"], drawn, x, Scale("GiB a host"), height=290)
+        )
+    whys: dict[tuple[str, str], None] = {}
+    for case in cases:
+        if case["status"] != "ok":
+            whys[case["plane"], OUTCOMES.get(case["status"], str(case["status"]))] = None
+    absent = ", ".join(f"{plane} ({why})" for plane, why in whys)
+    sentence = (
+        f"{'; '.join(said) or 'Lower is better'}. Each point: the smallest limit, 7 % apart, that "
+        "a real run survived; ✕: none did. "
+    )
+    sentence = (sentence if panels else "") + (f"No answer for {absent}." if absent else "")
+    return Figure("smallest", title, sentence.rstrip(), panels)
+
+
+def _amount(case: Run) -> str:
+    if case["smallest_bytes"] is None:
+        return f"more than {gib(case['most_bytes'])}"
+    return gib(case["smallest_bytes"])
+
+
+def throughput(runs: Sequence[Run]) -> Figure | None:
+    """A panel a job, a bar a run; runs that ended otherwise say how."""
+    if not runs:
+        return None
+    panels = []
+    for members in grouped(runs, _WORK):
+        content = []
+        for run in members:
+            name = label(run, members)
+            if (took := step(run)) is None:
+                how = OUTCOMES.get(run["status"], str(run["status"]))
+                content.append(Row(f"✕ {name}", how.partition(":")[0].partition(",")[0]))
+                continue
+            seconds, kind = took
+            rate = run["rows"] / run.get("steps", 1) / seconds
+            told = f"{number(rate)} rows/s · {seconds:.2f} s {kind}".rstrip()
+            marks = [drawing.bar(seconds, colour(run["plane"]))]
+            if kind == "steady":
+                marks.append(drawing.dots(run["step_seconds"][:1], colour(run["plane"]), True))
+            content.append(Row(name, told, marks))
+        scale, note = Scale("seconds of a step", low=0), _beside_others(members)
+        panels.append(drawing.rows(_job(members[0], runs), content, scale, note=note))
+    sentence = (
+        "Shorter bars are better. A step ends when its last row was compared at a trainer; a "
+        "steady one is the mean of all but the first, which is cold (hollow points)."
+    )
+    return Figure("throughput", "Every run", sentence, panels)
+
+
+def _beside_others(members: Sequence[Run]) -> str:
+    """dataplane's best run of a job and the best other; cold and steady steps do not mix."""
+    timed = [(took, run) for run in members if (took := step(run))]
+    ours = [(took, run) for took, run in timed if run["plane"] == "dataplane"]
+    if not ours or all(run["plane"] == "dataplane" for run in members):
+        return ""
+    (seconds, kind), best = min(ours, key=lambda pair: pair[0][0])
+    others = [(took, run) for took, run in timed if run["plane"] != "dataplane"]
+    if not others:
+        return f"{label(best, members)} took {seconds:.2f} s, nobody else finished."
+    alike = [(took[0], run) for took, run in others if took[1] == kind]
+    if not alike:
+        return ""
+    time, rival = min(alike, key=lambda pair: pair[0])
+    how = f"{time / seconds:.2g} × as fast as {label(rival, members)}"
+    return f"{label(best, members)}: {how}, the best other run that finished."
+
+
+def stages(runs: Sequence[Run]) -> Figure | None:
+    """For each run a panel, a bar a role: seconds split by what its workers did."""
+    finished = [run for run in runs if run["status"] == "ok" and run["seconds"]]
+    panels = []
+    for members in grouped(finished, _WORK):
+        most = max(run["seconds"] for run in members) * 1.02
+        for run in members:
+            content = []
+            for role, seconds in _by_role(run).items():
+                two = sorted(seconds, key=lambda kind: -seconds[kind])[:2]
+                told = ", ".join(f"{kind} {seconds[kind]:.2f} s" for kind in two)
+                parts = [(kind, seconds.get(kind, 0.0)) for kind, _, _ in _ACTIVITIES]
+                content.append(Row(role, told, [drawing.stack(parts)]))
+            scale = Scale("seconds, mean over the workers of a stage", low=0, high=most)
+            title = f"{label(run, members)}: {_job(run, runs)}"
+            if content:
+                panels.append(drawing.rows(title, content, scale))
+    sentence = (
+        "Each bar is a stage's mean worker over the whole run: colours are time in the plane or "
+        "for the policy, greys are not; waiting for rows includes the time that the stage before "
+        "needs, which a controller adds up."
+    )
+    key = {kind: f"{kind}: {what}" for kind, what, _ in _ACTIVITIES}
+    title = "Where the time goes"
+    return Figure("stages", title, sentence, panels, key) if panels else None
+
+
+def _by_role(run: Run) -> dict[str, dict[str, float]]:
+    """Mean seconds by role and kind of activity."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    workers: dict[str, int] = defaultdict(int)
+    for name, worker in run["workers"].items():
+        if not worker["seconds"]:
+            continue  # a service, which reports no activities
+        role = name.rpartition("-")[0]
+        workers[role] += 1
+        for activity, seconds in worker["seconds"].items():
+            kinds = (kind for kind, _, activities in _ACTIVITIES if activity in activities)
+            sums[role][next(kinds, "work")] += seconds
+    return {
+        role: {kind: seconds / workers[role] for kind, seconds in kinds.items()}
+        for role, kinds in sums.items()
+    }
+
+
+def latency(runs: Sequence[Run]) -> Figure | None:
+    """A panel a job: a line from p50 to the maximum for each run and call."""
+    timed = [run for run in runs if run["status"] == "ok" and run.get("latency_ms")]
+    panels = []
+    for members in grouped(timed, _WORK):
+        content = []
+        for role, call, title in _CALLS:
+            here = [run for run in members if call in run["latency_ms"].get(role, {})]
+            content += [Row(title)] if here else []
+            for run in here:
+                told, kind = run["latency_ms"][role][call], colour(run["plane"])
+                p50, *ticks, most = (max(told[p], 1e-3) for p in ("p50", "p90", "p99", "max"))
+                marks = [drawing.span(p50, most, kind, ticks), drawing.dots([p50], kind)]
+                said = f"{number(p50)} – {number(most)} ms"
+                content.append(Row(label(run, members), said, marks))
+        if content:
+            scale = Scale("milliseconds, each tick ten times the one before", log=True)
+            panels.append(drawing.rows(_job(members[0], runs), content, scale))
+    sentence = (
+        "From p50 (dot) over p90 and p99 (ticks) to the slowest; further left is better. A wait "
+        "for rows ends when the stages before are done: with a controller, when all rows are."
+    )
+    return Figure("latency", "Latency", sentence, panels) if panels else None

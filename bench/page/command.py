@@ -58,9 +58,12 @@ def _perform(options: argparse.Namespace) -> str:
         found = chosen(reports, only)
         if options.png:
             with replacing(options.png) as partial:
-                drawing.tiled([panel for figure in found for panel in figure.panels], partial)
+                drawing.tiled(found, partial)
         if options.pictures:
-            pictures(options.pictures, [f for f in found if only or f.name in _PICTURES])
+            wanted = [figure for figure in found if only or figure.name in _PICTURES]
+            if not wanted:
+                return f"none of {', '.join(_PICTURES)} can be drawn from these reports"
+            pictures(options.pictures, wanted)
     except OSError as exc:
         return f"{exc.filename}: {exc.strerror}"
     except ValueError as exc:  # a file that is no JSON is one too

@@ -27,12 +27,17 @@ _PAGE = Template("""<!doctype html>
 def load(path: Path) -> Report:
     """A report that a command of the bench wrote. ValueError where it is something else."""
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(), parse_constant=_no_figure)
     except ValueError as exc:
         raise ValueError(f"{path} is no JSON: {exc}") from exc
     if not isinstance(told, dict) or "machine" not in told or "command" not in told:
         raise ValueError(f"{path} is no report of this bench: machine and command are missing")
     return told
+
+
+def _no_figure(word: str) -> float:
+    """NaN or Infinity, which Python writes and JSON has not: nothing can be drawn of it."""
+    raise ValueError(f"{word} is no figure")
 
 
 def write(path: Path, reports: Sequence[Report], only: Collection[str] = ()) -> None:
@@ -63,7 +68,7 @@ def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:
             for theme, colours in (("light", drawing.LIGHT), ("dark", drawing.DARK)):
                 which = f"-{nth}" if nth > 1 else ""
                 made.append(folder / f"{figure.name}{which}-{theme}.svg")
-                drawing.picture(panel, made[-1], colours)
+                drawing.picture(figure.title, panel, made[-1], colours)
     return made
 
 

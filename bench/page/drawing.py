@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -286,19 +287,24 @@ def _axis(axis: Any, scale: Scale) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 
-def _sheet(panel: Panel, theme: Theme, titled: bool) -> Sheet:
-    height = panel.height + (22 if titled else 0)
+def _sheet(panel: Panel, theme: Theme, heading: str = "") -> Sheet:
+    """`heading`: of a picture that stands by itself; on a page both titles are text."""
+    title = textwrap.wrap(panel.title, 50) if heading else []
+    height = panel.height + (24 + 15 * len(title) if heading else 0)
     sheet = Sheet(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
-    sheet.patch.set_facecolor(theme["paper"] if titled else "none")
+    sheet.patch.set_facecolor(theme["paper"] if heading else "none")
     ax = sheet.add_subplot()
     ax.set_facecolor("none")
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("bottom", "left"))
         spine.set_color(theme["grid"])
     ax.tick_params(colors=theme["soft"], labelsize=_LETTER - 1, length=0)
+    ax.tick_params(axis="x", pad=7)  # clear of the lowest figure on the left
     panel.draw(ax, theme)
-    if titled:
-        sheet.suptitle(panel.title, x=0.01, ha="left", weight="bold", fontsize=12)
+    if heading:
+        small: dict[str, Any] = {"fontsize": _LETTER - 1, "color": theme["soft"]}
+        sheet.suptitle(heading, x=0.01, ha="left", weight="bold", fontsize=_LETTER + 1)
+        ax.set_title("\n".join(title), loc="left", pad=22, **small)
     return sheet
 
 
@@ -310,7 +316,7 @@ def inline(panel: Panel, name: str) -> str:
     """As SVG for a page whose CSS has a variable for each colour; `name` is its own there."""
     with _style(LIGHT, **{"svg.hashsalt": name}):
         told = io.StringIO()
-        _sheet(panel, LIGHT, titled=False).savefig(told, format="svg", metadata=_NO_METADATA)
+        _sheet(panel, LIGHT).savefig(told, format="svg", metadata=_NO_METADATA)
     drawn = told.getvalue()
     drawn = drawn[drawn.index("<svg") :]
     used = set(re.findall(r"#([\w-]+)", drawn))
@@ -322,18 +328,20 @@ def inline(panel: Panel, name: str) -> str:
     return drawn.replace("<svg", label, 1)
 
 
-def picture(panel: Panel, path: Path, theme: Theme) -> None:
-    """As an SVG file by itself, with its title. Letters are paths: alike on any machine."""
+def picture(heading: str, panel: Panel, path: Path, theme: Theme) -> None:
+    """As an SVG file by itself, with its titles. Letters are paths: alike on any machine."""
     with _style(theme, **{"svg.hashsalt": path.name, "svg.fonttype": "path"}):
-        _sheet(panel, theme, titled=True).savefig(path, format="svg", metadata=_NO_METADATA)
+        _sheet(panel, theme, heading).savefig(path, format="svg", metadata=_NO_METADATA)
 
 
-def tiled(panels: Sequence[Panel], path: Path) -> None:
-    """All of them in one PNG, in two columns, with twice the pixels."""
+def tiled(figures: Sequence[Figure], path: Path) -> None:
+    """All their panels in one PNG, in two columns, with twice the pixels."""
     drawn = []
     with _style(LIGHT, **{"svg.fonttype": "path"}):
-        for panel in panels:
-            sheet = _sheet(panel, LIGHT, titled=True)
+        for title, panel in (
+            (figure.title, panel) for figure in figures for panel in figure.panels
+        ):
+            sheet = _sheet(panel, LIGHT, title)
             sheet.set_dpi(144)
             canvas = FigureCanvasAgg(sheet)
             canvas.draw()

@@ -95,17 +95,18 @@ def transports(report: Report) -> Figure | None:
     run = {name: shapes for name, shapes in told.items() if shapes.get("status") != "not run"}
     panels = []
     for name, shapes in run.items():
-        content = []
+        content, counted = [], []
         for shape, found in shapes.items():
-            share = found["of_ceiling"]
-            counted = (
-                f"{shape.replace('x', ' × ', 1)}: {found['copies_per_byte']:.2f} copies, "
+            share, batch = found["of_ceiling"], shape.replace("x", " × ", 1)
+            rate = f"{share:.2f} ({found['GBps']:.1f} GB/s)"
+            content.append(Row(batch, rate, [drawing.bar(share, "dataplane")]))
+            counted.append(
+                f"{batch}: {found['copies_per_byte']:.2f} copies of a byte, "
                 f"{found['exchanges_per_batch']:.1f} exchanges"
             )
-            rate = f"{share:.2f} ({found['GBps']:.1f} GB/s)"
-            content.append(Row(counted, rate, [drawing.bar(share, "dataplane")]))
         scale = Scale("share of the bare loop, in the same run", low=0)
-        panels.append(drawing.rows(name, content, scale, whole=1.0))
+        note = "; ".join(counted)
+        panels.append(drawing.rows(name, content, scale, whole=1.0, note=note))
     missing = [f"{name} was not run: {told[name]['error']}" for name in told if name not in run]
     sentence = " ".join(
         (

@@ -82,6 +82,8 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
     limit, link = run.get("memory_limit_bytes"), run.get("link")
     shown = {name: f"{run[name]} {what}" for name, what in _COUNTED.items() if name in run}
+    if run.get("steps") == 1:
+        shown["steps"] = "one step"
     shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
     shown["link"] = f"links of {link}" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
@@ -210,8 +212,8 @@ def links(runs: Sequence[Run]) -> Figure | None:
             title = _family(family[0])
             panels.append(drawing.lines(title, drawn, _sizes(family), Scale("GB a step")))
     sentence = (
-        "In both directions, counted by the interfaces. Full: the share of 100 ms intervals in which one direction "
-        "carried at least 80 % of its rate, on the most hosts."
+        "In both directions, counted by the interfaces. Full: the share of 100 ms intervals in "
+        "which one direction carried at least 80 % of its rate, on the most hosts."
     )
     title = "Bytes through the busiest host's link"
     return Figure("links", title, sentence, panels) if panels else None

@@ -52,5 +52,5 @@ def test_the_page_tells_rates_means_and_binary_units(tmp_path: Path) -> None:
     write(page, [report(runs=[run("dataplane", rows=128, seconds=4.0, workers=workers)])])
     told = page.read_text()
     assert "32 rows/s · 4.00 s" in told and "<td>32.0</td>" in told
-    assert "waiting for rows, reading: 1.50 s" in told  # of a mean worker
-    assert "a host at most 1 GiB" in told and "limit of a host, 3 GiB" in told
+    assert "wait 1.50 s" in told  # of a mean worker
+    assert "at most 1 GiB" in told and "limit of a host, 3 GiB" in told

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import shutil
-import struct
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,33 @@ import pytest
 
 from bench.cli import main
 from bench.page.document import write
-from bench.page.picture import told_by
-from bench.page.svg import Scale
+from bench.page.drawing import DARK, LIGHT, apart
+from tests.bench.browser import Browser, chromium
 
-# Runs in the page: what lies outside its drawing, and what is drawn of which kind.
+# Runs in the page: what lies outside the page, on other words of its drawing, or is too small.
 _LOOK = """(() => {
-const outside = [], kinds = {};
+const outside = [], over = [], wide = document.documentElement.scrollWidth - innerWidth;
+let smallest = 99;
 for (const svg of document.querySelectorAll("svg")) {
-  const room = svg.getBoundingClientRect();
-  for (const text of svg.querySelectorAll("text")) {
-    const box = text.getBoundingClientRect();
-    if (box.left < room.left - 2 || box.right > room.right + 2 ||
-        box.top < room.top - 4 || box.bottom > room.bottom + 4) outside.push(text.textContent);
-  }
-  for (const shape of svg.querySelectorAll("rect,path,line,circle")) {
-    const box = shape.getBoundingClientRect();
-    if (box.width + box.height > 0)
-      for (const kind of shape.classList) kinds[kind] = (kinds[kind] || 0) + 1;
-  }
+  const texts = [...svg.querySelectorAll("text")].filter(text => text.textContent.trim());
+  const boxes = texts.map(text => text.getBoundingClientRect());
+  texts.forEach((text, n) => {
+    const box = boxes[n];
+    smallest = Math.min(smallest, parseFloat(getComputedStyle(text).fontSize) * text.getCTM().a);
+    if (box.left < -1 || box.right > innerWidth + 1) outside.push(text.textContent);
+    boxes.slice(0, n).forEach((other, k) => {
+      const across = Math.min(box.right, other.right) - Math.max(box.left, other.left);
+      const down = Math.min(box.bottom, other.bottom) - Math.max(box.top, other.top);
+      if (across > 2 && down > 4) over.push([texts[k].textContent, text.textContent]);
+    });
+  });
 }
-return JSON.stringify({
-  outside, kinds,
+const css = (name, of) => getComputedStyle(of || document.body)[name];
+return {
+  outside, over, wide, smallest, ink: css("color"), paper: css("backgroundColor"),
   headings: [...document.querySelectorAll("h2")].map(h => h.textContent),
-  fetched: performance.getEntriesByType("resource").map(r => r.name),
-  wide: document.documentElement.scrollWidth - innerWidth,
-  smallest: Math.min(...[...document.querySelectorAll("text")].map(
-    text => parseFloat(getComputedStyle(text).fontSize) * text.getCTM().a)),
-});
+  letters: css("fill", document.querySelector("svg text")),
+};
 })()"""
 
 
@@ -51,7 +52,7 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
         "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
         "peak_total_bytes": 2 << 30, "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
         "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True, "columns": "needed",
-        "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0,
+        "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0, "link": None,
         "memory_curve": {
             "seconds": [-1.0, 0.0, 1.0, 3.0],
             "processes": {
@@ -116,54 +117,185 @@ def full() -> list[dict[str, Any]]:
     return [report(runs=[run("dataplane"), killed()]), report(memory=cases), report(**perf)]
 
 
-def look(page: Path, width: int = 900) -> dict[str, Any]:
-    """Open the page in a browser, and tell what is to be seen. Without one the test fails, and the
-    message names what installs it."""
-    seen: dict[str, Any] = json.loads(told_by(page, _LOOK, width))
-    return seen
+def over_hosts(trace: str = "math", a_host: int = 2, **changes: Any) -> list[dict[str, Any]]:
+    """A plane that stays flat and one that does not, on 2, 4 and 8 hosts with links."""
+    runs = []
+    for plane, grows in (("dataplane", 0.0), ("controller", 1.0)):
+        for hosts in (2, 4, 8):
+            took = 0.5 + grows * hosts
+            runs.append(
+                run(
+                    plane, trace=trace, hosts=hosts, prompts=a_host * hosts, trainers=hosts,
+                    rows_expected=8 * a_host * hosts, rows=8 * a_host * hosts, steps=3,
+                    bytes_unique=hosts * 10**8, step_seconds=[3 * took, took, took + 0.2],
+                    seconds=5 * took + 0.2, memory_limit_bytes=None, link="400mbit",
+                    busiest_link={
+                        "host": 0, "bytes": int(3e8 * (1 + grows * hosts)),
+                        "busy_share": 0.1 + 0.1 * grows * hosts,
+                    },
+                    messages={"peers": {"claim": 1.5, "put": 1.0}, "local": {"ack": 2.0}},
+                )
+            )  # fmt: skip
+    return [{**told, **changes} for told in runs]
 
 
-@pytest.mark.needs("chromium")
-def test_a_browser_shows_every_plot_with_nothing_cut_off_and_nothing_fetched(
-    tmp_path: Path,
-) -> None:
-    page = tmp_path / "out" / "report.html"
-    write(page, full())
-    seen = look(page)
-    assert seen["outside"] == [] and seen["fetched"] == [] and seen["wide"] <= 0
-    assert seen["headings"] == [
-        "Throughput", "Memory", "How little memory is enough", "Where the time goes", "Latency",
-        "The hot path", "Transports", "Scaling", "Figures", "Commands and machine",
+def of_planes() -> dict[str, Any]:
+    """What `compare` writes."""
+    planes = {
+        "dataplane": {"status": "ok", "error": ""},
+        "transfer_queue": {"status": "ok", "error": ""},
+        "ray-store": {"status": "error", "error": "it died\nafter a while"},
+    }
+    lines = [
+        {
+            "plane": plane, "hosts": hosts, "batch": "64 MiB", "operation": operation,
+            "seconds": {"min": 0.1 * nth, "median": 0.2 * nth, "max": 0.3 * nth, "samples": 3},
+        }
+        for nth, plane in enumerate(("dataplane", "transfer_queue"), 1)
+        for hosts in (1, 2)
+        for operation in ("put", "read")
     ]  # fmt: skip
-    assert seen["kinds"]["limit"] == 2  # a panel for each of the two runs
-    assert seen["kinds"]["kill"] == 4  # a cross in the panel, and one instead of a bar
-    assert seen["kinds"]["shade"] == 4  # two hosts in each panel
-    on_a_phone = look(page, 500)
-    assert on_a_phone["wide"] <= 0 and on_a_phone["outside"] == []
-    assert on_a_phone["smallest"] >= 9  # pixels that a letter is high
+    not_run = {"packed": "it needs tensordict"}
+    return report(results=lines, rows=256, planes=planes, not_run=not_run)
 
 
-@pytest.mark.needs("chromium")
-def test_a_simulation_shows_its_cases_and_the_model_with_bands(tmp_path: Path) -> None:
-    simulated = {
+def simulated() -> dict[str, Any]:
+    case = {
         "plane": "dataplane", "dedup": True, "trace": "image", "predicted_step_s": 1.1,
         "recorded_step_s": 1.0, "steps_s": [1.1, 1.2, 1.3],
     }  # fmt: skip
     stall = {"low": 1.0, "middle": 2.0, "high": 3.0}
     held = {"low": 1e9, "middle": 2e9, "high": 3e9}
-    model = [
-        {**simulated, "hosts": hosts, "stall_s": stall, "service_peak_bytes": held}
-        for hosts in (8, 64)
-    ]
+    model = [{**case, "hosts": n, "stall_s": stall, "service_peak_bytes": held} for n in (8, 64)]
     assumed = {"trace": "image", "groups_per_host": 2, "link_gbps": 200.0}
     told = {"accuracy": 0.9, "accuracy_of_recorded_time": 0.8, "assumed": assumed, "model": model}
-    page = tmp_path / "sim.html"
-    write(page, [report(cases=[{**simulated, "hosts": 8}], **told)])
-    seen = look(page)
-    assert seen["wide"] <= 0 and seen["outside"] == []
-    assert {"What the model is worth", "Larger clusters, modelled"} <= set(seen["headings"])
-    assert seen["kinds"]["shade"] == 2 and seen["kinds"]["dot"] == 3
-    write(page, [report(cases=[{**simulated, "hosts": 8}], **told | {"model": model[:1]})])
+    return report(cases=[{**case, "hosts": 8}], **told)
+
+
+def first() -> dict[str, Any]:
+    runs = [*over_hosts(), *over_hosts("video", 1), run("dataplane"), killed()]
+    return report(runs=runs, headline=["It is 16 × as fast.", "One was <killed>.", "We lose once."])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of whatever the bench can measure."""
+    page = tmp_path_factory.mktemp("page") / "out" / "report.html"
+    write(page, [first(), *full()[1:], of_planes(), simulated()])
+    return page
+
+
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_every_picture_legibly_and_fetches_nothing(
+    everything: Path, browser: Browser, width: int, dark: bool
+) -> None:
+    browser.open(everything, width, dark)
+    seen = browser.tell(_LOOK)
+    assert browser.fetched == [] and browser.errors == []
+    assert seen["wide"] <= 0 and seen["outside"] == [] and seen["over"] == []
+    assert seen["smallest"] >= 10  # pixels that a letter is high
+    ink, paper, soft = (rgb((DARK if dark else LIGHT)[n]) for n in ("ink", "paper", "soft"))
+    assert (seen["ink"], seen["paper"], seen["letters"]) == (ink, paper, soft)
+    assert seen["headings"] == [
+        "Step time over hosts", "Bytes through the busiest host's link", "Memory under the limit",
+        "How little memory is enough", "Every run", "Where the time goes", "Latency",
+        "Memory, process by process", "The same batch through other planes", "The hot path",
+        "Transports", "Scaling", "What the model is worth", "Larger clusters, modelled",
+        "Figures", "Messages of a trained group", "Commands and machine",
+    ]  # fmt: skip
+
+
+def rgb(colour: str) -> str:
+    return "rgb({}, {}, {})".format(*bytes.fromhex(colour[1:]))
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_whatever_is_written_in_a_colour_can_be_read_on_its_paper(theme: dict[str, str]) -> None:
+    assert len(set(theme.values())) == len(theme)  # by which the page knows them
+    for name in ("ink", "soft", "bad"):
+        assert contrast(theme[name], theme["paper"]) >= 4.5, name
+    for plane in ("dataplane", "controller", "ray-driver", "ray-store", "transfer_queue", "other"):
+        assert contrast(theme[plane], theme["paper"]) >= 3.5, plane  # in bold, and as lines
+
+
+def test_the_page_opens_with_the_headline_and_the_same_work_over_hosts(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    write(page, [first()])
+    told = page.read_text()
+    order = [
+        "<li>It is 16 × as fast.</li>", "<li>One was &lt;killed&gt;.</li>", 'id="hosts"',
+        'id="links"', 'id="memory"', "<h2>Figures</h2>",
+    ]  # fmt: skip
+    places = [told.index(part) for part in order]
+    assert places == sorted(places)
+    hosts = section(told, "hosts")
+    assert captions(hosts) == [
+        "math, 2 prompts a host, links of 400mbit", "video, 1 prompt a host, links of 400mbit",
+    ]  # fmt: skip
+    assert {"0.6 s", "8.6 s", "2", "4", "8", "seconds"} <= set(texts(hosts))
+    assert {"0.1 GB", "0.9 GB", "full 10%", "full 90%"} <= set(texts(section(told, "links")))
+    assert "<td>8.60 steady</td>" in told and "<td>0.90, full 90%</td>" in told
+    assert "peers 2.5 (claim 1.5, put 1); local 2 (ack 2)" in told
+
+
+def section(page: str, name: str) -> str:
+    (found,) = re.findall(rf'<section id="{name}">.*?</section>', page, re.DOTALL)
+    return str(found)
+
+
+def captions(part: str) -> list[str]:
+    return re.findall("<figcaption>(.*?)</figcaption>", part)
+
+
+def texts(part: str) -> list[str]:
+    return re.findall("<text[^>]*>(.*?)</text>", part)
+
+
+def test_a_single_step_is_called_cold_and_who_died_is_crossed_out(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    runs = over_hosts(dedup=False)
+    cold = [{**r, "step_seconds": r["step_seconds"][:1], "steps": 1} for r in runs[:4]]
+    died = {**runs[5], "status": "oom", "step_seconds": [], "seconds": None, "rows": 3}
+    write(page, [report(runs=[*cold, died])])
+    told = texts(section(page.read_text(), "hosts"))
+    assert "1.5 s cold" in told and "7.5 s cold" in told and "✕ killed" in told
+    assert "<td>7.50 cold</td>" in page.read_text()
+
+
+def test_reports_without_steps_or_links_have_no_such_picture(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    write(page, [report(runs=[run("dataplane"), run("dataplane", hosts=4, prompts=32)])])
+    assert 'id="hosts"' not in page.read_text() and 'id="links"' not in page.read_text()
+    write(page, [report(runs=over_hosts(busiest_link=None, link=None))])
+    told = page.read_text()
+    assert captions(section(told, "hosts")) == ["math, 2 prompts a host, no link limit"]
+    assert 'id="links"' not in told
+
+
+def test_a_simulation_of_one_size_has_no_picture_of_sizes(tmp_path: Path) -> None:
+    page, told = tmp_path / "sim.html", simulated()
+    write(page, [{**told, "model": told["model"][:1]}])
+    assert "What the model is worth" in page.read_text()
     assert "Larger clusters" not in page.read_text()
 
 
@@ -171,7 +303,7 @@ def test_the_page_names_no_address_and_shows_errors_as_text(tmp_path: Path) -> N
     page = tmp_path / "report.html"
     write(page, full())
     told = page.read_text()
-    assert not re.search(r"https?://|<script|@import|url\(", told)
+    assert not re.search(r"https?://|<script|@import|url\((?!#)", told)
     assert "ucx was not run: ucxx is not installed &lt;here&gt;." in told
     assert "&lt;at its limit&gt;" in told and "<at its limit>" not in told
     assert told.count("python -m bench run --trace video") == 3
@@ -184,12 +316,26 @@ def test_only_runs_that_did_the_same_work_are_set_beside_each_other(tmp_path: Pa
     told = page.read_text()
     assert "as fast as" not in told and "nobody else finished" not in told
     assert "until the kernel kills it. " not in told and "until the kernel kills it.<" in told
-    assert "video: 2 prompts × 8" in told and "video: 16 prompts × 8" in told
+    assert captions(section(told, "throughput")) == [
+        "video, 2 hosts, 2 prompts × 8, 6 GiB a host",
+        "video, 2 hosts, 16 prompts × 8, 3 GiB a host",
+    ]
     alike = [run("dataplane", dedup=on, seconds=took) for on, took in ((True, 2.0), (False, 8.0))]
     write(page, [report(runs=[*alike, run("controller", dedup=False, seconds=5.0), killed()])])
     told = page.read_text()
-    assert "dataplane, dedup on took 2.00 s, 2.5 × as fast as" in told
+    assert "dataplane, dedup on: 2.5 × as fast as controller, dedup off, the best other" in told
     assert "kills it, dataplane (dedup on) stays at 1 GiB at most and finishes." in told
+    linked = [*over_hosts()[:1], *over_hosts(link=None)[3:4]]
+    write(page, [report(runs=linked)])
+    assert "as fast as" not in page.read_text() and 'id="hosts"' not in page.read_text()
+
+
+def test_a_cold_step_is_never_compared_with_a_steady_one(tmp_path: Path) -> None:
+    page, (ours, _, _, theirs, _, _) = tmp_path / "report.html", over_hosts()
+    write(page, [report(runs=[ours, theirs])])
+    assert "dataplane: 4.3 × as fast as controller, the best other" in page.read_text()
+    write(page, [report(runs=[ours, {**theirs, "step_seconds": [7.5]}])])
+    assert "as fast as" not in page.read_text()
 
 
 def test_what_was_not_run_is_named_beside_what_was(tmp_path: Path) -> None:
@@ -226,14 +372,14 @@ def test_a_run_that_never_started_stretches_no_axis(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     waited = run("ray-store", status="error", error="no node", rows=0, seconds=None)
     write(page, [report(runs=[run("dataplane"), waited])], only=["memory"])
-    assert page.read_text().count('class="panel') == 1
+    assert page.read_text().count("<figure>") == 1
 
 
 def test_one_figure_can_be_had_alone_for_a_picture(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write(page, full(), only=["memory"])
     told = page.read_text()
-    assert told.count("<section") == 1 and "<h2>Memory</h2>" in told
+    assert told.count("<section") == 1 and "<h2>Memory under the limit</h2>" in told
     assert "controller (dedup off) fills its host until the kernel kills it" in told
 
 
@@ -250,7 +396,9 @@ def test_a_report_without_a_single_finished_run_is_still_a_page(tmp_path: Path) 
 
 
 @pytest.mark.needs("chromium")
-def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(tmp_path: Path) -> None:
+def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(
+    tmp_path: Path, browser: Browser
+) -> None:
     path = tmp_path / "r.json"
     options = ["--trace", "math", "--planes", "controller", "--prompts", "2", "--json", str(path)]
     assert main(["run", *options]) == 0
@@ -258,29 +406,57 @@ def test_a_run_writes_the_page_beside_its_json_and_report_makes_it_again(tmp_pat
     again = tmp_path / "again.html"
     assert main(["report", str(path), "-o", str(again)]) == 0
     assert again.read_text() == path.with_suffix(".html").read_text()
-    assert look(again)["outside"] == []
+    browser.open(again, 390)
+    seen = browser.tell(_LOOK)
+    assert seen["wide"] <= 0 and seen["over"] == [] and browser.errors == []
 
 
-@pytest.mark.needs("chromium")
-def test_a_picture_is_as_high_as_its_page(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(full()[0]))
-    page, picture = tmp_path / "page.html", tmp_path / "docs" / "memory.png"
-    options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "memory"]
-    assert main([*options, "--png", str(picture)]) == 0
-    content = picture.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) < 200_000
-    high = int(told_by(page, "document.body.offsetHeight"))
-    assert struct.unpack(">II", content[16:24]) == (900, high)
+def test_a_png_has_the_drawings_of_the_figures_that_were_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(first()))
+    picture = tmp_path / "docs" / "memory.png"
+    options = ["report", str(tmp_path / "r.json"), "--only", "memory", "--png", str(picture)]
+    assert main(options) == 0
+    one = picture.read_bytes()
+    assert one[:8] == b"\x89PNG\r\n\x1a\n" and size(one)[0] == 720
+    options[3] = "memory,hosts"
+    assert main(options) == 0
+    assert size(picture.read_bytes())[0] == 1440 and len(picture.read_bytes()) < 400_000
 
 
-def test_without_a_browser_the_message_names_what_installs_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def size(png: bytes) -> tuple[int, int]:
+    wide, high = (int.from_bytes(png[n : n + 4]) for n in (16, 20))
+    return wide, high
+
+
+def test_the_readmes_pictures_are_made_of_a_report_light_and_dark(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(first()))
+    folder = tmp_path / "docs"
+    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(folder)]) == 0
+    names = ("hosts", "hosts-2", "links", "links-2", "memory")
+    made = sorted(f"{name}-{theme}.svg" for name in names for theme in ("light", "dark"))
+    assert sorted(path.name for path in folder.iterdir()) == made
+    for path in folder.iterdir():
+        drawn = path.read_text()
+        assert ElementTree.fromstring(drawn).tag.endswith("svg") and len(drawn) < 150_000
+        assert (DARK if "dark" in path.name else LIGHT)["dataplane"] in drawn
+        assert "<text" not in drawn  # letters alike on any machine
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(folder)]) == 0
+    assert before == {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_report_that_nothing_is_to_be_made_of_says_what_could_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
-    options = ["report", str(tmp_path / "r.json"), "-o", str(tmp_path / "page.html")]
-    assert main([*options, "--png", str(tmp_path / "x.png")]) == 1
-    assert "make system-packages" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "r.json")]) == 2
+    assert "name a page (-o), a picture (--png) or a folder" in capsys.readouterr().err
+    (tmp_path / "perf.json").write_text(json.dumps(full()[2]))
+    asked = ["report", str(tmp_path / "perf.json"), "--pictures", str(tmp_path / "docs")]
+    assert main(asked) == 2
+    assert "none of hosts, links, memory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "r.json"), "--pictures", str(tmp_path / "r.json")]) == 2
+    assert "r.json: File exists" in capsys.readouterr().err
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,13 +470,13 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
     endless = {"train": {"claim": {"p50": float("inf"), "p90": 1, "p99": 1, "max": 1}}}
     (tmp_path / "odd.json").write_text(json.dumps(report(runs=[run("x", latency_ms=endless)])))
-    for name in ("cut.json", "odd.json"):
+    for name, why in (("cut.json", "no whole report"), ("odd.json", "Infinity is no figure")):
         assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
-        assert "no whole report" in capsys.readouterr().err and not page.exists()
+        assert why in capsys.readouterr().err and not page.exists()
     (tmp_path / "r.json").write_text(json.dumps(full()[0]))
     options = ["report", str(tmp_path / "r.json"), "-o", str(page), "--only", "smallest"]
     assert main(options) == 2 and not page.exists()
-    assert "no figure smallest in these reports, but throughput, memory" in capsys.readouterr().err
+    assert "no figure smallest in these reports, but memory, throughput" in capsys.readouterr().err
 
 
 def test_a_page_never_takes_the_place_of_a_report(
@@ -315,8 +491,10 @@ def test_a_page_never_takes_the_place_of_a_report(
     assert "is one of the reports" in capsys.readouterr().err
 
 
-def test_ticks_are_round_numbers_within_the_scale() -> None:
-    assert Scale(0, 3.3, 0, 100).ticks(4) == [0, 1, 2, 3]
-    assert Scale(-1.0, 4.8, 0, 100).ticks(6) == [-1, 0, 1, 2, 3, 4]
-    assert Scale(0.5, 2000, 0, 100, log=True).ticks() == [1, 10, 100, 1000]
-    assert Scale(0, 0.033, 0, 100).ticks(4) == pytest.approx([0, 0.01, 0.02, 0.03])
+def test_names_of_lines_never_lie_on_each_other() -> None:
+    assert apart([90, 50, 10], [20, 20, 20], 100) == [90, 50, 10]
+    for wanted in ([50.0, 50.0, 50.0], [3.0, 2.0, 1.0], [99.0, 98.0, 2.0], [100.0, 100.0, 99.0]):
+        found = apart(wanted, [20, 30, 20], 100)
+        assert found[0] - found[1] >= 25 and found[1] - found[2] >= 25
+        assert found[2] >= 0 - 4 and found[0] <= 100
+        assert all(math.isfinite(place) for place in found)

@@ -3,8 +3,6 @@
 `connect()` attaches to this host's peer, or starts one. `dataplane.aio` is the same with `await`.
 """
 
-import logging
-
 from dataplane import errors
 from dataplane.client.batch import Batch, Rows
 from dataplane.client.changes import Dropped
@@ -67,8 +65,6 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.metadata.where import Tag, Where, tag
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "AddressInUse",

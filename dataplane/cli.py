@@ -1,6 +1,6 @@
 """The command line: `dataplane peer` starts a peer by hand, `dataplane status` shows what runs,
-`dataplane probe` tries what carries values between hosts, `dataplane token` makes the secret that
-peers of several machines share.
+`dataplane clean` ends what nobody needs, `dataplane probe` tries what carries values between hosts,
+`dataplane token` makes the secret that peers of several machines share.
 
 Errors are one line on standard error and exit code 2.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound
-from dataplane.launch import config, discovery, rundir, runs
+from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
+from dataplane.launch import config, discovery, embedded, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import PeerConfig
 from dataplane.launch.device import find_device_arena
@@ -77,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", action="store_true", help="again every two seconds")
     status.add_argument("--json", action="store_true", help="one JSON object, for programs")
     status.set_defaults(command=_status)
+
+    clean = commands.add_parser("clean", help="end your runs on this host that nobody needs")
+    clean.add_argument("--run", metavar="NAME", help="only this run")
+    clean.add_argument("--force", action="store_true", help="also with unread rows or clients")
+    clean.set_defaults(command=_clean)
 
     probe = commands.add_parser("probe", help="try what carries values between the hosts")
     probe.add_argument("--peer", help="ask this one of the host's peers")
@@ -199,17 +204,10 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
 
 def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
     """A run, who began it, and the stats of its peers on this host, by name."""
-    # Imported here: `dataplane peer` must not load the client.
-    import dataplane
-
     peers: dict[str, Any] = {}
     for peer in run.peers:
         if name in (None, peer.name):
-            try:
-                with dataplane.connect(peer.name, run=run.name) as connected:
-                    peers[peer.name] = connected.stats()
-            except DataplaneError as error:  # a run that is stuck hides no other
-                peers[peer.name] = {"error": error.message}
+            peers[peer.name] = _stats(run.name, peer.name)
     starter = run.starter
     return {
         "run": run.name,
@@ -218,6 +216,56 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
         "begun_by": {"pid": starter.pid, "command": starter.command} if starter else None,
         "peers": peers,
     }
+
+
+def _stats(run: str, peer: str) -> dict[str, Any]:
+    """What a peer says of itself; one that is stuck hides no other."""
+    # Imported here: `dataplane peer` must not load the client.
+    from dataplane.client.opening import open_session
+    from dataplane.client.plane import Plane
+
+    try:
+        with Plane(open_session(peer, run, visit=True)) as plane:
+            return plane.stats()
+    except DataplaneError as error:
+        return {"error": error.message}
+
+
+def _clean(arguments: argparse.Namespace) -> int:
+    """End what nobody needs, and say what; leave the rest, and say why."""
+    base = rundir.run_dir()
+    for run in rundir.living_runs(base):
+        for peer in run.peers:
+            if arguments.run not in (None, run.name):
+                continue
+            what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
+            stats = _stats(run.name, peer.name)
+            needed = _needed(stats, peer, arguments.run is not None)
+            if needed and not arguments.force:
+                print(f"left {what}, because {needed}; --force ends it", flush=True)
+                continue
+            embedded.end(peer)
+            print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
+    for folder in runs.ended(base):
+        if arguments.run in (None, folder.name) and rundir.remove(folder):
+            print(f"removed what run {folder.name!r} left in {folder}", flush=True)
+    return 0
+
+
+def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
+    """Why a peer is not ended without --force; "" where nobody needs it."""
+    if "error" in stats:
+        return f"it does not answer ({stats['error']})"
+    rows = {name: one["rows"] for name, one in stats["partitions"].items() if one["rows"]}
+    if rows:
+        names = ", ".join(f"{count} of {name!r}" for name, count in rows.items())
+        return f"it has rows that nobody has read to the end: {names}"
+    clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - 1  # this one
+    if clients:
+        return f"its run has {counted(clients, 'client')}"
+    if (peer.card is None or peer.card.starter is None) and not named:
+        return "it was started by hand"
+    return ""
 
 
 def _shown(seen: dict[str, Any]) -> Iterator[str]:

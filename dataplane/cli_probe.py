@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import dataplane
 from dataplane.client import core
+from dataplane.client.opening import open_session
+from dataplane.client.plane import Plane
 from dataplane.transport import registry
 
 PROBE_S = 300.0
@@ -20,7 +21,7 @@ Report = dict[str, Any]
 
 def probe(run: str, peer: str) -> Report:
     """The report of all pairs, from one peer of this host."""
-    with dataplane.connect(peer, run=run) as connected:
+    with Plane(open_session(peer, run, visit=True)) as connected:
         report: Report = connected.run(core.probe(PROBE_S))
     return report
 

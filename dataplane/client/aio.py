@@ -47,17 +47,21 @@ T = TypeVar("T")
 
 
 def connect(
-    name: str | None = None, *, run: str | None = None, devices: str | None = None
+    name: str | None = None,
+    *,
+    run: str | None = None,
+    fresh: bool = False,
+    devices: str | None = None,
 ) -> Connecting:
     """As `dataplane.connect`: `await connect()`, or `async with connect() as plane`."""
-    return Connecting(name, run, devices)
+    return Connecting(name, run, fresh, devices)
 
 
 class Connecting:
     """A plane that is being connected to."""
 
-    def __init__(self, name: str | None, run: str | None, devices: str | None) -> None:
-        self._open_session = partial(open_session, name, run, wish_of(devices))
+    def __init__(self, name: str | None, run: str | None, fresh: bool, devices: str | None) -> None:
+        self._open_session = partial(open_session, name, run, fresh, wish_of(devices))
         self._opened: Plane | None = None
 
     async def _open(self) -> Plane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import weakref
@@ -17,23 +18,38 @@ from dataplane.errors import PeerLost
 from dataplane.launch.embedded import attach
 from dataplane.memory.mapping import ReadMap, WriteMaps
 
+log = logging.getLogger(__name__)
+
 _ATTEMPTS = 3
 
 
-def open_session(name: str | None, run: str | None, wish: Wish = AUTO) -> Housekeeper:
-    """A new session at the peer `name` of this host, or at the run's embedded one. Processes that
-    this one starts from now on belong to the same run."""
+def open_session(
+    name: str | None,
+    run: str | None,
+    fresh: bool = False,
+    wish: Wish = AUTO,
+    *,
+    visit: bool = False,
+) -> Housekeeper:
+    """A new session at the peer `name` of this host, or at the run's embedded one. The log says
+    which; processes that this one starts from now on belong to the same run. visit: neither is so,
+    for commands that only look."""
     for attempt in range(_ATTEMPTS):
-        attached = attach(run, name)
+        attached = attach(run, name, fresh=fresh)
+        fresh = fresh and not attached.began
         try:
             keeper = join(partial(_connected, attached.socket), wish)
-            if not os.environ.get("DATAPLANE_RUN"):
-                os.environ["DATAPLANE_RUN"] = attached.run.name
-            return keeper
         except PeerLost:
             # An embedded peer may have left between the two steps; the next one starts another.
             if attempt == _ATTEMPTS - 1:
                 raise
+            continue
+        if visit:
+            return keeper
+        log.log(logging.WARNING if attached.remarks() else logging.INFO, "%s", attached.line())
+        if not os.environ.get("DATAPLANE_RUN"):
+            os.environ["DATAPLANE_RUN"] = attached.run.name
+        return keeper
     raise AssertionError("unreachable")
 
 

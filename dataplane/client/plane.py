@@ -26,20 +26,28 @@ T = TypeVar("T")
 
 
 def connect(
-    name: str | None = None, *, run: str | None = None, devices: str | None = None
+    name: str | None = None,
+    *,
+    run: str | None = None,
+    fresh: bool = False,
+    devices: str | None = None,
 ) -> Plane:
     """Attach to this host's peer, or start an embedded one.
 
     name: which peer, where several run on this host (default: DATAPLANE_PEER). run: the name of the
     run whose plane this is (default: DATAPLANE_RUN, else the launcher's, else this launch itself:
     runs never mix, and commands typed in several terminals need a name). Processes that are started
-    from now on belong to the same run. devices: whether values in the peer's device
-    arenas are read in place, as views of GPU memory: "auto", where this process works on that GPU
-    when it connects; "required", on the current GPU (DeviceMissing otherwise); "off", never: they
-    come by way of the host (default: DATAPLANE_DEVICES, else auto). Raises PeerNotFound,
-    PeerAmbiguous, SeedsMissing, RunMissing, or another ConnectError that says what to do.
+    from now on belong to the same run. fresh: what an earlier launch left of it is ended first,
+    with all its rows, and once: all processes of a launch may say so. devices: whether values in
+    the peer's device arenas are read in place, as views of GPU memory: "auto", where this process
+    works on that GPU when it connects; "required", on the current GPU (DeviceMissing otherwise);
+    "off", never: they come by way of the host (default: DATAPLANE_DEVICES, else auto).
+
+    The log says in one line which run was begun or joined, and warns where that is perhaps not
+    meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, or another ConnectError
+    that says what to do; InvalidCall where `fresh` cannot be had.
     """
-    return Plane(open_session(name, run, wish_of(devices)))
+    return Plane(open_session(name, run, fresh, wish_of(devices)))
 
 
 class Plane:

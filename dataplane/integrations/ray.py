@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +43,6 @@ log = logging.getLogger(__name__)
 START_S = 180.0
 """Ray starts a worker on every node first, which imports this package."""
 STOP_S = 30.0
-_END_S = 15.0
 _PORTS = 1_000
 
 
@@ -240,8 +237,8 @@ class Attendant:
         if self._plane is not None:
             self._plane.close()
             self._plane = None
-        if peer is not None and peer.card is not None:
-            _end(peer.card.pid)
+        if peer is not None:
+            embedded.end(peer)
 
     def _living(self) -> rundir.LivingPeer | None:
         living = rundir.living_peers(self._folder)
@@ -289,14 +286,3 @@ def _free_port(host: str, ports: Sequence[int]) -> int:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
     raise AddressInUse(f"none of {len(ports)} ports from {ports[0]} on is free at {host}")
-
-
-def _end(pid: int) -> None:
-    """At once, and wait for it."""
-    with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(pid)
-        try:
-            os.kill(pid, signal.SIGINT)
-            select.select([handle], [], [], _END_S)
-        finally:
-            os.close(handle)

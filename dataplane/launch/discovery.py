@@ -246,6 +246,12 @@ def _of_ray(attribute: str) -> str:
     return str(found() if callable(found) else found)
 
 
+def waits_for_ray(environ: Environ = os.environ) -> bool:
+    """Whether this process is about to be one of a Ray job: it has imported ray, or its variables
+    name a cluster, and ray is not initialised yet."""
+    return ("ray" in sys.modules or "RAY_ADDRESS" in environ) and _initialised_ray() is None
+
+
 def _ray_has_several_hosts() -> bool:
     ray = _initialised_ray()
     alive = ray.nodes() if ray is not None else []

@@ -8,8 +8,10 @@ it, so that neither Ctrl-C nor the end of its starter ends it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataplane.errors import ConnectError, PeerAmbiguous, PeerNotFound, RunMissing
+from dataplane.errors import ConnectError, InvalidCall, PeerAmbiguous, PeerNotFound, RunMissing
 from dataplane.launch import discovery, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
 from dataplane.launch.config import (
@@ -36,9 +38,13 @@ from dataplane.launch.metrics import find_metrics
 from dataplane.launch.spill import find_spill
 from dataplane.launch.transport import find_transport
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 20.0
 MEET_TIMEOUT_S = 300.0
 """... of a peer that other hosts must let in: the hosts of a job start at different times."""
+END_S = 15.0
+OLD_S = 86_400.0
 _POLL_S = 0.01
 _LOG_TAIL_BYTES = 2_000
 
@@ -57,7 +63,47 @@ class Attached:
 
     run: runs.Run
     peer: rundir.LivingPeer
+    living: rundir.LivingRun
+    me: rundir.Starter
     began: bool = False
+
+    def line(self) -> str:
+        """What happened, in one line for the log."""
+        card, starter = self.peer.card, self.living.starter
+        peer = f"peer {self.peer.name!r}"
+        if card is not None:
+            peer += f", pid {card.pid}, dataplane {card.version}"
+        if self.began:
+            of_its_own = f" of its own (`{self.me.command}`)" if self.run.unnamed else ""
+            said = f"began run {self.run.name!r}{of_its_own}: {peer}"
+        else:
+            by = f"by `{starter.command}` (pid {starter.pid})" if starter else "by hand"
+            age = runs.age(self.living.age_s)
+            said = f"joined run {self.run.name!r}, begun {by} {age} ago: {peer}"
+        return "; ".join((said, *self.remarks()))
+
+    def remarks(self) -> list[str]:
+        """What is not as most people expect it, and what to do then."""
+        card, starter = self.peer.card, self.living.starter
+        remarks = []
+        named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
+        if not self.began and named and starter and starter.launch != self.me.launch:
+            remarks.append("another launch began it: connect(fresh=True) would end it first")
+        if card is not None and card.version != (mine := rundir.own_version()):
+            remarks.append(f"this process has dataplane {mine}")
+        if self.run.unnamed and discovery.waits_for_ray():
+            remarks.append(
+                "ray is not initialised yet, so this is a run of its own: connect() after "
+                "ray.init() to be in the run of its job"
+            )
+        if self.began and self.run.said_by == "launch":
+            others = [_introduced(one) for one in rundir.living_runs() if one.name != self.run.name]
+            if others:
+                remarks.append(
+                    f"on this host there is also {', '.join(others)}: programs in several "
+                    "terminals share a name, connect(run=…) or DATAPLANE_RUN"
+                )
+        return remarks
 
     @property
     def socket(self) -> str:
@@ -69,6 +115,8 @@ def attach(
     run: str | None = None,
     peer_name: str | None = None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    fresh: bool = False,
 ) -> Attached:
     """A peer of this host and of a run (default: this process's, see `runs`), which answers.
 
@@ -76,6 +124,9 @@ def attach(
     Without one: the only peer of the run, or an embedded one that is started. Raises PeerNotFound,
     PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
     300 s where other hosts have to let it in.
+
+    fresh: an embedded peer that another launch has left is ended before, and one of this process.
+    InvalidCall where that is not this call's to end.
     """
     peer_name = peer_name or environ.get("DATAPLANE_PEER") or None
     base = rundir.run_dir(environ)
@@ -84,16 +135,71 @@ def attach(
         belongs = _run_of(peer_name, belongs, base)
     folder = rundir.plane_dir(belongs.name, base)
     deadline = time.monotonic() + START_TIMEOUT_S
-    peer = _choose(folder, belongs.name, peer_name, environ)
-    began = False
-    if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
-        config = embedded_config(belongs.name, base, environ)
-        if config.seeds:
-            deadline += MEET_TIMEOUT_S - START_TIMEOUT_S
-        if peer is None:
-            peer, began = _start_once(config, folder, deadline)
-    _wait_until_answers(peer, folder, deadline)
-    return Attached(belongs, rundir.seen_again(folder, peer), began)
+    me, began = runs.this_process(environ), False
+    if fresh:
+        _end_what_is_left(folder, belongs.name, peer_name, me, deadline)
+    while True:
+        peer = _choose(folder, belongs.name, peer_name, environ)
+        if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
+            config = embedded_config(belongs.name, base, environ)
+            if config.seeds:
+                deadline = max(deadline, time.monotonic() + MEET_TIMEOUT_S)
+            if peer is None:
+                peer, began = _start_once(config, folder, deadline)
+        if _answers_in_time(peer, folder, deadline):
+            break  # else it was about to leave when it was seen, and the next one is asked
+    living = rundir.LivingRun(belongs.name, folder, rundir.living_peers(folder))
+    return Attached(belongs, rundir.seen_again(folder, peer), living, me, began)
+
+
+def _introduced(run: rundir.LivingRun) -> str:
+    who = f"`{run.starter.command}`" if run.starter else ", ".join(one.name for one in run.peers)
+    return f"run {run.name!r} ({who}, {runs.age(run.age_s)} old)"
+
+
+def _end_what_is_left(
+    folder: Path, run: str, peer_name: str | None, me: rundir.Starter, deadline: float
+) -> None:
+    """End the embedded peers of a run that is begun anew, unless this launch has done so before."""
+    if peer_name is not None:
+        raise InvalidCall(
+            f"fresh=True begins a run with a peer of its own, and peer {peer_name!r} is asked for: "
+            "leave one of them out (DATAPLANE_PEER too)"
+        )
+    with _start_lock(folder, deadline):
+        for peer in rundir.living_peers(folder):
+            starter = peer.card.starter if peer.card else None
+            if peer.card is None or starter is None:
+                raise InvalidCall(
+                    f"peer {peer.name!r} of run {run!r} was started by hand: stop it there, "
+                    f"dataplane clean --run {run} --force does it, and fresh=True begins the run"
+                )
+            if peer.card.address is not None:
+                raise InvalidCall(
+                    f"run {run!r} has peers on several hosts, and fresh=True ends those of this "
+                    "host only: give the new launch another name"
+                )
+            if starter.launch != me.launch or starter.process == me.process:
+                end(peer)
+                log.info("ended run %r, begun %s ago", run, runs.age(peer.card.age_s))
+
+
+def end(peer: rundir.LivingPeer, patience_s: float = END_S) -> None:
+    """End a peer at once, with all rows, and wait for it; one that does not react is killed."""
+    if peer.card is None:
+        return
+    try:
+        handle = os.pidfd_open(peer.card.pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, number)
+            if select.select([handle], [], [], patience_s)[0]:
+                return
+    finally:
+        os.close(handle)
 
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
@@ -200,13 +306,22 @@ def _start_once(
         peer = _choose(folder, config.run, None, {})
         if peer is not None:
             return peer, False
+        _remove_old(config.run_dir)
         start(config, deadline - time.monotonic())
         return rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None), True
 
 
+def _remove_old(base: Path) -> None:
+    """Folders of unnamed runs whose peers crashed stay for their logs, but not for ever."""
+    for folder in runs.ended(base):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > OLD_S:
+                rundir.remove(folder)
+
+
 @contextlib.contextmanager
 def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
-    while (fd := rundir.try_lock(folder / ".starting")) is None:
+    while (fd := rundir.try_lock(folder / rundir.STARTING)) is None:
         if time.monotonic() > deadline:
             raise ConnectError(
                 "another process has been starting the embedded peer for too long; its log is "
@@ -231,7 +346,7 @@ def start(config: PeerConfig, timeout_s: float) -> None:
     peer = rundir.LivingPeer(config.name, folder / f"{config.name}.sock", None)
     alive = _spawn(config, folder)
     try:
-        _wait_until_answers(peer, folder, time.monotonic() + timeout_s, alive)
+        _answers_in_time(peer, folder, time.monotonic() + timeout_s, alive)
     finally:
         os.close(alive)
 
@@ -294,10 +409,14 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _wait_until_answers(
+def _answers_in_time(
     peer: rundir.LivingPeer, folder: Path, deadline: float, alive: int | None = None
-) -> None:
+) -> bool:
+    """Wait until it answers; ConnectError where that takes too long. False where it has left: who
+    starts it knows by `alive` that it has ended, which is an error then."""
     while not answers(peer.socket):
+        if alive is None and peer.name not in _names(folder):
+            return False
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:
             log = log_path(folder, peer.name)
@@ -311,6 +430,7 @@ def _wait_until_answers(
             hint = f"; its log, {log}, ends: {_tail(log)}" if ours else ""
             raise ConnectError(f"peer {peer.name!r} {what}{hint}", peer=peer.name, log=str(log))
         time.sleep(_POLL_S)
+    return True
 
 
 def _tail(log: Path) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import time
 import weakref
 from collections.abc import Mapping
@@ -29,6 +30,9 @@ from dataplane.launch.private import private_dir
 
 MAX_SOCKET_PATH_BYTES = 99
 """Linux takes 107; other systems 103."""
+
+STARTING = ".starting"
+"""The file whose lock one holds who starts a run's embedded peer."""
 
 _NAME_BYTES = 32 + len(".sock")
 _CLAIM_PATIENCE_S = 0.2
@@ -230,6 +234,20 @@ def living_peers(folder: Path) -> list[LivingPeer]:
     return living
 
 
+def remove(folder: Path) -> bool:
+    """Remove the folder of a run without peers, unless somebody is about to start one there."""
+    fd = try_lock(folder / STARTING)
+    if fd is None:
+        return False
+    try:
+        if living_peers(folder):
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(fd)
+    return not folder.exists()
+
+
 def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
     """A peer with its card, which it may have written since it was seen."""
     return replace(peer, card=_read_card(folder, peer.name) or peer.card)
@@ -238,7 +256,11 @@ def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds the file's exclusive lock, or None where somebody else does."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # the folder went with the last peer of its run
+            _private(path.parent)
+            continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -86,6 +86,12 @@ def has_ended(name: str) -> bool:
     return False
 
 
+def ended(base: Path) -> list[Path]:
+    """The folders of unnamed runs that are over, with what a crash left."""
+    names = (folder for folder in base.iterdir() if is_unnamed(folder.name))
+    return [one for one in names if has_ended(one.name) and not rundir.living_peers(one)]
+
+
 def this_process(environ: Mapping[str, str] = os.environ) -> Starter:
     """This process as the one that begins something."""
     group = _group(environ)

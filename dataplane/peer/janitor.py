@@ -45,6 +45,9 @@ class Janitor:
         self.plane_is_wanted: Callable[[], bool] = lambda: False
         self.abandoned: Callable[[], bool] = lambda: False
         """whether nobody can come any more: the run has no name, and its processes have ended"""
+        self.brief = False
+        """the run has no name: when all that it had is sealed and drained, it ends with its last
+        client, so that the same command after it in a script begins anew"""
         self._linger: tuple[float | None, float | None] | None = None  # until it runs
         self._faulted = 0
 
@@ -89,10 +92,17 @@ class Janitor:
             return bool(len(self.sessions))
         unread = any(entry.store.unread for entry in self.host.entries.values())
         unread = unread and not self.abandoned()
+        if self.brief and self.sessions.came and self._finished():
+            return False
         linger = max(linger_s, unread_s or 0) if unread else linger_s
         if not self.sessions.came:
             linger = max(linger, ARRIVAL_S)
         return self.host.now() - self.sessions.last_seen <= linger
+
+    def _finished(self) -> bool:
+        """Whether there were partitions, and nothing can come of any of them."""
+        entries = self.host.entries.values()
+        return bool(entries) and all(e.sealed and not e.store.unread for e in entries)
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use warm: the first touch of a page is the slow one.

@@ -19,7 +19,7 @@ import numpy.ma  # noqa: F401  np.unique brings it in when first called: 40 ms o
 import uvloop
 
 from dataplane.errors import InvalidConfig
-from dataplane.launch import rundir
+from dataplane.launch import rundir, runs
 from dataplane.launch.config import PeerConfig
 from dataplane.peer.peer import Peer
 
@@ -47,6 +47,8 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
             runner.run(_serve(config, lock, ready))
     finally:
         lock.release()
+        if runs.is_unnamed(config.run):
+            rundir.remove(folder)
     return 0
 
 

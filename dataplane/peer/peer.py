@@ -15,7 +15,7 @@ import secrets
 
 from dataplane.errors import PartitionGone
 from dataplane.launch import runs
-from dataplane.launch.config import MIN_ARENA_BYTES, PeerConfig
+from dataplane.launch.config import LINGER_S, MIN_ARENA_BYTES, PeerConfig
 from dataplane.launch.device import devices_of
 from dataplane.launch.spill import Spill
 from dataplane.memory.leftovers import arena_beside
@@ -215,6 +215,7 @@ class Peer:
         self.janitor.plane_is_wanted = self.membership.plane_is_wanted
         self.membership.wanted = self.janitor.wanted
         if runs.is_unnamed(config.run):
+            self.janitor.brief = config.linger_s == LINGER_S
             self.janitor.abandoned = functools.partial(runs.has_ended, config.run)
 
     # life

@@ -88,7 +88,8 @@ class Sessions:
 
     def connection_lost(self, session: Session) -> None:
         session.connections -= 1
-        self.last_seen = self._host.now()
+        if session.partitions:  # else it only looked, as `dataplane status` does
+            self.last_seen = self._host.now()
         if session.connections == 0 and session.id in self._live:
             self._end(session)
             if session.pidfd < 0:

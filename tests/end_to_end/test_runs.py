@@ -1,0 +1,254 @@
+"""Runs never mix: what a launch begins, joins, leaves behind, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import dataplane
+from dataplane.launch import embedded, rundir
+from tests.end_to_end.conftest import Cluster, line, until
+
+PUT = """
+import dataplane, logging, os, sys
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+words = dict(word.split("=") for word in sys.argv[1:])
+plane = dataplane.connect(run=words.get("run"), fresh="fresh" in words)
+part = plane.partition("step-0", {"train": ["x"]}, groups=1, group_size=2)
+if "leave" not in words:
+    part.put({"x": [1, 2]}, group=["g", "g"])
+print(plane.name, os.environ["DATAPLANE_RUN"], len(part.rows()), flush=True)
+sys.stdin.readline()
+for batch in part.stream("train", rows=2):
+    print("read", list(batch["x"]), flush=True)
+plane.close()
+"""
+"""one step: puts a group, waits for a line, and reads it"""
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def launch(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """Start a step as an interactive shell does, in a process group of its own. No peer of these
+    runs outlives the test."""
+    monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
+    with ExitStack() as stack:
+
+        def launch(*words: str, group: int = 0) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PUT, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=group,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield launch
+    for run in rundir.living_runs(run_dir):
+        for peer in run.peers:
+            embedded.end(peer)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dataplane", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def living() -> dict[str, int]:
+    """The pids of the runs' peers."""
+    runs = rundir.living_runs()
+    return {run.name: peer.card.pid for run in runs for peer in run.peers if peer.card}
+
+
+def test_two_launches_at_once_never_meet(launch: Launch) -> None:
+    steps = [launch(), launch()]
+    said = [(line(step), line(step)) for step in steps]
+    for began, rows in said:
+        assert began.startswith("began run 'launch-") and rows.endswith(" 2")
+    names = {rows.split()[0] for _, rows in said}
+    assert len(names) == 2 and names == set(living())
+    assert all(rows.split()[0] == rows.split()[1] for _, rows in said)  # for what they start
+    for step in steps:
+        assert "read [1, 2]" in step.communicate("\n")[0]
+    until(lambda: not living(), "both peers left")
+
+
+def test_a_script_runs_the_same_step_twice(launch: Launch, run_dir: Path) -> None:
+    """Its processes are of one run, which has ended when all of it was read."""
+    script = f"{sys.executable} -c '{PUT}' < /dev/null && {sys.executable} -c '{PUT}' < /dev/null"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
+        said = shell.communicate()[0]
+    assert said.count("read [1, 2]") == 2 and said.count("began run") == 2
+    until(lambda: list(run_dir.iterdir()) == [], "nothing is left of it")
+
+
+def test_processes_of_one_launch_meet(launch: Launch) -> None:
+    first = launch()
+    began, name = line(first), line(first).split()[0]
+    second = launch("leave=1", group=first.pid)
+    assert line(second).startswith(f"joined run {name!r}, begun by `")
+    assert line(second).split() == [name, name, "2"] and began.startswith(f"began run {name!r}")
+    assert "read [1, 2]" in first.communicate("\n")[0] + second.communicate("\n")[0]
+
+
+def test_what_a_killed_launch_left_is_gone_soon_and_looking_does_not_keep_it(
+    launch: Launch,
+) -> None:
+    step = launch()
+    line(step)
+    name = line(step).split()[0]
+    assert name in living()
+    step.kill()
+    step.communicate()
+
+    def gone() -> bool:
+        command("status")
+        return name not in living()
+
+    until(gone, "its peer left", 30)
+
+
+def test_rows_of_a_launch_wait_while_one_of_its_processes_lives(launch: Launch) -> None:
+    first = launch()
+    line(first)
+    name = line(first).split()[0]
+    # As a script does that goes on after a step of it has crashed.
+    member = subprocess.Popen(["sleep", "600"], process_group=first.pid)
+    try:
+        first.kill()
+        first.communicate()
+        select.select([], [], [], 7)  # longer than an idle peer stays
+        assert name in living()
+    finally:
+        member.kill()
+        member.wait()
+    until(lambda: name not in living(), "its peer left", 30)
+
+
+def test_a_name_that_is_launched_again_joins_and_says_how_old_it_is(launch: Launch) -> None:
+    step = launch("run=grpo")
+    assert line(step).startswith("began run 'grpo': peer 'embedded', pid ")
+    assert line(step).endswith(" 2")
+    step.kill()
+    step.communicate()
+    again = launch("run=grpo", "leave=1")
+    said = line(again)
+    assert said.startswith("joined run 'grpo', begun by `python") and " s ago: " in said
+    assert "another launch began it: connect(fresh=True) would end it first" in said
+    assert line(again).endswith(" 2")
+
+
+def test_fresh_ends_what_another_launch_left_and_once(launch: Launch) -> None:
+    old = launch("run=grpo")
+    line(old)
+    line(old)
+    before = living()["grpo"]
+    first = launch("run=grpo", "fresh=1")
+    assert line(first).startswith("ended run 'grpo', begun ")
+    assert line(first).startswith("began run 'grpo'") and line(first).endswith(" 2")
+    after = living()["grpo"]
+    assert after != before
+    second = launch("run=grpo", "fresh=1", "leave=1", group=first.pid)
+    assert line(second).startswith("joined run 'grpo'") and line(second).endswith(" 2")
+    assert living()["grpo"] == after
+
+
+def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
+    """As a cell of a notebook does that is run again."""
+    for _ in range(2):
+        plane = dataplane.connect(run="cell", fresh=True)
+        plane.partition("p", {"s": ["x"]}).put({"x": [1]}, key=["k"])
+        assert len(plane.partition("p").rows()) == 1
+    plane.close()
+    with pytest.raises(dataplane.InvalidCall, match="leave one of them out"):
+        dataplane.connect("a", run="cell", fresh=True)
+
+
+def test_peers_by_hand_are_met_by_name_and_never_by_chance(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
+    caplog.set_level(logging.INFO, "dataplane")
+    cluster.start("a")  # of run `test`
+    with dataplane.connect() as own:
+        assert own.name != "test" and own.peer == "embedded"
+        (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert "there is also run 'test' (a, " in warning and "connect(run=…)" in warning
+        with dataplane.connect("a") as by_hand:
+            assert by_hand.name == "test"
+        assert "joined run 'test', begun by hand" in caplog.text
+        with pytest.raises(dataplane.PeerNotFound):
+            dataplane.connect("a", run="other")
+    with pytest.raises(dataplane.InvalidCall, match="was started by hand"):
+        dataplane.connect(run="test", fresh=True)
+    until(lambda: set(living()) == {"test"}, "the run of its own ended")
+
+
+def test_connecting_before_ray_is_initialised_says_what_it_is(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    with dataplane.connect():
+        assert "ray is not initialised yet, so this is a run of its own" in caplog.text
+
+
+def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(launch: Launch) -> None:
+    used, left = launch("run=used"), launch("run=left")
+    for step in (used, left):
+        line(step)
+        line(step)
+    left.kill()
+    left.communicate()
+    assert "read [1, 2]" in used.communicate("\n")[0]
+    said = command("clean").stdout.splitlines()
+    assert len(said) == 2
+    assert any(one.startswith("ended run 'used'") for one in said)
+    assert any(one.startswith("left run 'left'") and "2 of 'step-0'" in one for one in said)
+    assert set(living()) == {"left"}
+    assert "ended run 'left'" in command("clean", "--force", "--run", "left").stdout
+    assert not living()
+
+
+def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Cluster) -> None:
+    cluster.start("a")
+    step = launch()
+    line(step)
+    name = line(step).split()[0]
+    told = json.loads(command("status", "--json").stdout)["runs"]
+    assert {run["run"]: run["named"] for run in told} == {"test": True, name: False}
+    by = next(run["begun_by"] for run in told if run["run"] == name)
+    assert by["pid"] == step.pid and "python" in by["command"]
+    assert f"run {name} (unnamed), begun " in command("status").stdout
+    only = json.loads(command("status", "--json", "--peer", "a").stdout)["runs"]
+    assert [run["run"] for run in only] == ["test"]
+    assert "run 'nobody'" in command("status", "--run", "nobody").stderr
+
+
+def test_peers_of_several_hosts_need_a_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://127.0.0.1:7101,tcp://127.0.0.1:7102")
+    with pytest.raises(dataplane.RunMissing, match="DATAPLANE_RUN=NAME alike on every host"):
+        dataplane.connect()
+
+
+def test_a_killed_peer_is_replaced_within_its_run(launch: Launch) -> None:
+    step = launch()
+    line(step)
+    name = line(step).split()[0]
+    os.kill(living()[name], signal.SIGKILL)
+    again = launch(group=step.pid)
+    assert line(again).startswith(f"began run {name!r}") and line(again).split()[0] == name

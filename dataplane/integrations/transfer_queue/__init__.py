@@ -1,0 +1,377 @@
+"""TransferQueue's surface over a plane: `import dataplane.integrations.transfer_queue as tq`.
+
+Signatures and behaviour are those of PyPI's TransferQueue 0.1.11 where it is right; docs/verl.md
+lists every difference. Code that nobody edits installs `dataplane-transfer-queue`, which is the
+module `transfer_queue`. There is no controller and no storage process: each host's peer holds rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import NonTensorStack, TensorDict
+
+import dataplane
+from dataplane.integrations.transfer_queue import sampler as samplers
+from dataplane.integrations.transfer_queue.client import NotEnoughRows, TransferQueueClient
+from dataplane.integrations.transfer_queue.metadata import BatchMeta, KVBatchMeta
+from dataplane.integrations.transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+from dataplane.integrations.transfer_queue.store import StorageKeyNotFoundError, Store
+from dataplane.integrations.transfer_queue.streaming import StreamingDataLoader, StreamingDataset
+
+__all__ = [
+    "BaseSampler",
+    "BatchMeta",
+    "GRPOGroupNSampler",
+    "KVBatchMeta",
+    "NotEnoughRows",
+    "RankAwareSampler",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "StorageKeyNotFoundError",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "TransferQueueClient",
+    "async_kv_batch_get",
+    "async_kv_batch_get_by_meta",
+    "async_kv_batch_put",
+    "async_kv_clear",
+    "async_kv_list",
+    "async_kv_put",
+    "attach",
+    "close",
+    "get_client",
+    "get_metrics_endpoint",
+    "init",
+    "kv_batch_get",
+    "kv_batch_get_by_meta",
+    "kv_batch_put",
+    "kv_clear",
+    "kv_list",
+    "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+__version__ = "0.1.11"
+"""Of the surface: what callers compare with TransferQueue's."""
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DEFAULTS = {
+    "metrics": {"enabled": False, "port": 0, "endpoint": None},
+    "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
+    "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": None}},
+    # Ours: `dedup` names fields whose equal values are stored once, besides arrays in objects.
+    "dataplane": {"plane": None, "dedup": []},
+}
+
+
+class _Here:
+    """This process's client. A forked child makes its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.client: TransferQueueClient | None = None
+        self.store: Store | None = None
+        self.pid = 0
+        self.began = False
+        self.peers: Any = None
+
+
+_here = _Here()
+
+
+def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[str, Any] | None:
+    """Begin a queue, or join the one that this job has: then conf does not count, and comes back.
+
+    conf: TransferQueue's configuration. `controller.sampler` (a name, class or instance) and
+    `controller.polling_mode` are done; what is about its processes is accepted, and nothing. The
+    plane is found as `dataplane.connect()` finds it: under Ray by the job; on a Ray cluster of
+    several nodes, the first call starts a peer on each. Returns the whole configuration.
+    """
+    with _here.lock:
+        store = _store(conf)
+        made: Any = OmegaConf.create({}, flags={"allow_objects": True})
+        made = OmegaConf.merge(made, OmegaConf.create(_DEFAULTS), conf or {})
+        made.dataplane.plane = store.plane.name
+        told = {
+            "sampler": samplers.description(_sampler_of(made.controller.sampler)),
+            "polling": bool(made.controller.polling_mode),
+            "dedup": list(made.dataplane.dedup or ()),
+            "metrics": _endpoint(store) if made.metrics.enabled else None,
+        }
+        first = store.first("config", told)
+        _here.began = _here.began or first
+        _client(store)
+        if not first:
+            return conf
+        store.tell("sampler", told["sampler"])
+        made.metrics.endpoint = told["metrics"]
+        whole: DictConfig = made
+        return whole
+
+
+def attach(config: Any = None) -> TransferQueueClient:
+    """A client of its own, for a process that knows only what `init` returned."""
+    plane = config.dataplane.plane if config is not None else None
+    store = Store(dataplane.connect(plane=plane))
+    told = store.told("config")
+    if told is None:
+        raise RuntimeError("nobody has begun a queue in this plane: call init() first")
+    return TransferQueueClient(f"{os.getpid()}", store, bool(told["polling"]))
+
+
+def _store(conf: Any) -> Store:
+    if _here.store is None or _here.pid != os.getpid():
+        if _several_nodes():
+            from dataplane.integrations import ray as on_ray
+
+            _here.peers = on_ray.start()
+        _here.store, _here.client, _here.pid = Store(dataplane.connect()), None, os.getpid()
+    return _here.store
+
+
+def _several_nodes() -> bool:
+    """Whether this is the driver of a Ray job on several nodes, which starts the peers."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or ray.get_runtime_context().worker.mode != 0:
+        return False
+    return len([node for node in ray.nodes() if node["Alive"]]) > 1
+
+
+def _client(store: Store) -> TransferQueueClient:
+    if _here.client is None:
+        told = store.told("config")
+        store.dedup.update(told["dedup"])
+        _here.client = TransferQueueClient(f"{os.getpid()}", store, bool(told["polling"]))
+    return _here.client
+
+
+def _sampler_of(given: Any) -> BaseSampler:
+    if isinstance(given, str):
+        given = getattr(samplers, given, None) or f"{given} is no sampler"
+    if isinstance(given, type):
+        given = given()
+    if not isinstance(given, BaseSampler):
+        raise ValueError(f"controller.sampler is a name, class or instance of one, not {given!r}")
+    return given
+
+
+def _endpoint(store: Store) -> str | None:
+    """Where the peer of this host has its metrics, if it has."""
+    found = store.plane.stats().get("metrics")
+    return found.get("address") if isinstance(found, dict) else None
+
+
+def close() -> None:
+    """Leave the queue. The process that began it ends it: all rows are freed."""
+    with _here.lock:
+        store, began, peers = _here.store, _here.began, _here.peers
+        _here.store, _here.client, _here.began, _here.peers = None, None, False, None
+        if store is None or _here.pid != os.getpid():
+            return
+        try:
+            if began:
+                store.end()
+        finally:
+            store.plane.close()
+            if peers is not None:
+                peers.stop()
+
+
+def get_client() -> TransferQueueClient:
+    """This process's client. RuntimeError before `init`."""
+    if _here.client is None or _here.pid != os.getpid():
+        raise RuntimeError("this process is in no queue: call init() first")
+    return _here.client
+
+
+def _joined() -> TransferQueueClient:
+    """This process's client; it joins the job's queue where there is one."""
+    with _here.lock:
+        if _here.client is None or _here.pid != os.getpid():
+            store = _store(None)
+            if store.told("config") is None:
+                raise RuntimeError("nobody has begun a queue here: call init() first")
+            _client(store)
+        return get_client()
+
+
+def get_metrics_endpoint() -> str | None:
+    """Where metrics are told as Prometheus reads them (`host:port`); None where they are not."""
+    told = _joined()._store.told("config")
+    return told["metrics"] if told else None
+
+
+def _twin(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+    @functools.wraps(call)
+    async def awaited(*args: P.args, **named: P.kwargs) -> T:
+        return await asyncio.to_thread(call, *args, **named)
+
+    awaited.__name__ = awaited.__qualname__ = f"async_{call.__name__}"
+    return awaited
+
+
+def kv_put(
+    key: str,
+    partition_id: str,
+    fields: TensorDict | dict[str, Any] | None = None,
+    tag: dict[str, Any] | None = None,
+    data_parser: Callable[[Any], Any] | None = None,
+) -> KVBatchMeta:
+    """Write one row: fields (a dict's values have no batch dimension) and tags, merged into those
+    that are there. Returns its tags and all its fields. ValueError for nested tensors."""
+    if isinstance(fields, dict):
+        columns: dict[str, Any] = {}
+        for name, value in fields.items():
+            if not isinstance(value, torch.Tensor):
+                columns[name] = NonTensorStack(value)
+            elif value.is_nested:
+                raise ValueError(f"field {name!r} is nested: several rows are put by kv_batch_put")
+            else:
+                columns[name] = value.unsqueeze(0)
+        fields = TensorDict(columns, batch_size=1)
+    elif fields is not None and not isinstance(fields, TensorDict):
+        raise ValueError(f"fields are a dict or a TensorDict, not a {type(fields).__name__}")
+    return kv_batch_put(
+        [key], partition_id, fields, [tag] if tag is not None else None, data_parser
+    )
+
+
+def kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: TensorDict | None = None,
+    tags: list[dict[str, Any]] | None = None,
+    data_parser: Callable[[Any], Any] | None = None,
+) -> KVBatchMeta:
+    """Write rows: a TensorDict [n], and one dict of tags a row, merged into those that are there.
+
+    A field that is there gets the new value. Each row's fields and tags are seen together. Returns
+    the rows' tags and the fields that all of them have. data_parser: changes the columns before.
+    """
+    if fields is None and tags is None:
+        raise ValueError("give fields, or tags, or both")
+    if fields is not None and fields.batch_size[0] != len(keys):
+        raise ValueError(f"{len(keys)} keys for fields of {fields.batch_size[0]} rows")
+    if tags is not None and len(tags) != len(keys):
+        raise ValueError(f"{len(keys)} keys for {len(tags)} tags")
+    if len(set(keys)) < len(keys):
+        raise ValueError("a key is there twice")
+    return _joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
+
+
+def kv_batch_get(
+    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
+) -> TensorDict:
+    """The values of rows, in this order: of the fields that all of them have, those selected.
+
+    Scalars are dense, other tensors jagged, everything else a stack of objects; all of it is yours
+    to change. StorageKeyNotFoundError (a ValueError) for keys that are not there.
+    """
+    return _joined().kv_get(keys, partition_id, select_fields)
+
+
+def kv_batch_get_by_meta(
+    meta: KVBatchMeta, select_fields: list[str] | str | None = None
+) -> TensorDict:
+    """The values of a batch's rows and fields, or of some of its fields."""
+    if meta.partition_id is None:
+        raise ValueError("this batch is of no partition: set partition_id")
+    selected = [select_fields] if isinstance(select_fields, str) else select_fields
+    if selected is not None and (odd := [f for f in selected if f not in (meta.fields or ())]):
+        raise ValueError(f"{odd} are no fields of this batch, which has {meta.fields}")
+    fields = meta.fields if selected is None else selected
+    return kv_batch_get(meta.keys, meta.partition_id, fields)
+
+
+def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """Per partition the tags of each row, by key: of one, or of all. Empty for one that is not."""
+    return _joined().kv_list(partition_id)
+
+
+def kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """Free rows. Absent ones are passed over; the keys may be used again."""
+    _joined().kv_clear(keys, partition_id)
+
+
+async_kv_put = _twin(kv_put)
+async_kv_batch_put = _twin(kv_batch_put)
+async_kv_batch_get = _twin(kv_batch_get)
+async_kv_batch_get_by_meta = _twin(kv_batch_get_by_meta)
+async_kv_list = _twin(kv_list)
+async_kv_clear = _twin(kv_clear)
+
+
+# checkpoints
+
+_METADATA, _ROWS = "metadata.json", "rows"
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path,
+    *,
+    include_storage: bool = True,
+    metadata: dict[str, Any] | None = None,
+) -> None:
+    """Write the queue to a directory, which takes the place of an older one once all is written.
+
+    include_storage: what the plane keeps is in its memory, so rows are always written.
+    """
+    store = _joined()._store
+    target = Path(checkpoint_dir)
+    new, old = (target.with_name(f"{target.name}.{mark}") for mark in ("tmp", "old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        store.plane.checkpoint(new / _ROWS)
+        told = {"storage_saved": True, "user_metadata": metadata or {}}
+        (new / _METADATA).write_text(json.dumps(told, indent=2))
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+
+
+def load_checkpoint(checkpoint_dir: str | Path) -> None:
+    """Bring the queue back to what a directory has; rows that are there now are freed.
+
+    FileNotFoundError where it is none.
+    """
+    store = _joined()._store
+    target = Path(checkpoint_dir)
+    old = target.with_name(f"{target.name}.old")
+    if not target.exists() and old.exists():  # a save was cut off between its two renames
+        old.rename(target)
+    if not (target / _METADATA).exists():
+        raise FileNotFoundError(f"{target} is no checkpoint of a queue: it has no {_METADATA}")
+    store.end()
+    store.plane.restore(target / _ROWS)
+    store.begin()

@@ -1,0 +1,232 @@
+"""TensorDicts as rows of the plane and back, and tags of any kind as the plane's scalars.
+
+A tensor's rows are arrays. Everything else is an object under one key, so that a list of numbers
+stays a list; tensors inside come back as tensors. Of each field that a row has, a hidden tag says
+what it is, in the same message as the value: who is there, and with what dtype and shape, is read
+without a value. Nothing here talks to a peer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+HIDDEN = "\0"
+"""How names begin that users do not see."""
+OBJECT = "o"
+_WHOLE = ""
+_TENSOR, _ARRAY = "\0tensor", "\0array"
+_SCALARS = (bool, int, float, str)
+_INT64 = 1 << 63
+_MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
+
+
+class Column:
+    """One field of a put: entries for the plane, one a row, and what the hidden tag says of each.
+
+    dedup: whether its arrays are stored once where they are equal.
+    """
+
+    __slots__ = ("dedup", "entries", "told")
+
+    def __init__(self, entries: Any, told: list[str], dedup: bool = False) -> None:
+        self.entries = entries
+        self.told = told
+        self.dedup = dedup
+
+    def take(self, places: Sequence[int]) -> Column:
+        told = [self.told[place] for place in places]
+        if isinstance(self.entries, torch.Tensor):
+            return Column(self.entries[list(places)], told, self.dedup)
+        return Column([self.entries[place] for place in places], told, self.dedup)
+
+
+def columns_of(fields: TensorDict) -> dict[str, Column]:
+    """The fields of a TensorDict [n]. ValueError for one that is a TensorDict itself."""
+    rows = fields.batch_size[0]
+    return {name: _column(str(name), value, rows) for name, value in fields.items()}
+
+
+def _column(name: str, value: Any, rows: int) -> Column:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.is_nested:
+            ragged = getattr(value, "_ragged_idx", 1)
+            parts = value.unbind()
+            return Column(list(parts), [_told(part, ragged) for part in parts])
+        return Column(value, [_told(value[0], 0)] * rows if rows else [])
+    if isinstance(value, NonTensorStack | NonTensorData):
+        entries = value.tolist() if value.batch_size else [value.data] * rows
+    elif isinstance(value, list | tuple | np.ndarray):
+        entries = list(value)
+    else:
+        raise ValueError(f"field {name!r} is a {type(value).__name__}: neither tensor nor objects")
+    if len(entries) != rows:
+        raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
+    if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
+        return Column([entry.detach() for entry in entries], [_told(e, 1) for e in entries])
+    packed = [{_WHOLE: _packed(entry)} for entry in entries]
+    return Column(packed, [OBJECT] * rows, dedup=any(map(_has_arrays, packed)))
+
+
+def _told(row: torch.Tensor, ragged: int) -> str:
+    """`int64:3,7:2`: dtype, shape, and which dimension of the batch is ragged, 0 for none."""
+    dtype = str(row.dtype).removeprefix("torch.")
+    return f"{dtype}:{','.join(map(str, row.shape))}:{ragged}"
+
+
+@functools.lru_cache(maxsize=4_096)
+def kind(told: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, int]:
+    """dtype, shape and ragged dimension of a row's value; None, None, 0 for an object."""
+    if told == OBJECT:
+        return None, None, 0
+    dtype, shape, ragged = told.split(":")
+    sizes = tuple(int(size) for size in shape.split(",") if size)
+    return getattr(torch, dtype), sizes, int(ragged)
+
+
+def _packed(value: Any) -> Any:
+    """As the plane takes it; what it does not know it names with its path in the value."""
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: value.detach()}
+    if isinstance(value, NonTensorData):
+        return _packed(value.data)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return {_ARRAY: [_packed(one) for one in value.ravel().tolist()], "shape": value.shape}
+    if isinstance(value, Mapping):
+        return {key: _packed(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_packed(one) for one in value]
+    if type(value) is tuple:
+        return tuple(_packed(one) for one in value)
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return _private(value[_TENSOR])
+        if _ARRAY in value:
+            made = np.empty(len(value[_ARRAY]), object)
+            made[:] = [_unpacked(one) for one in value[_ARRAY]]
+            return made.reshape(value["shape"])
+        return {key: _unpacked(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_unpacked(one) for one in value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_arrays, value))
+    return isinstance(value, torch.Tensor | np.ndarray) and value.nbytes >= _MOST_DEDUP
+
+
+_BITS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+_BITS |= {"float8_e5m2": torch.float8_e5m2}
+
+
+def _viewed(array: Any) -> torch.Tensor:
+    """A tensor over the read-only array's bytes, only to be copied from."""
+    array = np.asarray(array)
+    if array.dtype.name in _BITS:
+        plain = np.uint16 if array.itemsize == 2 else np.uint8
+        return _viewed(array.view(plain)).view(_BITS[array.dtype.name])
+    if not array.flags.writeable:  # torch would warn; nobody writes here
+        array = np.asarray(_Open(array))
+    return torch.from_numpy(array)
+
+
+class _Open:
+    """An array's memory without the mark that forbids writing."""
+
+    def __init__(self, array: Any) -> None:
+        told = dict(array.__array_interface__)
+        told["data"] = (told["data"][0], False)
+        self.__array_interface__ = told
+        self.array = array
+
+
+def _private(array: Any) -> torch.Tensor:
+    return _viewed(array).clone()
+
+
+def packed_field(entries: Sequence[Any], told: Sequence[str]) -> torch.Tensor | NonTensorStack:
+    """The rows of one field as TransferQueue hands them out: scalars dense, other tensors jagged
+    (also of equal lengths), everything else a stack of objects. All of it is private."""
+    if not all(one != OBJECT for one in told):
+        return NonTensorStack(
+            *(
+                _unpacked(entry[_WHOLE]) if one == OBJECT else _private(entry)
+                for entry, one in zip(entries, told, strict=True)
+            )
+        )
+    views = [_viewed(entry) for entry in entries]
+    if all(view.dim() == 0 for view in views):
+        return torch.stack(views)
+    if len({view.dim() for view in views}) > 1 or len({view.dtype for view in views}) > 1:
+        return NonTensorStack(*[view.clone() for view in views])
+    ragged = _ragged(views, max(kind(one)[2] for one in told))
+    if ragged is None:
+        return torch.nested.nested_tensor(views, layout=torch.strided)
+    lengths = [view.shape[ragged - 1] for view in views]
+    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int64)
+    values = torch.cat(views, dim=ragged - 1)
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets,
+        jagged_dim=ragged,
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
+    )
+
+
+def _ragged(views: Sequence[torch.Tensor], hint: int) -> int | None:
+    """The one dimension of the batch in which rows differ; where all are equal, that of the put,
+    else the first. None where they differ in several."""
+    shapes = {tuple(view.shape) for view in views}
+    differ = [d for d, sizes in enumerate(zip(*shapes, strict=True), 1) if len(set(sizes)) > 1]
+    if len(differ) > 1:
+        return None
+    return differ[0] if differ else hint or 1
+
+
+# tags
+
+_JSON = "\0json:"
+
+
+def tag_value(name: str, value: Any) -> Any:
+    """A tag's value as one of the plane's scalars. TypeError where JSON has no form for it."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in _SCALARS and not (type(value) is int and not -_INT64 <= value < _INT64):
+        return value if type(value) is not str or not value.startswith(HIDDEN) else _json(value)
+    try:
+        return _json(value)
+    except (TypeError, ValueError) as exc:
+        raise TypeError(
+            f"tag {name!r} is a {type(value).__name__}: tags are None, numbers, texts, and lists "
+            "and dicts of them; larger things are fields"
+        ) from exc
+
+
+def _json(value: Any) -> str:
+    return _JSON + json.dumps(value)
+
+
+def tag_read(value: Any) -> Any:
+    """What `tag_value` was given."""
+    if isinstance(value, str) and value.startswith(_JSON):
+        return json.loads(value.removeprefix(_JSON))
+    return value

@@ -1,0 +1,449 @@
+"""What travels between processes instead of the rows: `KVBatchMeta` by key, `BatchMeta` by number.
+
+Both are plain picklable classes that hold no connection. A `BatchMeta` says of each row its number,
+its partition, whether its fields are there, and its tags; of each field its dtype and shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Schema = dict[str, dict[str, Any]]
+"""Per field `dtype`, `shape` of a row, `is_nested`, `is_non_tensor`; of nested ones also
+`per_sample_shapes`, one a row."""
+
+
+def schema_of(columns: Mapping[str, Any], rows: int) -> Schema:
+    """What the columns of a TensorDict of so many rows are. ValueError where one has others."""
+    return {name: _described(name, column, rows) for name, column in columns.items()}
+
+
+def _described(name: str, column: Any, rows: int) -> dict[str, Any]:
+    tensor = isinstance(column, torch.Tensor)
+    nested = tensor and column.is_nested
+    entries = column.unbind() if nested else column
+    if len(entries) != rows:
+        raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
+    found: dict[str, Any] = {"dtype": None, "shape": None}
+    if tensor:
+        # A row of a vector counts as a vector of one, as TransferQueue has it.
+        shape = entries[0].shape if rows else torch.Size()
+        found = {"dtype": column.dtype, "shape": shape or torch.Size([1])}
+    found |= {"is_nested": nested, "is_non_tensor": not tensor}
+    if nested:
+        found["per_sample_shapes"] = [tuple(entry.shape) for entry in entries]
+    return found
+
+
+def _portions(rows: int, chunks: int) -> Iterator[range]:
+    """Exactly so many ranges, of lengths that differ by one at most, the longer first."""
+    length, longer = divmod(rows, chunks)
+    start = 0
+    for number in range(chunks):
+        end = start + length + (number < longer)
+        yield range(start, end)
+        start = end
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return bool(one == other)
+
+
+def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """All keys of all; ValueError names one that two of them have with different values."""
+    joined: dict[str, Any] = {}
+    for info in infos:
+        for key, value in (info or {}).items():
+            if key in joined and not _equal(joined[key], value):
+                raise ValueError(
+                    f"extra_info {key!r} differs between what is concatenated: "
+                    f"{joined[key]!r:.80} and {value!r:.80}"
+                )
+            joined[key] = value
+    return joined
+
+
+class SampleView:
+    """One row of a `BatchMeta`, read-only."""
+
+    __slots__ = ("_of", "_row")
+
+    def __init__(self, of: BatchMeta, row: int) -> None:
+        self._of = of
+        self._row = row
+
+    @property
+    def global_index(self) -> int:
+        return self._of.global_indexes[self._row]
+
+    @property
+    def partition_id(self) -> str:
+        return self._of.partition_ids[self._row]
+
+    @property
+    def production_status(self) -> int:
+        return int(self._of.production_status[self._row])
+
+    @property
+    def custom_meta(self) -> Mapping[str, Any]:
+        return MappingProxyType(self._of.custom_meta[self._row])
+
+    @property
+    def fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """Per field what this row has: `shape` is the row's own."""
+        found = {}
+        for name, told in self._of.field_schema.items():
+            own = {key: value for key, value in told.items() if key != "per_sample_shapes"}
+            if told.get("per_sample_shapes") is not None:
+                own["shape"] = told["per_sample_shapes"][self._row]
+            found[name] = MappingProxyType(own)
+        return MappingProxyType(found)
+
+    def __repr__(self) -> str:
+        return (
+            f"<row {self.global_index} of {self.partition_id!r}, "
+            f"{'ready' if self.production_status else 'not ready'}: {', '.join(self.fields)}>"
+        )
+
+
+class _Samples(Sequence[SampleView]):
+    __slots__ = ("_of",)
+
+    def __init__(self, of: BatchMeta) -> None:
+        self._of = of
+
+    def __len__(self) -> int:
+        return self._of.size
+
+    def __getitem__(self, row: Any) -> Any:
+        return SampleView(self._of, range(self._of.size)[row])
+
+
+class BatchMeta:
+    """Rows by number.
+
+    global_indexes, partition_ids: of each row. field_schema: see `Schema`. production_status: 1 for
+    a row whose fields are there, int8 [n]. extra_info: of the batch. custom_meta: tags of each row.
+    Without arguments it is empty.
+    """
+
+    def __init__(
+        self,
+        global_indexes: Sequence[int] = (),
+        partition_ids: Sequence[str] = (),
+        field_schema: Mapping[str, Mapping[str, Any]] | None = None,
+        production_status: npt.ArrayLike | None = None,
+        extra_info: Mapping[str, Any] | None = None,
+        custom_meta: Sequence[Mapping[str, Any]] | None = None,
+        _custom_backend_meta: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        rows = len(global_indexes)
+        ready = np.zeros(rows) if production_status is None else np.asarray(production_status)
+        tags = custom_meta or [{}] * rows
+        told = {"partition_ids": partition_ids, "production_status": ready, "custom_meta": tags}
+        for name, given in told.items():
+            if len(given) != rows:
+                raise ValueError(f"{name} has {len(given)} entries for {rows} rows")
+        schema = {name: dict(meta) for name, meta in (field_schema or {}).items()}
+        for name, meta in schema.items():
+            shapes = meta.get("per_sample_shapes")
+            if shapes is not None and len(shapes) != rows:
+                raise ValueError(f"field {name!r} has {len(shapes)} shapes for {rows} rows")
+        self.global_indexes = list(global_indexes)
+        self.partition_ids = list(partition_ids)
+        self.field_schema: Schema = schema
+        self.production_status = ready.astype(np.int8)
+        self.extra_info = dict(extra_info or {})
+        self.custom_meta = [dict(row) for row in tags]
+
+    @classmethod
+    def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        return cls(extra_info=extra_info)
+
+    # what it is
+
+    @property
+    def size(self) -> int:
+        return len(self.global_indexes)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def field_names(self) -> list[str]:
+        return sorted(self.field_schema)
+
+    @property
+    def is_ready(self) -> bool:
+        """All fields of all rows are there; never of no rows."""
+        return self.size > 0 and bool((self.production_status == 1).all())
+
+    @property
+    def samples(self) -> Sequence[SampleView]:
+        return _Samples(self)
+
+    def get_dtypes(self, field_name: str) -> list[Any]:
+        """The field's dtype, once a row. KeyError for a field that is not here."""
+        return [self.field_schema[field_name].get("dtype")] * self.size
+
+    def get_shapes(self, field_name: str) -> list[Any]:
+        """The field's shape in each row. KeyError for a field that is not here."""
+        told = self.field_schema[field_name]
+        shapes = told.get("per_sample_shapes")
+        return [told.get("shape")] * self.size if shapes is None else list(shapes)
+
+    # extra_info
+
+    def get_extra_info(self, key: str, default: Any = None) -> Any:
+        return self.extra_info.get(key, default)
+
+    def set_extra_info(self, key: str, value: Any) -> None:
+        self.extra_info[key] = value
+
+    def get_all_extra_info(self) -> dict[str, Any]:
+        """A deep copy."""
+        return copy.deepcopy(self.extra_info)
+
+    def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
+        self.extra_info.update(info_dict)
+
+    def remove_extra_info(self, key: str) -> Any:
+        """The value that it had; None where there was none."""
+        return self.extra_info.pop(key, None)
+
+    def clear_extra_info(self) -> None:
+        self.extra_info.clear()
+
+    def has_extra_info(self, key: str) -> bool:
+        return key in self.extra_info
+
+    # tags
+
+    def get_all_custom_meta(self) -> list[dict[str, Any]]:
+        """A deep copy, one dict a row."""
+        return copy.deepcopy(self.custom_meta)
+
+    def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
+        """Merge one dict into each row's. Nothing leaves this process: see `set_custom_meta`."""
+        if custom_meta is None:
+            return
+        if len(custom_meta) != self.size:
+            raise ValueError(f"custom_meta has {len(custom_meta)} entries for {self.size} rows")
+        for own, new in zip(self.custom_meta, custom_meta, strict=True):
+            own.update(new)
+
+    def clear_custom_meta(self) -> None:
+        self.custom_meta = [{} for _ in self.global_indexes]
+
+    # other batches of it
+
+    def add_fields(self, tensor_dict: Any, set_all_ready: bool = True) -> BatchMeta:
+        """Take the fields of a TensorDict in, as being there. Changes this batch."""
+        rows = tensor_dict.batch_size[0]
+        if rows == 0:
+            return self
+        if rows != self.size:
+            raise ValueError(f"fields of {rows} rows for a batch of {self.size}")
+        self.field_schema.update(schema_of(dict(tensor_dict.items()), rows))
+        if set_all_ready:
+            self.production_status[:] = 1
+        return self
+
+    def copy(self) -> BatchMeta:
+        return copy.deepcopy(self)
+
+    def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
+        """These rows, by their places in this batch."""
+        if any(not 0 <= place < self.size for place in sample_indices):
+            raise ValueError(f"rows of this batch are 0 to {self.size - 1}")
+        picked = self.copy()
+        picked._take(list(sample_indices))
+        return picked
+
+    def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
+        """These fields; unknown ones are left out."""
+        picked = self.copy()
+        here = picked.field_schema
+        picked.field_schema = {name: here[name] for name in field_names if name in here}
+        return picked
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Bring the rows into this order; changes this batch."""
+        if sorted(indices) != list(range(self.size)):
+            raise ValueError(f"an order of {self.size} rows names each of them once")
+        self._take(list(indices))
+
+    def _take(self, places: list[int]) -> None:
+        self.global_indexes = [self.global_indexes[place] for place in places]
+        self.partition_ids = [self.partition_ids[place] for place in places]
+        self.production_status = self.production_status[places]
+        self.custom_meta = [dict(self.custom_meta[place]) for place in places]
+        for told in self.field_schema.values():
+            if (shapes := told.get("per_sample_shapes")) is not None:
+                told["per_sample_shapes"] = [shapes[place] for place in places]
+
+    def __getitem__(self, item: Any) -> BatchMeta:
+        if isinstance(item, slice):
+            return self.select_samples(range(self.size)[item])
+        if isinstance(item, int | np.integer):
+            return self.select_samples([range(self.size)[int(item)]])
+        raise TypeError(f"a batch is indexed by a number or a slice, not by {type(item).__name__}")
+
+    def chunk(self, chunks: int) -> list[BatchMeta]:
+        """Exactly so many batches; where there are fewer rows, some are empty."""
+        return [self.select_samples(portion) for portion in _portions(self.size, chunks)]
+
+    def chunk_by_partition(self) -> list[BatchMeta]:
+        """One batch a partition, in the order of their first rows."""
+        places: dict[str, list[int]] = {}
+        for place, partition in enumerate(self.partition_ids):
+            places.setdefault(partition, []).append(place)
+        return [self.select_samples(of) for of in places.values()]
+
+    def union(self, other: BatchMeta) -> BatchMeta:
+        """The fields of both, the other's where both have one; ready where both are."""
+        if not other or not self.size:
+            return (other if other and not self.size else self).copy()
+        if (self.global_indexes, self.partition_ids) != (other.global_indexes, other.partition_ids):
+            raise ValueError("a union is of the same rows in the same order")
+        joined = self.copy()
+        joined.field_schema |= copy.deepcopy(other.field_schema)
+        joined.production_status &= other.production_status
+        joined.extra_info |= copy.deepcopy(other.extra_info)
+        joined.update_custom_meta(copy.deepcopy(other.custom_meta))
+        return joined
+
+    @classmethod
+    def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
+        """The rows of all, one after the other. ValueError where their fields, dtypes or
+        extra_info differ; empty ones do not count."""
+        parts = [part for part in data if part is not None and part.size]
+        if not parts:
+            return cls.empty()
+        first = parts[0]
+        for part in parts[1:] if validate else ():
+            if part.field_names != first.field_names:
+                odd = set(part.field_names) ^ set(first.field_names)
+                raise ValueError(f"not every batch has the fields {sorted(odd)}")
+            for name in first.field_names:
+                dtypes = {str(p.field_schema[name].get("dtype")) for p in (first, part)}
+                if len(dtypes) > 1:
+                    raise ValueError(f"field {name!r} is of dtype {' and '.join(sorted(dtypes))}")
+        return cls(
+            [index for part in parts for index in part.global_indexes],
+            [partition for part in parts for partition in part.partition_ids],
+            {name: _joined_schema(name, parts) for name in first.field_schema},
+            np.concatenate([part.production_status for part in parts]),
+            _joined_info([part.extra_info for part in parts]),
+            [tags for part in parts for tags in part.custom_meta],
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchMeta(size={self.size}, field_names={self.field_names}, "
+            f"is_ready={self.is_ready}, global_indexes={self.global_indexes}, "
+            f"extra_info={self.extra_info})"
+        )
+
+
+def _joined_schema(name: str, parts: Sequence[BatchMeta]) -> dict[str, Any]:
+    told = [part.field_schema.get(name, {}) for part in parts]
+    joined = {key: told[0].get(key) for key in ("dtype", "shape", "is_non_tensor")}
+    joined["is_nested"] = any(one.get("is_nested") for one in told)
+    if joined["is_nested"]:
+        joined["shape"] = None
+        shapes = [part.get_shapes(name) if name in part.field_schema else [] for part in parts]
+        joined["per_sample_shapes"] = [shape for part in shapes for shape in part]
+    return joined
+
+
+@dataclass
+class KVBatchMeta:
+    """Rows by key, with their tags; `fields` are those that all of them have."""
+
+    keys: list[str] = field(default_factory=list)
+    tags: list[dict[str, Any]] = field(default_factory=list)
+    partition_id: str | None = None
+    fields: list[str] | None = None
+    extra_info: dict[str, Any] | None = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tags):
+            raise ValueError(f"{len(self.keys)} keys have {len(self.tags)} tags")
+        if len(set(self.keys)) < len(self.keys):
+            raise ValueError("a key is there twice")
+        if self.fields is not None and len(set(self.fields)) < len(self.fields):
+            raise ValueError("a field is there twice")
+        self.tags = copy.deepcopy(self.tags)
+        self.extra_info = copy.deepcopy(self.extra_info)
+
+    @property
+    def size(self) -> int:
+        return len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        return (
+            f"KVBatchMeta(size={self.size}, field_names={self.fields}, "
+            f"extra_info={self.extra_info})"
+        )
+
+    def _of(self, places: Sequence[int]) -> KVBatchMeta:
+        keys = [self.keys[place] for place in places]
+        tags = [self.tags[place] for place in places]
+        return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
+
+    def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
+        """These rows. RuntimeError for a key that is not here."""
+        places = {key: place for place, key in enumerate(self.keys)}
+        if absent := [key for key in keys_to_select if key not in places]:
+            raise RuntimeError(f"keys {absent} are not in this batch")
+        return self._of([places[key] for key in keys_to_select])
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Bring the rows into this order; changes this batch."""
+        if sorted(indexes) != list(range(self.size)):
+            raise ValueError(f"an order of {self.size} rows names each of them once")
+        self.keys = [self.keys[place] for place in indexes]
+        self.tags = [self.tags[place] for place in indexes]
+
+    def chunk(self, chunks: int) -> list[KVBatchMeta]:
+        """Exactly so many batches; where there are fewer rows, some are empty."""
+        return [self._of(portion) for portion in _portions(self.size, chunks)]
+
+    @classmethod
+    def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """The rows of all, one after the other. ValueError where their fields, partitions or
+        extra_info differ; empty ones do not count."""
+        parts = [part for part in data if part is not None and part.size]
+        if not parts:
+            return cls()
+        first = parts[0]
+        for part in parts[1:]:
+            if part.fields is not None and set(part.fields) != set(first.fields or ()):
+                raise ValueError("batches of different fields are not concatenated")
+            if part.partition_id != first.partition_id:
+                raise ValueError("batches of different partitions are not concatenated")
+        return cls(
+            [key for part in parts for key in part.keys],
+            [tags for part in parts for tags in part.tags],
+            first.partition_id,
+            first.fields,
+            _joined_info([part.extra_info for part in parts]) or None,
+        )

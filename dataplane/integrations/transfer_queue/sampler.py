@@ -1,0 +1,252 @@
+"""Samplers: which of the ready rows a fetch gets. Users make their own of `BaseSampler`.
+
+A sampler has no process of its own. Whoever fetches makes it anew from what `init` was given, loads
+what it remembered, asks it, and keeps what it remembers now for the next; one fetch at a time in
+the whole queue. So all that a sampler remembers goes through `save_checkpoint` and
+`load_checkpoint`, as dicts, lists, tuples, numbers, texts and arrays.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+Choice = tuple[list[int], list[int]]
+"""Rows to hand out, and rows that the task has had from now on."""
+
+
+class BaseSampler(ABC):
+    """Implement `sample`. `_states[partition][task][dp_rank][batch_index]` is remembered, and what
+    it holds for a fetch's `sampling_config` is handed out again though too few rows are ready."""
+
+    def __init__(self) -> None:
+        self._states: dict[Any, Any] = {}
+
+    @abstractmethod
+    def sample(
+        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+    ) -> Choice:
+        """Choose of the rows that have the fields and that the task has not had, in order of their
+        numbers. kwargs: the fetch's `sampling_config`, `task_name`, `partition_id`, and
+        `partition`, whose `get_custom_meta(indexes)` are their tags. ([], []): there are too few.
+        """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Choice:
+        return self.sample(*args, **kwargs)
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
+    ) -> bool:
+        """Whether something is remembered for this fetch."""
+        config = sampling_config or {}
+        of_rank = self._remembered(partition_id, task_name).get(config.get("dp_rank"), {})
+        return config.get("dp_rank") is not None and config.get("batch_index") in of_rank
+
+    def clear_cache(self, partition_id: str) -> None:
+        """Forget what is remembered of a partition."""
+        self._states.pop(partition_id, None)
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        """All that is remembered."""
+        return {"_states": self._states}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Remember what `save_checkpoint` gave."""
+        self._states = state["_states"]
+
+    def _remembered(self, partition_id: str, task_name: str) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._states.get(partition_id, {}).get(task_name, {})
+        return found
+
+    def _remember(self, where: tuple[str, str, Any, Any], what: Any) -> None:
+        at = self._states
+        for step in where[:-1]:
+            at = at.setdefault(step, {})
+        at[where[-1]] = what
+
+
+class SequentialSampler(BaseSampler):
+    """The oldest rows; each once."""
+
+    def sample(
+        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+    ) -> Choice:
+        taken = ready_indexes[:batch_size]
+        return taken, list(taken)
+
+
+class RankAwareSampler(BaseSampler):
+    """The oldest rows, the same for all ranks that give the same dp_rank and batch_index."""
+
+    def sample(
+        self,
+        ready_indexes: list[int],
+        batch_size: int,
+        dp_rank: int = 0,
+        batch_index: int = 0,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Choice:
+        if dp_rank < 0:
+            raise ValueError(f"dp_rank is {dp_rank}; ranks count from 0")
+        known = self._remembered(partition_id, task_name).get(dp_rank, {})
+        taken = known.get(batch_index, ready_indexes[:batch_size])
+        if batch_index not in known:
+            if len(taken) < batch_size:
+                return [], []
+            self._remember((partition_id, task_name, dp_rank, batch_index), taken)
+        return taken, list(taken)
+
+
+class GRPOGroupNSampler(BaseSampler):
+    """Whole groups: rows n·k to n·k + n - 1 of a partition are those of one prompt.
+
+    A group is its rows' numbers divided by n, and never some last rows of one prompt with the first
+    of the next.
+    """
+
+    def __init__(self, n_samples_per_prompt: int = 1) -> None:
+        super().__init__()
+        if n_samples_per_prompt <= 0:
+            raise ValueError(f"a group has one row at least, not {n_samples_per_prompt}")
+        self.n_samples_per_prompt = n_samples_per_prompt
+
+    def sample(
+        self,
+        ready_indexes: list[int],
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Choice:
+        rank, number = kwargs.get("dp_rank"), kwargs.get("batch_index")
+        known = self._remembered(partition_id, task_name).get(rank, {})
+        if rank is not None and number in known:
+            taken, consumed = known[number]
+            return list(taken), list(consumed)
+        taken = self._groups(ready_indexes, batch_size)
+        if taken and rank is not None:
+            self._remember((partition_id, task_name, rank, number), (taken, list(taken)))
+        return taken, list(taken)
+
+    def _groups(self, ready: Sequence[int], rows: int) -> list[int]:
+        n = self.n_samples_per_prompt
+        if rows % n:
+            raise ValueError(f"{rows} rows are no whole groups of {n}")
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index in sorted(ready):
+            partition, number = index >> 32, index & 0xFFFF_FFFF
+            groups.setdefault((partition, number // n), []).append(index)
+        whole = [group for group in groups.values() if len(group) == n][: rows // n]
+        return [i for group in whole for i in group] if len(whole) == rows // n else []
+
+
+class SeqlenBalancedSampler(GRPOGroupNSampler):
+    """Whole groups for all ranks at once, so that their sums of the tag `total_lengths` are near
+    each other and each rank has as many groups. batch_size is one rank's."""
+
+    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
+        super().__init__(n_samples_per_prompt)
+        if dp_size <= 0:
+            raise ValueError(f"there is one rank at least, not {dp_size}")
+        self.dp_size = dp_size
+
+    def sample(
+        self,
+        ready_indexes: list[int],
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Choice:
+        rank, number = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
+        if not self.has_cached_result(
+            partition_id, task_name, {"dp_rank": 0, "batch_index": number}
+        ):
+            rows = self._groups(ready_indexes, batch_size * self.dp_size)
+            if not rows:
+                return [], []
+            portions = self._balanced(rows, kwargs.get("partition"))
+            for of, taken in enumerate(portions):
+                self._remember((partition_id, task_name, of, number), (taken, list(taken)))
+        known = self._remembered(partition_id, task_name).get(rank, {})
+        taken, consumed = known.get(number, ([], []))
+        return list(taken), list(consumed)
+
+    def _balanced(self, rows: list[int], partition: Any) -> list[list[int]]:
+        n = self.n_samples_per_prompt
+        groups = [rows[at : at + n] for at in range(0, len(rows), n)]
+        tags = partition.get_custom_meta(rows) if partition is not None else {}
+        weights = [sum(tags.get(i, {}).get("total_lengths", 1) for i in group) for group in groups]
+        equal = len(groups) % self.dp_size == 0
+        portions = balanced(weights, self.dp_size, equal)
+        return [[i for at in portion for i in groups[at]] for portion in portions]
+
+
+def balanced(weights: Sequence[float], parts: int, equal_size: bool) -> list[list[int]]:
+    """Places of weights in so many lists with sums near each other: the largest differencing method
+    (Karmarkar and Karp 1982). equal_size: of equal lengths; their number must allow it.
+
+    >>> balanced([8, 7, 6, 5], 2, True)
+    [[0, 3], [1, 2]]
+    """
+    if equal_size and len(weights) % parts:
+        raise ValueError(f"{len(weights)} weights are not {parts} lists of equal length")
+    order = sorted(range(len(weights)), key=lambda at: (weights[at], at))
+    # A partial solution: so many (sum, places), heaviest first. Those that differ most are joined
+    # heaviest with lightest, until one is left.
+    if equal_size:
+        starts = [order[at : at + parts] for at in range(0, len(order), parts)]
+    else:
+        starts = [[at] for at in order]
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+
+    def push(sums: list[tuple[float, list[int]]], number: int) -> None:
+        sums = sorted(sums, key=lambda one: (-one[0], one[1]))
+        heapq.heappush(heap, (sums[-1][0] - sums[0][0], number, sums))
+
+    for number, start in enumerate(starts):
+        single: list[tuple[float, list[int]]] = [(weights[at], [at]) for at in start]
+        push(single + [(0, [])] * (parts - len(single)), number)
+    number = len(starts)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = zip(one, reversed(other), strict=True)
+        push([(a + b, places + more) for (a, places), (b, more) in merged], number)
+        number += 1
+    if not heap:
+        return [[] for _ in range(parts)]
+    return sorted(sorted(places) for _, places in heap[0][2])
+
+
+def description(sampler: BaseSampler) -> dict[str, Any]:
+    """What `rebuilt` makes the sampler of, in another process."""
+    kind = type(sampler)
+    kept = sampler.save_checkpoint()
+    given = {name: value for name, value in vars(sampler).items() if name not in kept}
+    return {"module": kind.__module__, "class": kind.__qualname__, "given": given}
+
+
+def rebuilt(told: dict[str, Any]) -> BaseSampler:
+    """A sampler as it was before it had chosen anything. TypeError where the class is none."""
+    module = sys.modules.get(told["module"]) or importlib.import_module(told["module"])
+    kind: Any = module
+    for name in told["class"].split("."):
+        kind = getattr(kind, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseSampler)):
+        raise TypeError(
+            f"{told['module']}.{told['class']} is no sampler in this process: a sampler of your "
+            "own is a class of a module that every process can import"
+        )
+    made = kind.__new__(kind)
+    BaseSampler.__init__(made)
+    vars(made).update(told["given"])
+    return made

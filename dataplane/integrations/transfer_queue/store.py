@@ -1,0 +1,482 @@
+"""Partitions of TransferQueue as partitions of the plane: rows by key and number, what is where.
+
+A user's partition is the plane's of that name, its rows keep until they are cleared. A row with a
+key has that key; a row without one has its number. One partition more, `REGISTRY`, has a row for
+each partition (its number, the next row's number), the configuration, and tokens: whoever leases
+one is alone, until it gives the lease back or its process ends. No process keeps any of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tensordict import TensorDict
+
+import dataplane
+from dataplane.integrations.transfer_queue.columns import (
+    HIDDEN,
+    Column,
+    kind,
+    packed_field,
+    tag_read,
+    tag_value,
+)
+from dataplane.integrations.transfer_queue.metadata import Schema
+
+T = TypeVar("T")
+REGISTRY = "transfer_queue"
+INDEX_BITS = 32
+"""A global index is a partition's number, then so many bits of a row's number in it."""
+_TOKEN = "token"
+_NUMBER, _NEXT, _GONE = "number", "next", "gone"
+_INDEX = HIDDEN + "index"
+_ROW = HIDDEN + "row"
+_FIELD = HIDDEN + "field:"
+_TASK = HIDDEN + "task:"
+_AGAIN = HIDDEN + "again:"
+_ATTEMPTS = 100
+_REMEMBERED = 1 << 20
+
+
+class StorageKeyNotFoundError(KeyError, ValueError):
+    """Rows that were asked for are not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class Row:
+    """What the plane says of one row, without its values."""
+
+    __slots__ = ("key", "tags", "told")
+
+    def __init__(self, key: str | int, tags: Mapping[str, Any]) -> None:
+        self.key = _plain(key)
+        self.told = {n.removeprefix(_FIELD): v for n, v in tags.items() if n.startswith(_FIELD)}
+        self.tags = tags
+
+    @property
+    def number(self) -> int | None:
+        """Its number in its partition; a row with a key has none until somebody asks."""
+        found: int | None = self.key if isinstance(self.key, int) else self.tags.get(_INDEX)
+        return found
+
+    @property
+    def custom_meta(self) -> dict[str, Any]:
+        shown = self.tags.items()
+        return {name: tag_read(v) for name, v in shown if not name.startswith(HIDDEN)}
+
+    def has(self, fields: Sequence[str]) -> bool:
+        return all(field in self.told for field in fields)
+
+    def consumed(self, task: str) -> bool:
+        return bool(self.tags.get(_TASK + task))
+
+
+def _plain(key: str | int) -> str | int:
+    """Without the mark of a key that is in use again."""
+    return key.partition(_AGAIN)[0] if isinstance(key, str) else key
+
+
+class Store:
+    """One process's view of the queue. For any number of threads."""
+
+    def __init__(self, plane: dataplane.Plane, dedup: Sequence[str] = ()) -> None:
+        self.plane = plane
+        self.dedup = set(dedup)
+        self._lock = threading.Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Look at the plane as one that is new to this process."""
+        stages = {"alone": [_TOKEN]}
+        self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop")
+        self._known: dict[str, tuple[int, dataplane.Partition]] = {}
+        self._again: dict[str, dict[str | int, int]] = {}
+        self._keys: dict[int, str] = {}
+
+    def end(self) -> None:
+        """Free all rows of all partitions, and what is known of them."""
+        for name in self.partitions():
+            self.clear_partition(name)
+        self._registry.drop()
+
+    # the registry
+
+    def told(self, name: str) -> Any:
+        """What was kept under a name for everybody; None where nothing was."""
+        try:
+            return self._registry.get([name], ["object"])["object"][0]["value"]
+        except (dataplane.RowsGone, dataplane.FieldUnknown):
+            return None
+
+    def tell(self, name: str, value: Any) -> None:
+        """Keep an object (what the plane takes as one) for everybody."""
+        self._registry.put({"object": [{"value": value}]}, key=[name], replace=True)
+
+    def first(self, name: str, value: Any) -> bool:
+        """As `tell`, and false, with nothing changed, where somebody did so before."""
+        with self.alone("registry"):
+            if self.told(name) is not None:
+                return False
+            self.tell(name, value)
+            return True
+
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """In one process and thread at a time."""
+        key = f"token:{name}"
+        with contextlib.suppress(dataplane.FieldExists):  # everybody's but the first one's
+            self._registry.put({_TOKEN: [0]}, key=[key], tags={"name": [key]})
+        held = self._registry.claim("alone", rows=1, where=dataplane.tag("name") == key)
+        try:
+            yield
+        finally:
+            held.release()
+
+    def _entry(self, key: str) -> dict[str, Any] | None:
+        try:
+            rows = self._registry.get([key], ())
+        except dataplane.RowsGone:
+            return None
+        return {name: values[0] for name, values in rows.tags.items()}
+
+    def partitions(self) -> dict[str, int]:
+        """Names and numbers, in the order in which they came."""
+        rows = self._registry.rows(where=dataplane.tag(_NUMBER).exists())
+        tags: dict[str, list[Any]] = dict(rows.tags)
+        told = zip(rows.keys, tags.get(_NUMBER, ()), tags.get(_GONE, ()), strict=True)
+        found = sorted((n, str(key)) for key, n, gone in told if n is not None and not gone)
+        return {key.removeprefix("partition:"): number for number, key in found}
+
+    def _partition(self, name: str, create: bool = False) -> tuple[int, dataplane.Partition] | None:
+        """Its number and itself; None where nobody has put into it."""
+        with self._lock:
+            if found := self._known.get(name):
+                return found
+        if name == REGISTRY or not name or name.startswith(HIDDEN):
+            raise ValueError(f"{name!r} is no name for a partition")
+        entry = self._entry(f"partition:{name}")
+        if entry is None or entry[_GONE]:
+            if not create:
+                return None
+            entry = self._registered(name)
+        part = self.plane.partition(name, free="drop")
+        with self._lock:
+            return self._known.setdefault(name, (entry[_NUMBER], part))
+
+    def _registered(self, name: str) -> dict[str, Any]:
+        key = f"partition:{name}"
+        with self.alone("registry"):
+            entry = self._entry(key)
+            if entry is None:
+                rows = self._registry.rows(where=dataplane.tag(_NUMBER).exists())
+                entry = {_NUMBER: len(rows), _NEXT: 0, _GONE: False}
+                tags = {tag: [value] for tag, value in entry.items()}
+                self._registry.put({"object": [{"value": name}]}, key=[key], tags=tags)
+            elif entry[_GONE]:
+                entry |= {_GONE: False}
+                self._registry.tag([key], {_GONE: [False]})
+        return entry
+
+    def number_of(self, name: str) -> int:
+        """The partition's number; it is made where there is none."""
+        found = self._partition(name, create=True)
+        assert found is not None
+        return found[0]
+
+    def numbers(self, name: str, count: int) -> list[int]:
+        """So many new row numbers of a partition, one after the other."""
+        key = f"partition:{name}"
+        self._partition(name, create=True)
+        for _ in range(_ATTEMPTS):
+            entry = self._entry(key)
+            assert entry is not None  # rows of the registry are never dropped
+            start = int(entry[_NEXT])
+            try:
+                self._registry.tag([key], {_NEXT: [start + count]}, expect={_NEXT: start})
+            except dataplane.TagConflict:
+                continue
+            return list(range(start, start + count))
+        raise dataplane.Unavailable(f"row numbers of {name!r} were taken by others, time and again")
+
+    # keys that are used again: the plane forgets no dropped key, so it sees another
+
+    def _plane_keys(self, name: str, keys: Sequence[str | int]) -> list[str | int]:
+        times = self._again.get(name)
+        if not times:
+            return list(keys)
+        return [f"{k}{_AGAIN}{times[k]}" if k in times else k for k in keys]
+
+    def _look_again(self, name: str, keys: Sequence[str | int]) -> bool:
+        """Whether one of the keys is in use again under a name that was not known here."""
+        before = self._plane_keys(name, keys)
+        rows = self._registry.rows(where=dataplane.tag("of") == name)
+        tags: dict[str, list[Any]] = dict(rows.tags)
+        times = zip(tags.get("key", ()), tags.get("again", ()), strict=True)
+        with self._lock:
+            self._again[name] = {key: again for key, again in times}
+        return self._plane_keys(name, keys) != before
+
+    def _renew(self, name: str, keys: Sequence[str | int]) -> None:
+        """Give new names to those keys of a put that were cleared, which are not rows any more."""
+        with self.alone("registry"):
+            if self._look_again(name, keys):
+                return
+            here = {row.key for row in self.rows(name)}
+            gone = list(dict.fromkeys(k for k in keys if isinstance(k, str) and k not in here))
+            if gone:
+                times = [self._again[name].get(key, 0) + 1 for key in gone]
+                tags = {"of": [name] * len(gone), "key": gone, "again": times}
+                rows = [f"again:{name}{HIDDEN}{key}" for key in gone]
+                self._registry.put({_ROW: [0] * len(gone)}, key=rows, tags=tags, replace=True)
+                with self._lock:
+                    self._again[name] |= dict(zip(gone, times, strict=True))
+
+    # rows
+
+    def _on(self, name: str, call: Callable[[int, dataplane.Partition], T], create: bool) -> T:
+        """Carry out a call on a partition, once more where it was cleared meanwhile.
+        StorageKeyNotFoundError where nobody has put into it."""
+        for attempt in (1, 2):
+            found = self._partition(name, create)
+            if found is None:
+                break
+            try:
+                return call(*found)
+            except (dataplane.PartitionGone, dataplane.PartitionUndefined):
+                with self._lock:
+                    self._known.pop(name, None)
+                if attempt == 2:
+                    raise
+        raise StorageKeyNotFoundError(f"there is no partition {name!r}")
+
+    def rows(self, name: str) -> list[Row]:
+        """All rows of a partition, as they stood at one moment; none where it is not there."""
+        try:
+            found = self._on(name, lambda _, part: part.rows(), create=False)
+        except StorageKeyNotFoundError:
+            return []
+        return _rows(found)
+
+    def find(self, name: str, keys: Sequence[str | int]) -> list[Row | None]:
+        """What the plane says of these rows; None for one that is not there."""
+        here = list(dict.fromkeys(keys))
+        asked = self._plane_keys(name, here)
+        try:
+            found = _rows(self._on(name, lambda _, part: part.get(asked, ()), create=False))
+        except StorageKeyNotFoundError:
+            found = []
+        except dataplane.RowsGone as exc:
+            if exc.details.get("rows") == len(here) and not exc.details.get("dropped"):
+                found = []
+            else:
+                found = self.rows(name)
+        by_key = {row.key: row for row in found}
+        return [by_key.get(key) for key in keys]
+
+    def put(
+        self,
+        name: str,
+        keys: Sequence[str | int],
+        columns: Mapping[str, Column],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Write fields and tags of rows: each row's in one message, tags merged, values replaced.
+
+        Rows with the same names of tags go together, in the order given.
+        """
+        if clash := [field for field in columns if field.startswith(HIDDEN)]:
+            raise ValueError(f"{clash[0]!r} is no name for a field")
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for place in range(len(keys)):
+            names = tuple(tags[place]) if tags is not None else ()
+            alike.setdefault(names, []).append(place)
+        for names, places in alike.items():
+            whole = len(places) == len(keys)
+            taken = columns if whole else {n: c.take(places) for n, c in columns.items()}
+            given: dict[str, Any] = {}
+            for tag in names:
+                if tag.startswith(HIDDEN):
+                    raise ValueError(f"{tag!r} is no name for a tag")
+                assert tags is not None
+                given[tag] = [tag_value(tag, tags[place][tag]) for place in places]
+            given |= {_FIELD + field: list(column.told) for field, column in taken.items()}
+            self._put(name, [keys[place] for place in places], taken, given)
+
+    def _put(
+        self,
+        name: str,
+        keys: list[str | int],
+        columns: Mapping[str, Column],
+        tags: dict[str, list[Any]],
+    ) -> None:
+        values = {field: column.entries for field, column in columns.items()}
+        dedup = [f for f, column in columns.items() if column.dedup or f in self.dedup]
+        values = values or {_ROW: [0] * len(keys)}
+        for _ in range(_ATTEMPTS):
+            used = self._plane_keys(name, keys)
+            try:
+                put = functools.partial(_write, used, values, tags, dedup)
+                return self._on(name, put, create=True)
+            except dataplane.RowsDropped:
+                self._renew(name, keys)
+        raise dataplane.Unavailable(f"keys of {name!r} were cleared by others, time and again")
+
+    def values(self, name: str, keys: Sequence[str | int], fields: Sequence[str]) -> TensorDict:
+        """The rows' values. StorageKeyNotFoundError where a row, or a row's field, is not there."""
+        if not keys or not fields:
+            return TensorDict({}, batch_size=0 if not fields else len(keys))
+        for _ in range(_ATTEMPTS):
+            used = self._plane_keys(name, keys)
+            try:
+                read = functools.partial(_read, used, fields)
+                found = self._on(name, read, create=False)
+            except dataplane.RowsGone as exc:
+                if exc.details.get("dropped") and self._look_again(name, keys):
+                    continue
+                gone = [_plain(key) for key in exc.details["keys"]]
+                raise StorageKeyNotFoundError(
+                    f"rows of {name!r} are not there, such as {gone[:3]} of {len(keys)}"
+                ) from exc
+            except dataplane.FieldUnknown as exc:
+                raise StorageKeyNotFoundError(f"no row of {name!r} has it: {exc}") from exc
+            tags = found.tags
+            packed: dict[str, Any] = {}
+            for field in fields:
+                told = tags.get(_FIELD + field, [None] * len(keys))
+                if None in told:
+                    lacks = _plain(found.keys[told.index(None)])
+                    raise StorageKeyNotFoundError(f"row {lacks!r} of {name!r} has no {field!r}")
+                packed[field] = packed_field(list(found[field]), [str(one) for one in told])
+            return TensorDict(packed, batch_size=len(keys))
+        raise dataplane.Unavailable(f"rows of {name!r} were cleared by others, time and again")
+
+    def clear(self, name: str, keys: Sequence[str | int]) -> None:
+        """Free rows and their bytes. Absent ones are passed over."""
+        here = [row for row in self.find(name, keys) if row is not None]
+        if here:
+            used = self._plane_keys(name, [row.key for row in here])
+            self._on(name, lambda _, part: part.drop(keys=used), create=False)
+
+    def clear_partition(self, name: str) -> None:
+        """Free all of it. Its number stays its own."""
+        try:
+            self._on(name, lambda _, part: part.drop(), create=False)
+        except (StorageKeyNotFoundError, dataplane.PartitionGone):
+            return
+        self._registry.tag([f"partition:{name}"], {_GONE: [True]})
+        with self._lock:
+            self._known.pop(name, None)
+
+    # numbers
+
+    def numbered(self, name: str, rows: Sequence[Row]) -> list[int]:
+        """Global indexes of rows that are there; those that have no number get one."""
+        found = self._partition(name)
+        assert found is not None
+        base = found[0] << INDEX_BITS
+        without = [row for row in rows if row.number is None]
+        numbers = self.numbers(name, len(without)) if without else []
+        for row, number in zip(without, numbers, strict=True):
+            (key,) = self._plane_keys(name, [row.key])
+            try:
+                found[1].tag([key], {_INDEX: [number]}, expect={_INDEX: None})
+                row.tags = {**row.tags, _INDEX: number}
+            except dataplane.TagConflict:  # another process was faster: its number holds
+                (now,) = self.find(name, [row.key])
+                if now is None:
+                    raise StorageKeyNotFoundError(f"row {row.key!r} was cleared") from None
+                row.tags = now.tags
+        indexes = [base + int(row.number or 0) for row in rows]
+        if len(self._keys) > _REMEMBERED:
+            self._keys.clear()
+        self._keys.update(
+            (i, row.key) for i, row in zip(indexes, rows, strict=True) if isinstance(row.key, str)
+        )
+        return indexes
+
+    def keys_of(self, name: str, indexes: Sequence[int]) -> list[str | int]:
+        """The keys of rows by number; the row's own number for one without a key."""
+        unknown = [index for index in indexes if index not in self._keys]
+        if unknown:
+            mask = (1 << INDEX_BITS) - 1
+            numbers = [index & mask for index in unknown]
+            wanted = dataplane.tag(_INDEX).isin(numbers)
+            try:
+                found = self._on(name, lambda _, part: part.rows(where=wanted), create=False)
+            except StorageKeyNotFoundError:
+                return [index & mask for index in indexes]
+            known = {row.number: row.key for row in _rows(found)}
+            for index, number in zip(unknown, numbers, strict=True):
+                if isinstance(key := known.get(number), str):
+                    self._keys[index] = key
+        mask = (1 << INDEX_BITS) - 1
+        return [self._keys.get(index, index & mask) for index in indexes]
+
+    def consume(self, name: str, keys: Sequence[str | int], task: str, done: bool = True) -> None:
+        """Say of rows that a task has, or has not, had them."""
+        used = self._plane_keys(name, keys)
+        tags = {_TASK + task: [done] * len(keys)}
+        self._on(name, lambda _, part: part.tag(used, tags), create=False)
+
+    def tasks(self, rows: Sequence[Row]) -> set[str]:
+        return {
+            tag.removeprefix(_TASK) for row in rows for tag in row.tags if tag.startswith(_TASK)
+        }
+
+
+def _write(
+    keys: list[str | int],
+    values: Mapping[str, Any],
+    tags: Mapping[str, Any],
+    dedup: Sequence[str],
+    number: int,
+    part: dataplane.Partition,
+) -> None:
+    part.put(values, key=keys, tags=tags, dedup=dedup, replace=True)
+
+
+def _read(
+    keys: list[str | int], fields: Sequence[str], number: int, part: dataplane.Partition
+) -> dataplane.Rows:
+    return part.get(keys, fields)
+
+
+def _rows(found: dataplane.Rows) -> list[Row]:
+    columns = list(found.tags.items())
+    keys = found.keys
+    return [
+        Row(key, {name: column[i] for name, column in columns if column[i] is not None})
+        for i, key in enumerate(keys)
+        if not (isinstance(key, str) and key.startswith("~"))
+    ]
+
+
+def common_fields(rows: Sequence[Row]) -> list[str]:
+    """Fields that every one of the rows has, in the order of the first."""
+    if not rows:
+        return []
+    return [field for field in rows[0].told if all(field in row.told for row in rows)]
+
+
+def schema_told(rows: Sequence[Row], fields: Sequence[str]) -> Schema:
+    """As the rows' hidden tags tell it."""
+    schema: Schema = {}
+    for field in fields:
+        kinds = [kind(str(row.told[field])) for row in rows if field in row.told]
+        if not kinds:
+            continue
+        dtype = kinds[0][0]
+        shapes = [shape or (1,) if shape is not None else None for _, shape, _ in kinds]
+        nested = dtype is not None and (any(k[2] for k in kinds) or len(set(shapes)) > 1)
+        told: dict[str, Any] = {"dtype": dtype, "shape": None if nested else shapes[0]}
+        told |= {"is_nested": nested, "is_non_tensor": dtype is None}
+        if nested and len(kinds) == len(rows):
+            told["per_sample_shapes"] = shapes
+        schema[field] = told
+    return schema

@@ -1,0 +1,3 @@
+"""`dataplane.integrations.transfer_queue.client` under TransferQueue's name."""
+
+from dataplane.integrations.transfer_queue.client import *  # noqa: F403

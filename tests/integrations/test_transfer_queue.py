@@ -1,0 +1,292 @@
+"""TransferQueue's surface gives what TransferQueue 0.1.11 gives, but for what docs/verl.md lists.
+
+What 0.1.11 gave to the same calls is kept beside this file; where it is installed it is asked anew
+(`make test-compare`), so that the record is its own and nobody's wish.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+tensordict = pytest.importorskip("tensordict", reason="make test installs it")
+pytest.importorskip("omegaconf", reason="make test installs it")
+
+from dataplane.integrations import transfer_queue  # noqa: E402
+from dataplane.integrations.transfer_queue import BaseSampler  # noqa: E402
+from tests.integrations import transfer_queue_calls  # noqa: E402
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORD = HERE / "transfer_queue_0.1.11.json"
+OURS = "dataplane.integrations.transfer_queue"
+DIFFERENCES = {
+    "position_ids_of_equal_lengths_keep_their_ragged_dimension": "ragged dimension",
+    "a_key_that_is_absent_among_others": "absent keys",
+    "an_empty_meta_needs_no_arguments": "`BatchMeta()`",
+    "keys_and_numbers_are_one_row": "empty `BatchMeta` has no fields",
+    "a_group_is_of_one_prompt": "two prompts",
+}
+"""Scenarios that differ, and the words by which docs/verl.md lists why."""
+USED_S = 300
+
+
+def play(module: str, **environment: str) -> dict[str, Any]:
+    """What the module gives, in a process of its own."""
+    command = [sys.executable, "-m", "tests.integrations.transfer_queue_calls", module]
+    played = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=USED_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert played.returncode == 0, played.stderr[-3000:]
+    (line,) = [line for line in played.stdout.splitlines() if line.startswith("RESULTS ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULTS "))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder:  # paths of sockets are short
+        return play(OURS, DATAPLANE_RUN_DIR=folder, DATAPLANE_ARENA="64MiB")
+
+
+@pytest.mark.timeout(USED_S)
+@pytest.mark.parametrize("name", transfer_queue_calls.SCENARIOS)
+def test_the_same_calls_give_the_same(name: str, ours: dict[str, Any]) -> None:
+    theirs = json.loads(RECORD.read_text())
+    if name in DIFFERENCES:
+        assert ours[name] != theirs[name], "it differs no more: list it no more"
+        assert DIFFERENCES[name] in (ROOT / "docs" / "verl.md").read_text()
+    else:
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.compare
+@pytest.mark.timeout(USED_S)
+def test_the_record_is_what_transfer_queue_gives() -> None:
+    try:
+        installed = importlib.metadata.version("TransferQueue")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("TransferQueue is not installed: `make test-compare` installs it")
+    assert installed == "0.1.11"
+    assert play("transfer_queue", TQ_NUM_THREADS="1") == json.loads(RECORD.read_text())
+
+
+# what the record cannot show
+
+
+@pytest.fixture
+def plane(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first `init` starts a peer, which ends soon after the last `close`."""
+    monkeypatch.setenv("DATAPLANE_ARENA", "64MiB")
+    monkeypatch.setenv("DATAPLANE_LINGER", "0.5")
+
+
+@pytest.fixture
+def tq(plane: None) -> Iterator[Any]:
+    transfer_queue.init({"controller": {"polling_mode": True}})
+    yield transfer_queue
+    transfer_queue.close()
+
+
+def rows(count: int) -> Any:
+    return tensordict.TensorDict({"x": torch.arange(count)}, count)
+
+
+def test_differences_that_are_right_are_as_docs_say(ours: dict[str, Any]) -> None:
+    name = "position_ids_of_equal_lengths_keep_their_ragged_dimension"
+    assert ours[name]["position_ids"]["in"] == 2
+    assert ours["a_key_that_is_absent_among_others"] == {"error": ["ValueError", "KeyError"]}
+    assert ours["an_empty_meta_needs_no_arguments"]["size"] == 0
+    assert ours["a_group_is_of_one_prompt"] == [[4, 5], [4, 5]]
+
+
+def test_media_in_objects_are_stored_once(tq: Any) -> None:
+    media = torch.arange(1 << 18, dtype=torch.float32)
+    same = [{"pixel_values": media.clone(), "n": i} for i in range(8)]
+    put = tensordict.TensorDict({"multi_modal_inputs": tensordict.NonTensorStack(*same)}, 8)
+    keys = [f"u_{i}_0" for i in range(8)]
+    tq.kv_batch_put(keys, "train", put)
+    used = tq.get_client()._store.plane.stats()["arena"]["used_bytes"]
+    assert used < 2 * media.nbytes
+    got = tq.kv_batch_get(keys, "train")["multi_modal_inputs"].tolist()
+    assert [one["n"] for one in got] == list(range(8))
+    assert all(torch.equal(one["pixel_values"], media) for one in got)
+
+
+def test_rows_are_seen_by_whoever_sees_the_tag_that_says_so(tq: Any) -> None:
+    done = threading.Event()
+
+    def work() -> None:
+        for uid in range(30):
+            tq.kv_put(f"{uid}", "train", tag={"status": "running"})
+            for index in range(4):
+                tq.kv_batch_put([f"{uid}_0_{index}"], "train", rows(1))
+            tq.kv_put(f"{uid}", "train", tag={"status": "finished"})
+        done.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while not done.is_set():
+        seen = tq.kv_list().get("train", {})
+        for key, tags in seen.items():
+            if tags.get("status") == "finished":
+                assert all(f"{key}_0_{index}" in seen for index in range(4))
+    worker.join()
+
+
+def test_numbers_are_a_partitions_number_and_a_rows(tq: Any) -> None:
+    client = tq.get_client()
+    one, two = (client.put(rows(3), partition_id=name) for name in ("one", "two"))
+    assert one.global_indexes == [0, 1, 2]
+    assert two.global_indexes == [(1 << 32) + row for row in range(3)]
+    tq.kv_put("k", "two", {"x": torch.tensor(1)})
+    meta = client.kv_retrieve_meta("k", "two")
+    assert meta.global_indexes == [(1 << 32) + 3]
+    assert client.kv_retrieve_keys(meta.global_indexes, "two") == ["k"]
+    client.clear_partition("one")
+    again = client.put(rows(1), partition_id="one")
+    assert again.global_indexes == [3]
+
+
+def test_many_fetch_at_once_and_each_row_is_fetched_once(tq: Any) -> None:
+    client = tq.get_client()
+    client.put(rows(40), partition_id="train")
+    seen: list[int] = []
+
+    def fetch() -> None:
+        while (meta := client.get_meta(["x"], 4, "train", task_name="t")).size:
+            seen.extend(meta.global_indexes)
+
+    threads = [threading.Thread(target=fetch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == list(range(40))
+
+
+CHILD = """
+import sys, torch
+from tensordict import TensorDict
+import dataplane.integrations.transfer_queue as tq
+tq.init()
+client = tq.get_client()
+config = {"dp_rank": int(sys.argv[1]), "batch_index": 0}
+meta = client.get_meta(["x"], 2, "train", task_name="t", sampling_config=config)
+print(meta.global_indexes)
+tq.close()
+"""
+
+
+def fetched_elsewhere(rank: int) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(rank)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[int] = json.loads(done.stdout)
+    return found
+
+
+class EveryOther(BaseSampler):
+    """A user's own, which remembers by itself."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        taken = ready_indexes[self.first :: 2][:batch_size]
+        return taken, taken
+
+
+def test_ranks_of_several_processes_share_what_the_sampler_remembers(
+    plane: None,
+) -> None:
+    transfer_queue.init(
+        {"controller": {"polling_mode": True, "sampler": transfer_queue.RankAwareSampler}}
+    )
+    try:
+        transfer_queue.get_client().put(rows(4), partition_id="train")
+        assert [fetched_elsewhere(rank) for rank in (0, 1, 0)] == [[0, 1], [2, 3], [0, 1]]
+        transfer_queue.get_client().put(rows(1), partition_id="train")
+        assert transfer_queue.kv_list() == {"train": {}}  # a child's close ended nothing
+    finally:
+        transfer_queue.close()
+
+
+def test_a_sampler_of_the_users_own_is_asked(
+    plane: None,
+) -> None:
+    transfer_queue.init({"controller": {"polling_mode": True, "sampler": EveryOther(1)}})
+    try:
+        client = transfer_queue.get_client()
+        client.put(rows(6), partition_id="train")
+        taken = [client.get_meta(["x"], 3, "train", task_name="t").global_indexes for _ in "ab"]
+        assert taken == [[1, 3, 5], [2]]  # of 0, 2 and 4, which were left
+    finally:
+        transfer_queue.close()
+
+
+def test_who_began_the_queue_ends_it(plane: None) -> None:
+    with pytest.raises(RuntimeError, match="call init"):
+        transfer_queue.kv_list()
+    for _ in range(2):
+        transfer_queue.close()
+        conf = transfer_queue.init(
+            {"backend": {"storage_backend": "MooncakeStore"}, "unheard": {"of": 1}}
+        )
+        assert conf is not None and conf.unheard.of == 1
+        assert transfer_queue.kv_list() == {}
+        transfer_queue.kv_put("a", "train", {"x": torch.tensor([1])})
+    transfer_queue.close()
+
+
+@pytest.mark.parametrize(
+    ("conf", "why"),
+    [
+        ({"controller": {"sampler": "NoSuchSampler"}}, "NoSuchSampler is no sampler"),
+        ({"controller": {"sampler": 5}}, "controller.sampler is a name"),
+    ],
+)
+def test_a_sampler_that_is_none_is_refused(conf: Any, why: str, plane: None) -> None:
+    with pytest.raises(ValueError, match=why):
+        transfer_queue.init(conf)
+    transfer_queue.close()
+
+
+def test_what_the_plane_cannot_carry_is_named_before_anything_is_put(tq: Any) -> None:
+    odd = tensordict.TensorDict({"o": tensordict.NonTensorStack({"a": [object()]})}, 1)
+    with pytest.raises(Exception, match=r'o\[0\].*\["a"\]\[0\]'):
+        transfer_queue.kv_batch_put(["k"], "train", odd)
+    with pytest.raises(TypeError, match="tag 't' is a object"):
+        transfer_queue.kv_put("k", "train", tag={"t": object()})
+    assert transfer_queue.kv_list("train").get("train", {}) == {}
+
+
+def test_the_shim_is_the_module_under_transfer_queues_name() -> None:
+    package = ROOT / "packages" / "dataplane-transfer-queue"
+    script = (
+        "import transfer_queue as tq, transfer_queue.metadata as m; "
+        "assert tq.BatchMeta is m.BatchMeta and tq.__version__ >= '0.1.9'; print(tq.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and str(package) in done.stdout, done.stderr

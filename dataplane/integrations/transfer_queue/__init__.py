@@ -83,7 +83,7 @@ _DEFAULTS = {
     "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
     "backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": None}},
     # Ours: `dedup` names fields whose equal values are stored once, besides arrays in objects.
-    "dataplane": {"plane": None, "dedup": []},
+    "dataplane": {"run": None, "dedup": []},
 }
 
 
@@ -114,7 +114,7 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
         store = _store(conf)
         made: Any = OmegaConf.create({}, flags={"allow_objects": True})
         made = OmegaConf.merge(made, OmegaConf.create(_DEFAULTS), conf or {})
-        made.dataplane.plane = store.plane.name
+        made.dataplane.run = store.plane.name
         told = {
             "sampler": samplers.description(_sampler_of(made.controller.sampler)),
             "polling": bool(made.controller.polling_mode),
@@ -134,8 +134,8 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
 
 def attach(config: Any = None) -> TransferQueueClient:
     """A client of its own, for a process that knows only what `init` returned."""
-    plane = config.dataplane.plane if config is not None else None
-    store = Store(dataplane.connect(plane=plane))
+    run = config.dataplane.run if config is not None else None
+    store = Store(dataplane.connect(run=run))
     told = store.told("config")
     if told is None:
         raise RuntimeError("nobody has begun a queue in this plane: call init() first")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,9 +16,11 @@ import numpy.typing as npt
 from dataplane.client import arguments, convert
 from dataplane.client.batch import LeasedRows
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Offload, Operation
+from dataplane.client.ragged import Padding, Side
 from dataplane.client.reads import read_rows
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.selection import Selection
+from dataplane.client.tensors import Each, Form, Layout, place_named, settled
 from dataplane.errors import DataplaneError
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claimed
@@ -26,6 +28,7 @@ from dataplane.wire.tables import Table
 
 if TYPE_CHECKING:
     import pyarrow
+    from tensordict import TensorDict
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +60,44 @@ class Converting(Selection):
     async def torch(
         self,
         field: str,
-        layout: convert.Layout = "auto",
+        layout: Layout = "auto",
         padding: float = 0,
         view: bool = False,
         device: str = "cpu",
+        *,
+        side: Side = "right",
+        length: int | None = None,
+        multiple: int | None = None,
+        mask: bool = False,
     ) -> Any:
         """As `dataplane.Batch.torch`; on a GPU the copy is done when this returns."""
-        direct = self._handle.session.direct
-        where = convert.place_named(device)
-        return await self._converted(
-            [field],
-            lambda: convert.to_torch_there(self[field], layout, padding, view, where, direct),
-        )
+        where, shape = place_named(device), Padding(padding, side, length, multiple)
+
+        def work() -> Any:
+            return self._tensors(self[field], layout, shape, view, where, mask)
+
+        return await self._converted([field], lambda: settled(where, work))
+
+    async def tensordict(
+        self,
+        fields: Sequence[str] | None = None,
+        *,
+        layout: Each[Layout] = "auto",
+        padding: Each[float] = 0,
+        side: Each[Side] = "right",
+        length: Each[int | None] = None,
+        multiple: Each[int | None] = None,
+        mask: str | Mapping[str, str] | None = None,
+        device: str = "cpu",
+    ) -> TensorDict:
+        """As `dataplane.Batch.tensordict`; on a GPU the copies are done when this returns."""
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
+        where, form = place_named(device), Form(layout, padding, side, length, multiple, mask)
+
+        def work() -> Any:
+            return self._tensordict({name: self[name] for name in names}, form, where)
+
+        return await self._converted(names, lambda: settled(where, work))
 
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """As `dataplane.Batch.arrow`."""

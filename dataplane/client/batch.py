@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 from dataplane.client import arguments, convert
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.lease import Lease
+from dataplane.client.ragged import Padding, Side
 from dataplane.client.reads import read_rows
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.selection import Selection
+from dataplane.client.tensors import Each, Form, Layout
 from dataplane.errors import DataplaneError, NotFetched
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claimed, Fetched
@@ -22,6 +24,7 @@ from dataplane.wire.tables import Table
 
 if TYPE_CHECKING:
     import pyarrow
+    from tensordict import TensorDict
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +48,57 @@ class Converting(Selection):
     def torch(
         self,
         field: str,
-        layout: convert.Layout = "auto",
+        layout: Layout = "auto",
         padding: float = 0,
         view: bool = False,
         device: str = "cpu",
+        *,
+        side: Side = "right",
+        length: int | None = None,
+        multiple: int | None = None,
+        mask: bool = False,
     ) -> Any:
         """A private, writable, packed copy as torch tensor: dense, padded with `padding`, jagged
-        (a nested tensor) or a list. `view=True`: tensors over the shared read-only memory; writing
-        into them crashes the process. On a GPU the copy may still be under way when this returns:
-        it is asked of torch's current stream."""
-        direct = self._handle.session.direct
-        return convert.to_torch(self[field], layout, padding, view, device, direct)
+        (a nested tensor) or a list; "auto" is dense where all rows have one shape, else a list.
+
+        padded: at the `side` "right" or "left", to the longest row, to `length`, or to the next
+        multiple of `multiple`; mask=True gives a pair, of the tensor and a bool tensor [n, length]
+        that says where values are. jagged: those of equal lengths share their offsets.
+        `view=True`: tensors over the shared read-only memory; writing into them crashes the
+        process. On a GPU the copy may still be under way when this returns: it is asked of torch's
+        current stream, from pinned memory."""
+        shape = Padding(padding, side, length, multiple)
+        return self._tensors(self[field], layout, shape, view, device, mask)
+
+    def tensordict(
+        self,
+        fields: Sequence[str] | None = None,
+        *,
+        layout: Each[Layout] = "auto",
+        padding: Each[float] = 0,
+        side: Each[Side] = "right",
+        length: Each[int | None] = None,
+        multiple: Each[int | None] = None,
+        mask: str | Mapping[str, str] | None = None,
+        device: str = "cpu",
+    ) -> TensorDict:
+        """The fields (default: those fetched) as a TensorDict with
+        batch_size [n], in private memory; needs `dataplane[torch]`.
+
+        layout: "auto" gives each field back as it was put: an array or tensor [n, …] dense; nested
+        tensors, lists of arrays and lists of numbers as nested jagged tensors, ragged where they
+        were, of which fields of equal lengths share their offsets and so can be used together;
+        numbers as a tensor [n]; everything else as a NonTensorStack. "padded" (or "jagged") is for
+        the fields of rows with a length of their own, and leaves others dense; "dense" and "list"
+        are what they say, InvalidValue where rows make no dense tensor. padding, side ("right" or
+        "left"), length, multiple: as of `torch`. Each of these may be a mapping by field. mask: the
+        name of a bool tensor [n, length] that says where padded fields have values; a mapping by
+        field where their rows differ in length. device: "cuda" copies from pinned memory on torch's
+        current stream, without waiting. A field "a.b" is "b" in a nested TensorDict "a".
+        """
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
+        form = Form(layout, padding, side, length, multiple, mask)
+        return self._tensordict({name: self[name] for name in names}, form, device)
 
     def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
         """The fields (default: those fetched) with keys and tags as a pyarrow table."""

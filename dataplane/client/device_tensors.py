@@ -13,6 +13,7 @@ import numpy as np
 
 from dataplane.client.device_views import DeviceColumn
 from dataplane.client.direct import DirectCopies, Runs
+from dataplane.client.ragged import RIGHT, Offsets, Padding
 from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidValue
 from dataplane.wire.arrays import dtype_name
@@ -21,25 +22,32 @@ _APART = np.uint64(16)
 """Where rows begin in one piece of memory: at a multiple of the largest item."""
 
 
-def tensors_of(column: DeviceColumn, layout: str, padding: float, view: bool, device: str) -> Any:
-    """As `convert.to_torch`, of entries that all are on one GPU. InvalidValue where torch has no
+def tensors_of(
+    column: DeviceColumn, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
+) -> Any:
+    """As `tensors.to_torch`, of entries that all are on one GPU. InvalidValue where torch has no
     such dtype or layout."""
     torch = sys.modules["torch"]
     rows = [_tensor(torch, column, row) for row in range(len(column))]
     if view:
-        if layout in ("padded", "jagged"):
+        if layout in ("dense", "padded", "jagged"):
             raise InvalidValue(
                 f"{column.field}: a {layout} tensor of these rows is a copy, no view"
             )
         return [row.to(device) for row in rows]
-    joined = _joined(torch, column.field, rows, layout, padding, device)
+    joined = _joined(torch, column, rows, layout, padding, device, offsets)
     return [row.clone().to(device) for row in rows] if joined is None else joined
 
 
 def copied(
-    column: ColumnView, layout: str, padding: float, device: str, direct: DirectCopies
+    column: ColumnView,
+    layout: str,
+    padding: Padding,
+    device: str,
+    direct: DirectCopies,
+    offsets: Offsets,
 ) -> Any | None:
-    """As `convert.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.
+    """As `tensors.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.
 
     None where that is no way, or not the faster one: no GPU, memory that cannot be pinned, rows
     that are short and lie apart. InvalidValue where torch has no such dtype or layout.
@@ -60,14 +68,14 @@ def copied(
     memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=landing.place)
     if not direct.copy(runs, memory.data_ptr(), landing, column.base):
         return None
-    if uniform and layout in ("auto", "padded"):
+    if uniform and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
         dtype, shape = forms[0]
         return memory.view(dtype).reshape(len(column), *shape)
     rows = []
     for row, (start, nbytes) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         dtype, shape = forms[0 if uniform else row]
         rows.append(memory[start : start + nbytes].view(dtype).reshape(shape))
-    joined = _joined(torch, column.field, rows, layout, padding, landing.place)
+    joined = _joined(torch, column, rows, layout, padding, landing.place, offsets)
     return rows if joined is None else joined
 
 
@@ -80,20 +88,33 @@ def _torch_form(torch: Any, column: ColumnView, row: int) -> tuple[Any, tuple[in
 
 
 def _joined(
-    torch: Any, field: str, rows: list[Any], layout: str, padding: float, device: str
+    torch: Any,
+    column: ColumnView,
+    rows: list[Any],
+    layout: str,
+    padding: Padding,
+    device: str,
+    offsets: Offsets,
 ) -> Any | None:
     """Rows on a GPU as one tensor there; None where they stay a list."""
     alike = len({(row.dtype, row.shape) for row in rows}) == 1
-    if alike and layout in ("auto", "padded"):
+    if alike and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
         return torch.stack(rows).to(device)
+    if layout in ("auto", "list"):
+        return None
+    if layout == "dense":
+        raise InvalidValue(
+            f"{column.field}: its rows differ in dtype or shape, which make no dense tensor; use "
+            "layout='jagged' or 'padded'",
+            field=column.field,
+        )
+    ragged = column.ragged()
     if layout == "padded":
-        return _padded(torch, field, rows, padding).to(device)
-    if layout == "jagged":
-        if len({(row.dtype, row.shape[1:]) for row in rows}) > 1 or not rows[0].ndim:
-            raise InvalidValue(f"{field}: jagged rows differ in their first length only")
-        ends = torch.tensor([0, *map(len, rows)], device=rows[0].device).cumsum(0)
-        return torch.nested.nested_tensor_from_jagged(torch.cat(rows).to(device), ends.to(device))
-    return None
+        axis = 0 if ragged is None else ragged.axis
+        return _padded(torch, column.field, rows, axis, padding).to(device)
+    if ragged is None:
+        raise InvalidValue(f"{column.field}: jagged rows differ along one axis only")
+    return offsets.nested(torch.cat(rows, ragged.axis).to(device), ragged)
 
 
 def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
@@ -109,11 +130,19 @@ def _tensor(torch: Any, column: DeviceColumn, row: int) -> Any:
         raise InvalidValue(f"{column.field}: torch has no dtype {dtype}") from exc
 
 
-def _padded(torch: Any, field: str, rows: list[Any], padding: float) -> Any:
+def _padded(torch: Any, field: str, rows: list[Any], axis: int, padding: Padding) -> Any:
     if len({(row.dtype, row.ndim) for row in rows}) > 1:
         raise InvalidValue(f"{field}: rows of different dtypes or ranks cannot be padded")
     shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
-    padded = torch.full([len(rows), *shape], padding, dtype=rows[0].dtype, device=rows[0].device)
-    for target, row in zip(padded, rows, strict=True):
-        target[tuple(slice(length) for length in row.shape)] = row
-    return padded
+    if shape:
+        lengths = np.array([row.shape[axis] for row in rows], np.int64)
+        shape[axis] = padding.width(field, lengths)
+    made = torch.full(
+        [len(rows), *shape], padding.value, dtype=rows[0].dtype, device=rows[0].device
+    )
+    for target, row in zip(made, rows, strict=True):
+        spans = [slice(length) for length in row.shape]
+        if spans:
+            spans[axis] = padding.span(row.shape[axis], shape[axis])
+        target[tuple(spans)] = row
+    return made

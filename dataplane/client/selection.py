@@ -16,10 +16,12 @@ import numpy.typing as npt
 from dataplane.client import convert
 from dataplane.client.core import Handle
 from dataplane.client.device_views import view_of
+from dataplane.client.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.reads import tag_values
 from dataplane.client.rows import group_names, row_groups, row_name, row_names
+from dataplane.client.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
 from dataplane.client.views import ColumnView
-from dataplane.errors import NotFetched
+from dataplane.errors import InvalidCall, NotFetched
 from dataplane.memory.mapping import Pin
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
@@ -41,6 +43,7 @@ class Selection:
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
         self._fetched: dict[str, tuple[Column, Table, Pin]] = {}
+        self._offsets = Offsets()
         self._admit(table, pin)
 
     # what the rows are
@@ -111,6 +114,27 @@ class Selection:
         count = len(names)
         return [(names[g] if (g := int(numbers[r[0]])) < count else None, r) for r in parts]
 
+    def _tensors(
+        self,
+        column: ColumnView,
+        layout: Layout,
+        padding: Padding,
+        view: bool,
+        device: str,
+        mask: bool,
+    ) -> Any:
+        """A column of these rows as torch tensors, and where `mask` asks for it its mask."""
+        if mask and layout != "padded":
+            raise InvalidCall(f"mask=True goes with layout='padded', not with {layout!r}")
+        direct = self._handle.session.direct
+        padding = RIGHT if padding == RIGHT else padding
+        made = to_torch(column, layout, padding, view, device, direct, self._offsets)
+        return (made, padding_mask(column, padding, device)) if mask else made
+
+    def _tensordict(self, columns: Mapping[str, ColumnView], form: Form, device: str) -> Any:
+        direct = self._handle.session.direct
+        return to_tensordict(columns, len(self), form, device, direct, self._offsets)
+
     # where columns come from
 
     def _bring(self, field: str) -> None:
@@ -174,14 +198,19 @@ class Group:
     def torch(
         self,
         field: str,
-        layout: convert.Layout = "auto",
+        layout: Layout = "auto",
         padding: float = 0,
         view: bool = False,
         device: str = "cpu",
+        *,
+        side: Side = "right",
+        length: int | None = None,
+        multiple: int | None = None,
+        mask: bool = False,
     ) -> Any:
         """As `Selection.torch`, of this group."""
-        direct = self._of._handle.session.direct
-        return convert.to_torch(self[field], layout, padding, view, device, direct)
+        shape = Padding(padding, side, length, multiple)
+        return self._of._tensors(self[field], layout, shape, view, device, mask)
 
     @property
     def keys(self) -> list[Name]:

@@ -8,15 +8,17 @@ copied out as they are decoded.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.parallel import SHARED_BYTES, Copy, carry_out
+from dataplane.client.ragged import Ragged, ragged_of
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.memory.extents import every
 from dataplane.wire import objects
@@ -37,6 +39,8 @@ from dataplane.wire.tables import Column, Spec
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
 _ROWS_A_RUN = 4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +66,7 @@ class ColumnView(Sequence[Any]):
         "_base",
         "_bytes",
         "_forms",
+        "_known",
         "_name_of",
         "_leaf_starts",
         "_leaves",
@@ -82,6 +87,7 @@ class ColumnView(Sequence[Any]):
         self._base, self._bytes = base, memoryview(cast(Any, base))
         self._name_of = name_of
         self._forms: list[_Form | Spec] = list(specs)
+        self._known: dict[str, Any] = {}
         self._places: Records = column(source.values, PLACE)
         self._leaves: Records = column(source.leaves, PLACE)
         self._leaf_starts: Ints | None = None
@@ -112,7 +118,7 @@ class ColumnView(Sequence[Any]):
         row = range(len(self))[index]
         offset, nbytes, spec, flags = self._places[row].item()
         if flags & PLACE_ABSENT:
-            raise self._absent(row)
+            raise self.lacking(row)
         form = self._form(spec)
         if form.spec.kind == "array":
             return self._array(offset, nbytes, form)
@@ -141,7 +147,7 @@ class ColumnView(Sequence[Any]):
         chosen = np.asarray(rows, np.int64)
         part = object.__new__(ColumnView)
         part.field, part._base, part._bytes = self.field, self._base, self._bytes
-        part._forms, part._places = self._forms, self._places[chosen]
+        part._forms, part._places, part._known = self._forms, self._places[chosen], {}
         name_of = self._name_of
         part._name_of = None if name_of is None else lambda row: name_of(int(chosen[row]))
         part._leaves, part._leaf_starts = self._leaves, None
@@ -164,16 +170,34 @@ class ColumnView(Sequence[Any]):
         """The arena, for as long as anybody holds this: what keeps the bytes of all rows."""
         return self._base
 
+    def _once(self, what: str, find: Callable[[], T]) -> T:
+        """What is found out about the column, once."""
+        if what not in self._known:
+            self._known[what] = find()
+        found: T = self._known[what]
+        return found
+
+    @property
+    def _used(self) -> list[_Form]:
+        """The forms of the rows that are here."""
+        return self._once(
+            "forms",
+            lambda: [self._form(spec) for spec in np.unique(self.places["spec"][~self.absent])],
+        )
+
     @property
     def holds_arrays(self) -> bool:
         """Whether every row is an array (not an object, not absent)."""
         if len(self) == 0 or self._places["flags"].any():
             return False
-        return all(self._form(s).spec.kind == "array" for s in np.unique(self._places["spec"]))
+        return all(form.spec.kind == "array" for form in self._used)
 
     @property
     def uniform(self) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         """dtype and shape that all rows share; None where they differ or are no arrays."""
+        return self._once("uniform", self._uniform)
+
+    def _uniform(self) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         places = self._places
         if not len(places):
             return None
@@ -184,6 +208,42 @@ class ColumnView(Sequence[Any]):
         if not same.all() or form.spec.kind != "array":
             return None
         return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
+
+    @property
+    def loose(self) -> bool:
+        """Whether rows were given one by one: a nested tensor, a list of arrays; or are kept as
+        objects that are no tensors."""
+        return any(form.spec.loose for form in self._used)
+
+    @property
+    def absent(self) -> npt.NDArray[np.bool_]:
+        """Per row whether it lacks the field."""
+        lacking: npt.NDArray[np.bool_] = self.places["flags"] & PLACE_ABSENT != 0
+        return lacking
+
+    def ragged(self) -> Ragged | None:
+        """How the rows lie side by side, where they are arrays of one dtype that differ along one
+        axis at most; of numbers, None. Where all are alike it is the axis as it was put."""
+        return self._once("ragged", self._ragged_form)
+
+    def _ragged_form(self) -> Ragged | None:
+        if not len(self) or self.absent.any():
+            return None
+        places, forms = self.places, self._used
+        if len({form.dtype for form in forms}) > 1 or any(f.spec.kind != "array" for f in forms):
+            return None
+        form = forms[0]
+        if len(forms) == 1 and form.row and not (places["nbytes"] % form.row).any():
+            lengths = (places["nbytes"] // form.row).astype(np.int64)
+            return Ragged(form.dtype, form.head, form.tail, lengths)
+        shapes = [
+            shape_of(form.spec, form.dtype.itemsize, nbytes)
+            for form, nbytes in zip(
+                map(self._form, places["spec"].tolist()), places["nbytes"].tolist(), strict=True
+            )
+        ]
+        axis = max(ragged_axis(form.spec.shape) or 0 for form in forms)
+        return ragged_of(form.dtype, shapes, axis)
 
     def dense(self) -> Array | None:
         """All rows as one read-only array [n, ...] where they lie at a regular distance."""
@@ -216,8 +276,19 @@ class ColumnView(Sequence[Any]):
         dense = self.dense()
         if dense is not None and dense.size:
             carry_out([(target.view(dense.dtype).reshape(dense.shape), dense)], dense.nbytes)
+        elif self._places["nbytes"].max(initial=0) < SHARED_BYTES:
+            self._pack_small(memoryview(cast(Any, target)))
         else:
             carry_out(self._copies(target), target.nbytes)
+
+    def _pack_small(self, target: memoryview) -> None:
+        """Row by row without a line of Python for each: that would take as long as the copies."""
+        offsets, nbytes = (self._places[name].astype(np.int64) for name in ("offset", "nbytes"))
+        ends = np.cumsum(nbytes)
+        sources = map(slice, offsets.tolist(), (offsets + nbytes).tolist())
+        targets = map(slice, (ends - nbytes).tolist(), ends.tolist())
+        copies = map(target.__setitem__, targets, map(self._bytes.__getitem__, sources))
+        deque(copies, maxlen=0)
 
     def _copies(self, target: npt.NDArray[np.uint8]) -> Iterator[Copy]:
         small, at = memoryview(cast(Any, target)), 0
@@ -271,7 +342,7 @@ class ColumnView(Sequence[Any]):
         decoder = objects.Decoder()
         for row, (offset, nbytes, spec, flags) in enumerate(self._places.tolist()):
             if flags & PLACE_ABSENT:
-                raise self._absent(row)
+                raise self.lacking(row)
             form = self._form(spec)
             if form.spec.kind == "array":
                 yield self._array(offset, nbytes, form)
@@ -301,7 +372,8 @@ class ColumnView(Sequence[Any]):
             form = self._forms[number] = _form_of(form)
         return form
 
-    def _absent(self, row: int) -> FieldUnknown:
+    def lacking(self, row: int) -> FieldUnknown:
+        """The error of a row that lacks the field."""
         named = f"row {row}" if self._name_of is None else f"row {self._name_of(row)!r}"
         return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
 

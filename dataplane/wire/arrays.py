@@ -161,6 +161,8 @@ def tensor_over(array: Array) -> Any:
     import torch
 
     try:
+        if not array.size:  # its strides in numpy are none that torch works with
+            return torch.empty(array.shape, dtype=tensor_over(np.zeros(1, array.dtype)).dtype)
         if array.dtype.isbuiltin == 1:
             return torch.from_numpy(array)
         name = dtype_name(array.dtype) or ""

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.client.convert import place_named, to_numpy, to_torch
+from dataplane.client.convert import to_numpy
+from dataplane.client.ragged import Padding
+from dataplane.client.tensors import place_named, to_torch
 from dataplane.errors import InvalidValue
 
 DTYPES = [
@@ -91,7 +93,7 @@ def test_an_operation_in_place_changes_no_stored_row(arena: Any, layout: Any) ->
 
 def test_rows_are_padded_behind(arena: Any) -> None:
     rows = [np.arange(1, n + 1, dtype=np.int32) for n in (2, 0, 3)]
-    padded = to_torch(arena.view(rows), "padded", padding=-1)
+    padded = to_torch(arena.view(rows), "padded", padding=Padding(-1))
     assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [1, 2, 3]] and padded.dtype == torch.int32
     images = [np.ones((1, 3), np.uint8), np.ones((2, 1), np.uint8)]
     assert to_torch(arena.view(images), "padded").tolist() == [
@@ -99,10 +101,10 @@ def test_rows_are_padded_behind(arena: Any) -> None:
         [[1, 0, 0], [1, 0, 0]],
     ]
     halves = [torch.ones(n, dtype=torch.bfloat16) for n in (1, 2)]
-    padded = to_torch(arena.view(halves), "padded", padding=0.5)
+    padded = to_torch(arena.view(halves), "padded", padding=Padding(0.5))
     assert padded.dtype == torch.bfloat16 and padded.tolist() == [[1, 0.5], [1, 1]]
     with pytest.raises(InvalidValue, match="-1 is no uint8"):
-        to_torch(arena.view(images), "padded", padding=-1)
+        to_torch(arena.view(images), "padded", padding=Padding(-1))
     with pytest.raises(InvalidValue, match="different dtypes or ranks"):
         to_torch(arena.view([np.ones(2), np.ones((2, 2))]), "padded")
 
@@ -112,8 +114,8 @@ def test_rows_are_jagged_in_their_first_length(arena: Any) -> None:
     jagged = to_torch(arena.view(rows), "jagged")
     assert jagged.is_nested and jagged.dtype == torch.bfloat16
     assert all(map(same_bits, jagged.unbind(), rows))
-    with pytest.raises(InvalidValue, match="first length only"):
-        to_torch(arena.view([np.ones((2, 1)), np.ones((2, 2))]), "jagged")
+    with pytest.raises(InvalidValue, match="along one axis only"):
+        to_torch(arena.view([np.ones((2, 1)), np.ones((1, 2))]), "jagged")
 
 
 def test_packed_rows_lie_in_one_piece(arena: Any) -> None:
@@ -162,8 +164,8 @@ def test_dtypes_that_torch_lacks_are_named(arena: Any) -> None:
             values = values.view(ml_dtypes.float8_e3m4)
         with pytest.raises(InvalidValue, match="torch has no dtype"):
             to_torch(arena.view(values))
-    with pytest.raises(InvalidValue, match="no layout: 'dense'"):
-        to_torch(arena.view([1]), "dense")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match="no layout: 'thin'"):
+        to_torch(arena.view([1]), "thin")  # type: ignore[arg-type]
 
 
 def test_a_device_is_where_torch_puts_it(arena: Any) -> None:

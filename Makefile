@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check clean
+.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -103,6 +103,10 @@ test-gpu:
 # Real raylets on this machine, about a minute; what it installs is no part of the other tests.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
+
+# The documentation as a site in build/site; a broken link or reference ends it.
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

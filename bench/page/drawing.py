@@ -200,7 +200,9 @@ def lines(
     limit: tuple[float, str] | None = None,
     height: float = 235,
 ) -> Panel:
-    """Lines with their names on the right, moved apart where they would lie on each other."""
+    """Lines with their names on the right, moved apart where they would lie on each other; higher
+    where the names need it."""
+    height = max(height, sum(map(_name_height, content)) + 60)
 
     def draw(ax: Axes, theme: Theme) -> None:
         for line in content:
@@ -252,7 +254,7 @@ def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None
         height = ax.transAxes.inverted().transform(ax.transData.transform(last))[1]
         ends.append((float(height) * room, line))
     ends.sort(key=lambda end: -end[0])
-    sizes = [_LINE * (line.name.count("\n") + 1) + 3 for _, line in ends]
+    sizes = [_name_height(line) for _, line in ends]
     for (_, line), height in zip(ends, apart([e[0] for e in ends], sizes, room), strict=True):
         first, *more = line.name.split("\n")
         place: dict[str, Any] = {"transform": ax.transAxes, "color": theme[line.colour]}
@@ -260,6 +262,10 @@ def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None
         for nth, (words, weight) in enumerate([(first, "bold"), *((m, "normal") for m in more)]):
             at = (top - _LINE * nth) / room
             ax.text(1.03, at, words, weight=weight, va="center", **place)
+
+
+def _name_height(line: Line) -> float:
+    return _LINE * (line.name.count("\n") + 1) + 3 if line.name else 0
 
 
 def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[float]:

@@ -139,13 +139,15 @@ def _families(runs: Sequence[Run]) -> list[list[Run]]:
         if "step_seconds" in run
     ]
     found = grouped(stepped, (*_A_HOST, "a_host"))
-    return [family for family in found if differ(family, "hosts")]
+    return [family for family in found if any(_over_hosts(family))]
 
 
 def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
-    """The runs of each line, by hosts, and its name."""
-    for members in grouped(family, ("plane", "dedup")):
-        dedup = f"\ndedup {switch(members[0]['dedup'])}" if differ(family, "dedup") else ""
+    """The runs of each line, by hosts, and its name. Who ran on one number of hosts has no line."""
+    found = [m for m in grouped(family, ("plane", "dedup")) if differ(m, "hosts")]
+    ways = {members[0]["dedup"] for members in found}
+    for members in found:
+        dedup = f"\ndedup {switch(members[0]['dedup'])}" if len(ways) > 1 else ""
         yield sorted(members, key=lambda run: int(run["hosts"])), members[0]["plane"] + dedup
 
 
@@ -170,8 +172,10 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
     """Seconds of a step over hosts, each with as much work: without a bottleneck it stays flat."""
     panels = []
     for family in _families(runs):
-        drawn, most = [], 1.15 * max((s[0] for run in family if (s := step(run))), default=1.0)
-        for members, name in _over_hosts(family):
+        over = list(_over_hosts(family))
+        took = [s[0] for members, _ in over for run in members if (s := step(run))]
+        drawn, most = [], 1.15 * max(took, default=1.0)
+        for members, name in over:
             timed = [(int(run["hosts"]), s) for run in members if (s := step(run))]
             died = [(int(run["hosts"]), most) for run in members if run["status"] != "ok"]
             said = [f"{number(timed[-1][1][0])} s"] if timed else []
@@ -235,9 +239,14 @@ def _wholes(run: Run) -> dict[str, list[float]]:
 
 
 def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]]:
+    """From shortly before the start to the end; of who was killed to its host's fullest moment."""
     times = run["memory_curve"]["seconds"]
+    last = times[-1]
+    if run.get("killed") and (hosts := run["memory_curve"]["hosts"]):
+        host = hosts[run["killed"]["host"]]
+        last = times[host.index(max(host))]
     pairs = zip(times, values, strict=True)
-    return [(at, v / GIB) for at, v in pairs if v is not None and at >= _LEAD_S]
+    return [(at, v / GIB) for at, v in pairs if v is not None and _LEAD_S <= at <= last]
 
 
 def _end(run: Run) -> str:

@@ -12,7 +12,7 @@ from tests.simulation.loop import VirtualLoop
 
 SEEDS = 5
 BATCHES = (0, 5, 10)
-"""`make simulate` plays many more. Which are known to fail, and why, is in docs/bugs-found.md."""
+"""`make simulate` plays many more; which failed, and why, is in docs/history/bugs-found.md."""
 
 
 def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

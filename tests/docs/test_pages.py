@@ -1,0 +1,99 @@
+"""The pages: what they show runs, their links lead somewhere, and they make a site."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_examples import run
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "docs/*.md", "docs/history/*.md", "protocol/*.md")
+    for page in ROOT.glob(pattern)
+)
+LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER"
+NEEDS = {"docs/gpu.md": "a GPU", "docs/deployment.md": "a Ray cluster"}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def programs(page: str) -> list[str]:
+    """A block that begins with an import begins a program; others go on with the one before."""
+    found: list[str] = []
+    for block in blocks(page):
+        if found and not re.match("import |from ", block):
+            found[-1] += f"\n\n{block}"
+        else:
+            found.append(block)
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_the_python_of_a_page_runs_twice_in_a_row(
+    page: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in programs(page):
+        compile(program, page, "exec")
+    if page in NEEDS:
+        pytest.skip(f"it needs {NEEDS[page]}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for nth in ("first", "second"):
+        (tmp_path / nth).mkdir()
+        monkeypatch.chdir(tmp_path / nth)
+        for program in programs(page):
+            run([sys.executable, "-c", program])
+
+
+def test_the_readmes_quick_start_says_what_it_is_to_say(run_dir: Path) -> None:
+    assert "[3. 2.]" in run([sys.executable, "-c", "\n".join(blocks("README.md"))])
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_and_picture_of_a_page_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_pages_make_a_site_without_a_broken_link_or_reference(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "site/api/index.html").read_text()
+    for name in ("dataplane.connect", "dataplane.Partition.claim", "dataplane.Batch.torch"):
+        assert f'id="{name}"' in api
+    named = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= named
+    home = (tmp_path / "site/index.html").read_text()
+    assert not re.findall(r'(?:src|href)="https?://(?!squidfunk)', home)  # nothing from elsewhere
+
+
+def test_every_variable_that_discovery_reads_is_in_its_table() -> None:
+    table = (ROOT / "docs/deployment.md").read_text()
+    source = (ROOT / "dataplane/launch/discovery.py").read_text()
+    read = set(re.findall(rf'"((?:{LAUNCHERS})_[A-Z_]*[A-Z])"', source))
+    assert {"DATAPLANE_SEEDS", "SLURM_JOB_ID", "MASTER_ADDR"} <= read
+    assert sorted(name for name in read if name not in table) == []

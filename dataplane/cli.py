@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataplane import __version__
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
 from dataplane.launch import config, discovery, embedded, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dataplane", description="Rows between RL stages.")
+    parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     peer = commands.add_parser("peer", help="run this host's peer until it is stopped")

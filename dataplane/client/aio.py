@@ -32,7 +32,7 @@ from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Oper
 from dataplane.client.devices import wish_of
 from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import open_session
+from dataplane.client.opening import open_session, reconnect
 from dataplane.client.outgoing import Outgoing
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
@@ -131,6 +131,10 @@ class Plane:
             await self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)
 
+    async def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
+        """As `dataplane.Plane.partitions`."""
+        return await self.run(core.partitions(timeout))
+
     async def get(
         self,
         ref: Ref,
@@ -163,6 +167,10 @@ class Plane:
         """Release leases and grants, and leave. Views in hand stay readable."""
         why = "this client was closed; call dataplane.aio.connect() for another"
         await asyncio.get_running_loop().run_in_executor(None, self._keeper.close, why)
+
+    def __reduce__(self) -> Any:
+        """As a `dataplane.Plane` is pickled."""
+        return reconnect, (Plane, *self._session.origin)
 
     async def __aenter__(self) -> Plane:
         return self

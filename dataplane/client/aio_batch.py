@@ -50,10 +50,10 @@ class Converting(Selection):
         """Bring more fields here."""
         raise NotImplementedError
 
-    async def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
+    async def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
         """As `dataplane.Batch.numpy`."""
         array: npt.NDArray[Any] | list[Any] = await self._converted(
-            [field], lambda: convert.to_numpy(self[field])
+            [field], lambda: convert.to_numpy(self[field], view)
         )
         return array
 

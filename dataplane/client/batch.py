@@ -40,10 +40,10 @@ class Run(Protocol):
 class Converting(Selection):
     """What trainers ask for. Fields that are not here are brought first."""
 
-    def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
-        """A dense array [n, …] where all rows have one shape (without a copy where they lie
-        side by side), else a list of arrays."""
-        return convert.to_numpy(self[field])
+    def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
+        """A private, writable array [n, …] where all rows have one shape, else a list of arrays.
+        `view=True`: read-only views, without a copy where the rows lie side by side."""
+        return convert.to_numpy(self[field], view)
 
     def torch(
         self,

@@ -27,7 +27,7 @@ from dataplane.errors import (
     from_wire,
 )
 from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
-from dataplane.wire.messages import Body, Failed, Reply, Request
+from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +160,9 @@ class Connection:
         """A whole reply, if one is there. What the peer says about one-way frames is only logged:
         their call is over. Where it then closes the connection, that was the reason."""
         while (reply := self.inbox.reply()) is not None and reply.rid == 0:
+            if isinstance(reply.body, Notice):
+                log.warning("%s", reply.body.text)
+                continue
             if not isinstance(reply.body, Failed):
                 return reply
             failed = reply.body

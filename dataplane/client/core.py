@@ -22,6 +22,7 @@ from dataplane.errors import (
     PartitionGone,
     ProtocolError,
 )
+from dataplane.wire.checkpoint import Census, CensusDone
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -241,6 +242,11 @@ def wait(
     what = f"fewer than {below}" if below else f"{wanted} ready"
     waiting = f"{what} {body.unit} of partition {handle.name!r}, stage {stage!r}"
     yield from wait_for(body, Done, timeout, waiting)
+
+
+def partitions(timeout: float | None) -> Operation[list[str]]:
+    done = yield from ask(Census(), CensusDone, Deadline(timeout))
+    return sorted(done.partitions)
 
 
 def probe(timeout: float | None) -> Operation[dict[str, Any]]:

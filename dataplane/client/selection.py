@@ -18,6 +18,7 @@ from dataplane.client.core import Handle
 from dataplane.client.device_views import view_of
 from dataplane.client.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.reads import tag_values
+from dataplane.client.ref import Ref
 from dataplane.client.rows import group_names, row_groups, row_name, row_names
 from dataplane.client.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
 from dataplane.client.views import ColumnView
@@ -65,6 +66,25 @@ class Selection:
     def tags(self) -> dict[str, list[Scalar]]:
         """Per tag one value a row, as they were when the rows were read."""
         return {name: tag_values(self._table, name, self._n) for name in self._table.tags}
+
+    @property
+    def ref(self) -> Ref:
+        """A handle on these rows for another process: `plane.get(ref)`."""
+        session, rows, defined = self._handle.session, self._rows, self._handle.defined
+        return Ref(
+            session.plane,
+            session.peer,
+            self._handle.name,
+            0 if defined is None else defined.generation,
+            rows.keys,
+            None if rows.names is None else tuple(rows.names),
+            tuple(group_names(rows)),
+            tuple(self.fields),
+        )
+
+    def __reduce__(self) -> Any:
+        what = f"a {type(self).__name__} does not go to another process"
+        raise TypeError(f"{what}: send its .ref, and read that there with plane.get(ref)")
 
     @property
     def partition(self) -> str:
@@ -191,9 +211,9 @@ class Group:
         """The group's entries of a field, one a row."""
         return self._of[field].take(self.rows)
 
-    def numpy(self, field: str) -> npt.NDArray[Any] | list[Any]:
+    def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
         """As `Selection.numpy`, of this group."""
-        return convert.to_numpy(self[field])
+        return convert.to_numpy(self[field], view)
 
     def torch(
         self,

@@ -403,9 +403,11 @@ class Store:
         """Drain the stages whose counts changed."""
         return {name for name, stage in self._state.stages.items() if stage.drain_changed()}
 
-    def missing(self, stage: str, unit: str, now: float) -> dict[str, Any]:
+    def missing(
+        self, stage: str, unit: str, now: float, where: Where | None = None
+    ) -> dict[str, Any]:
         """Why units of a stage are not ready: see `looks.missing`."""
-        return looks.missing(self._state, self._state.stage(stage), unit, now)
+        return looks.missing(self._state, self._state.stage(stage), unit, now, where)
 
     def stats(self) -> dict[str, Any]:
         return looks.stats(self._state)

@@ -19,6 +19,7 @@ from dataplane.peer.finishing import Finishing
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Host
 from dataplane.peer.losses import LossReports
+from dataplane.peer.notices import Telling
 from dataplane.peer.once import Once, final
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading
@@ -82,8 +83,19 @@ class Answers:
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
-        return await self.partitions.define(
-            body.partition, body.definition, request.deadline_ms / 1000
+        wait_s = request.deadline_ms / 1000
+        if body.definition is not None or body.partition in self.host.entries:
+            return await self.partitions.define(body.partition, body.definition, wait_s)
+        what = f"attaching to partition {body.partition!r}"
+        with Telling(self.host, what, ("define", body.partition), self._undeclared):
+            return await self.partitions.define(body.partition, None, wait_s)
+
+    async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:
+        known = ", ".join(map(repr, sorted(self.host.entries)[:8])) or "none"
+        return (
+            f"nobody has declared it with plane.partition(NAME, stages=…) in run "
+            f"{self.host.plane!r} (declared, as far as this host knows: {known})",
+            {},
         )
 
     async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:

@@ -68,7 +68,7 @@ class Credit:
             if needed_bytes <= may and not turn.done():
                 turn.set_result(None)
 
-    async def wait(self, needed_bytes: int, timeout_s: float) -> bool:
+    async def wait(self, needed_bytes: int, timeout_s: float | None) -> bool:
         """Until so much may be granted; False when the time is up."""
         if needed_bytes <= self.room():
             return True

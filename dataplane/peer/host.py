@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,6 +28,7 @@ from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
+from dataplane.metadata.reasons import Notices
 from dataplane.metadata.roster import Flags, Roster
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
@@ -37,6 +39,10 @@ INFORMED_S = 20.0
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
+call_notice: ContextVar[Callable[[str], None]] = ContextVar(
+    "call_notice", default=logging.getLogger(__name__).warning
+)
+"""Says something in the log of the process whose call is being served."""
 call_stage: ContextVar[str] = ContextVar("call_stage", default="")
 """The stage whose claim is being served; "" for anything else, and for what no call waits for."""
 
@@ -102,6 +108,8 @@ class Host:
     """epoch of the first roster: equal seeds give equal ones"""
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
+    notices: Notices = field(default_factory=Notices)
+    """what calls of this host wait for, and when that is said"""
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import LeaseExpired
@@ -98,6 +98,13 @@ class Leases:
             if lease is not None:
                 passed.append(lease)
         return passed
+
+    def among(self, leases: Iterable[int], partition: str) -> bool:
+        """Whether some of these are of a partition."""
+        return any(
+            (lease := self._leases.get(one)) is not None and lease.partition == partition
+            for one in leases
+        )
 
     def refuse(self, numbers: list[int]) -> None:
         """Parts that no claim here has, as was said to who granted them: their grants are too late

@@ -174,6 +174,8 @@ class Peer:
             self.checkpoints,
         )
         self.sessions = Sessions(self.host, self._session_ended)
+        self.waits.sessions = lambda: self.sessions
+        self.waits.producers = lambda: self.room.producers
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
         self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)

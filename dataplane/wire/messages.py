@@ -369,6 +369,12 @@ class Done(Body, tag=60):
     """Nothing to tell."""
 
 
+class Notice(Body, tag=62):
+    """Something for the log of the client's process; answers no request (rid 0)."""
+
+    text: str
+
+
 class Failed(Body, tag=61):
     """A typed error; see `dataplane.errors`."""
 
@@ -424,5 +430,6 @@ class Reply(msgspec.Struct, array_like=True):
         | StatsDone
         | Answered
         | Done
+        | Notice
         | Failed
     )

@@ -253,6 +253,7 @@ class Missing(Body, tag=119):
     generation: int
     stage: str
     unit: Literal["rows", "groups"]
+    where: Where | None = None
 
 
 class Release(Body, tag=120):

@@ -43,6 +43,17 @@ def missing(
     }
 
 
+def holders(state: State, now: float) -> list[tuple[int, str, int, float]]:
+    """Who has rows leased, of which stage, how many and for how many seconds."""
+    held: dict[tuple[int, str], tuple[int, float]] = {}
+    for lease in state.leases:
+        one = lease.holder, lease.stage.name
+        rows, age = held.get(one, (0, 0.0))
+        left = int(np.count_nonzero(lease.left))
+        held[one] = rows + left, max(age, now - lease.started)
+    return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
+
+
 def _adder(state: State, field: str) -> str:
     """The stage that has added this field to some row; "" where none has."""
     mask = np.uint64(state.fields.mask([field]))
@@ -122,6 +133,7 @@ def _stage_stats(stage: Stage) -> dict[str, Any]:
         "ready_rows": counts.ready_rows,
         "leased_rows": stage.rows.counts[LEASED],
         "outstanding_rows": counts.outstanding_rows,
+        "acked_rows": stage.acked_rows,
         "ready_groups": counts.ready_groups,
         "leased_groups": stage.groups.counts[LEASED],
         "outstanding_groups": counts.outstanding_groups,

@@ -6,9 +6,9 @@ Plain facts in, one sentence out; nothing here asks anybody. What a store knows 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataplane.errors import counted
 
@@ -117,38 +117,48 @@ def _leases(facts: Facts, stage: str, me: str) -> list[str]:
     return [*said, f"and by {more} more"] if more > 0 else said
 
 
-def only_own(facts: Facts, me: str, alone: bool) -> bool:
-    """Whether nobody but the process that asks could end its wait: all that is left is leased by
-    it, and nobody else puts rows. alone: no other client has anything to do with the partition."""
-    mine = [lease for lease in facts.leases if lease[0] == me]
-    others = len(mine) < len(facts.leases) or facts.producers or facts.silent
-    return bool(mine) and not others and (facts.sealed or alone)
+def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
+    """Whether nobody but the process that asks could end its wait: it holds rows of this very
+    stage, nobody else holds any, and nobody else puts some. alone: no other client has anything to
+    do with the partition."""
+    holds = any(who == me and of == stage for who, of, _, _ in facts.leases)
+    others = any(who != me for who, _, _, _ in facts.leases) or facts.producers or facts.silent
+    return holds and not others and (facts.sealed or alone)
 
 
 OWN = "only this process itself could end this wait: ack, release or drop the batch it holds first"
+
+
+class Subject(NamedTuple):
+    """What calls wait for; those of equal ones are told in one line."""
+
+    kind: str
+    partition: str = ""
+    stage: str = ""
+    more: tuple[Any, ...] = ()
 
 
 class Notices:
     """When a host says what its calls wait for: one line a subject, however many of them wait."""
 
     def __init__(self) -> None:
-        self._subjects: dict[Hashable, _Subject] = {}
+        self._subjects: dict[Subject, _Known] = {}
 
-    def begin(self, subject: Hashable, now: float) -> None:
-        known = self._subjects.setdefault(subject, _Subject(now + FIRST_S))
+    def begin(self, subject: Subject, now: float) -> None:
+        known = self._subjects.setdefault(subject, _Known(now, now + FIRST_S))
         known.waiting += 1
 
-    def end(self, subject: Hashable) -> None:
+    def end(self, subject: Subject) -> None:
         known = self._subjects[subject]
         known.waiting -= 1
         if not known.waiting:
             del self._subjects[subject]
 
-    def wait_s(self, subject: Hashable, now: float) -> float:
+    def wait_s(self, subject: Subject, now: float) -> float:
         """Until the next line is due."""
         return max(0.0, self._subjects[subject].due - now)
 
-    def take(self, subject: Hashable, now: float) -> int:
+    def take(self, subject: Subject, now: float) -> int:
         """How many wait, for the one of them that is to say it now; 0 for all others."""
         known = self._subjects[subject]
         if now < known.due:
@@ -157,15 +167,27 @@ class Notices:
         known.due = now + known.gap_s
         return known.waiting
 
+    def said(self, subject: Subject, why: str) -> None:
+        """What the wait was found to be for."""
+        if subject in self._subjects:
+            self._subjects[subject].why = why
+
+    def waits(self, now: float) -> list[tuple[Subject, int, float, str]]:
+        """Every subject with how many wait, for how long somebody has, and why, where that was
+        looked for."""
+        return [(s, one.waiting, now - one.since, one.why) for s, one in self._subjects.items()]
+
     def __len__(self) -> int:
         return len(self._subjects)
 
 
 @dataclass(slots=True)
-class _Subject:
+class _Known:
+    since: float
     due: float
     gap_s: float = FIRST_S
     waiting: int = 0
+    why: str = ""
 
 
 def added_up(unit: str, told: Iterable[Mapping[str, Any]], silent: int = 0) -> Facts:

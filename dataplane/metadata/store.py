@@ -409,6 +409,10 @@ class Store:
         """Why units of a stage are not ready: see `looks.missing`."""
         return looks.missing(self._state, self._state.stage(stage), unit, now, where)
 
+    def holders(self, now: float) -> list[tuple[int, str, int, float]]:
+        """See `looks.holders`."""
+        return looks.holders(self._state, now)
+
     def stats(self) -> dict[str, Any]:
         return looks.stats(self._state)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dataplane.metadata.operations import Operations
+from dataplane.metadata.reasons import Subject
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
@@ -87,7 +88,7 @@ class Answers:
         if body.definition is not None or body.partition in self.host.entries:
             return await self.partitions.define(body.partition, body.definition, wait_s)
         what = f"attaching to partition {body.partition!r}"
-        with Telling(self.host, what, ("define", body.partition), self._undeclared):
+        with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
             return await self.partitions.define(body.partition, None, wait_s)
 
     async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.reasons import Subject
 from dataplane.peer import outcomes
 from dataplane.peer import rows as rowset
 from dataplane.peer.credit import Credit
@@ -203,7 +204,7 @@ class Claims:
 
         session.waiting += 1
         try:
-            with Telling(self.host, claim, ("pull", entry.name, body.stage), look):
+            with Telling(self.host, claim, Subject("pull", entry.name, body.stage), look):
                 left_s = None if end is None else max(0.0, end - self.host.now())
                 if not await self.credit.wait(needed_bytes, left_s):
                     why, details = self.credit.why(needed_bytes)
@@ -272,8 +273,9 @@ class Claims:
         left_s = body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         look = self.waits.looks(session, entry, body.stage, want.unit, want)
         told = self.waits.explain(self.host.now() + left_s, look)
-        subject = ("claim", *entry.key, body.stage, want.unit, str(want.where))
-        mine = self.leases.among(session.leases, entry.name)
+        among = (entry.generation, want.unit, str(want.where))
+        subject = Subject("claim", entry.name, body.stage, among)
+        mine = self.leases.among(session.leases, entry.name, body.stage)
         try:
             with Telling(self.host, _named(entry, body), subject, look, soon=mine):
                 done, _ = await asyncio.wait(

@@ -99,12 +99,10 @@ class Leases:
                 passed.append(lease)
         return passed
 
-    def among(self, leases: Iterable[int], partition: str) -> bool:
-        """Whether some of these are of a partition."""
-        return any(
-            (lease := self._leases.get(one)) is not None and lease.partition == partition
-            for one in leases
-        )
+    def among(self, leases: Iterable[int], partition: str, stage: str) -> bool:
+        """Whether some of these are of a stage."""
+        found = filter(None, map(self._leases.get, leases))
+        return any((one.partition, one.stage) == (partition, stage) for one in found)
 
     def refuse(self, numbers: list[int]) -> None:
         """Parts that no claim here has, as was said to who granted them: their grants are too late

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import DataplaneError, counted
@@ -32,7 +32,7 @@ class Telling:
         self,
         host: Host,
         what: str,
-        subject: Hashable,
+        subject: reasons.Subject,
         look: Callable[[float], Awaitable[Why]],
         soon: bool = False,
     ) -> None:
@@ -74,6 +74,7 @@ class Telling:
             why, details = await self._look(ASK_S)
         except DataplaneError as exc:
             why, details = exc.message, {}
+        self._host.notices.said(self._subject, why)
         if many or details.get("only_own"):
             waited_s = self._host.now() - self._began
             others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""

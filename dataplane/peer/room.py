@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
+from dataplane.metadata.reasons import Subject
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling
 
@@ -115,7 +116,7 @@ class Room:
             told()
         try:
             what = f"room for {_DOING[admission]}"
-            with Telling(self._host, what, ("room", self._name, admission), look):
+            with Telling(self._host, what, Subject(what, more=(self._name,)), look):
                 async with asyncio.timeout(timeout_s):
                     return await waiter.granted
         except BaseException as exc:

@@ -25,6 +25,9 @@ from dataplane.transport.seam import Remote
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
 from dataplane.wire.tables import Owner
 
+MAX_HOLDERS = 1_000
+"""Holders of leases that a peer names at once."""
+
 
 class Reporting:
     def __init__(
@@ -92,6 +95,8 @@ class Reporting:
             "directory_names": len(host.directory),
             "leases": len(self.claims.leases),
             "waiting_claims": self.claims.waiting,
+            "waits": self._waits(),
+            "holders": self._holders(),
             "starved_claims": len(self.claims.credit),
             "waiting_puts": len(self.room),
             "pulled_bytes": self.pulls.pulled_bytes,
@@ -161,9 +166,9 @@ class Reporting:
         return {"peer": hello.name, "address": address, **shown}
 
     async def _plane(self) -> dict[str, Any]:
-        """This peer's figures, and a line for each other peer."""
+        """This peer's figures, a line for each other peer, and what all of them together have."""
         stats = self._peer()
-        stats["peers"] = {}
+        stats["peers"], everybody = {}, [stats]
         for address in self.host.roster.members:
             if address == self.host.address:
                 stats["peers"][self.host.name] = _line(stats)
@@ -173,9 +178,46 @@ class Reporting:
                 name = reply.stats["peer"]  # embedded ones are all called so
                 name = f"{name} at {address}" if name in stats["peers"] else name
                 stats["peers"][name] = _line(reply.stats)
+                everybody.append(reply.stats)
             except DataplaneError as exc:
                 stats["peers"][address] = {"address": address, "error": exc.message}
+        stats["everywhere"] = {
+            "partitions": _sum([one["partitions"] for one in everybody]),
+            "waits": [wait for one in everybody for wait in one["waits"]],
+            "holders": [held for one in everybody for held in one["holders"]],
+        }
         return stats
+
+    def _waits(self) -> list[dict[str, Any]]:
+        """What calls of this host's clients wait for."""
+        return [
+            {
+                "kind": subject.kind,
+                "partition": subject.partition,
+                "stage": subject.stage,
+                "calls": calls,
+                "for_s": round(for_s, 1),
+                "why": why,
+                "peer": self.host.name,
+            }
+            for subject, calls, for_s, why in self.host.notices.waits(self.host.now())
+        ]
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """Who has leased rows that are at this peer, those who have them longest."""
+        now, labels = self.host.now(), self.host.labels
+        found: list[dict[str, Any]] = [
+            {
+                "partition": entry.name,
+                "stage": stage,
+                "holder": labels.get(holder, f"client {holder:x}"),
+                "rows": rows,
+                "for_s": round(age, 1),
+            }
+            for entry in self.host.entries.values()
+            for holder, stage, rows, age in entry.store.holders(now)
+        ]
+        return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
 
 
 def _roster(host: Host) -> dict[str, Any]:

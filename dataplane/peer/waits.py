@@ -53,9 +53,10 @@ class Waits:
         entry = await self.partitions.entry(body.partition, body.generation)
         look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
         why = self.explain(end, look)
+        subject = reasons.Subject("wait", entry.name, body.stage, (entry.generation, body.unit))
         what = f"wait for stage {body.stage!r} of partition {entry.name!r}"
         try:
-            with Telling(self.host, what, ("wait", *entry.key, body.stage, body.unit), look):
+            with Telling(self.host, what, subject, look):
                 done = await self._wait_in_turns(body, end)
         except (ClaimTimeout, Unavailable) as exc:
             if isinstance(exc, Unavailable) and self.host.now() < end:
@@ -141,6 +142,6 @@ class Waits:
         said = reasons.reason(facts, stage, wanted, session.label)
         others = (s for s in self.sessions() if entry.name in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)
-        own = reasons.only_own(facts, session.label, alone)
+        own = reasons.only_own(facts, stage, session.label, alone)
         details = facts.details | {"only_own": own}
         return f"{said}; {reasons.OWN}" if own else said, details

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import dataplane
-from dataplane import Plane, aio, tag
+from dataplane import Plane, aio, cli, tag
 from dataplane.metadata.reasons import FIRST_S
 from tests.end_to_end.conftest import PLANE, Cluster
 
@@ -103,3 +104,27 @@ def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "attaching to partition 'step-1' has waited 10 s: nobody has declared it" in done.stderr
+
+
+def test_status_has_a_line_a_stage_and_folds_what_is_drained(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = plane.partition("step-0", stages={"s": ["x"]})
+    old.put({"x": [1]})
+    old.seal()
+    for _batch in old.stream("s", rows=1):
+        pass
+    part = plane.partition("step-1", stages={"s": ["x"], "t": ["x", "y"]}, group_size=2)
+    part.put({"x": [1, 2, 3, 4]}, group=["g", "g", "h", "h"])
+    batch = part.claim("s", groups=1)
+    assert cli.main(["status", "--run", PLANE]) == 0
+    shown = capsys.readouterr().out
+    assert f"run {PLANE}" in shown.splitlines()[0]
+    assert "host a  [" in shown and "1 drained partition: step-0" in shown
+    assert "partition step-1  open, 4 rows, 2 groups" in shown
+    (line,) = [one for one in shown.splitlines() if one.startswith("    s  ")]
+    assert "2 ready (1 whole group) | 2 leased: 2 by pid" in line and "0.0 rows/s" in line
+    assert cli.main(["status", "--run", PLANE, "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["peers"]["a"]["everywhere"]["partitions"]["step-1"]["rows"] == 4
+    batch.ack()

@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 
-from dataplane.metadata.reasons import FIRST_S, MOST_S, Facts, Notices, added_up, only_own, reason
+from dataplane.metadata.reasons import (
+    FIRST_S,
+    MOST_S,
+    Facts,
+    Notices,
+    Subject,
+    added_up,
+    only_own,
+    reason,
+)
 
+SUBJECT = Subject("claim", "p", "s")
 ME, OTHER = "pid 1 on host a", "pid 7 on host b"
 
 
@@ -64,25 +74,26 @@ def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
         ([(ME, "s", 1, 0.0)], False, True, True),
         ([(ME, "s", 1, 0.0)], False, False, False),
         ([(ME, "s", 1, 0.0), (OTHER, "s", 1, 0.0)], True, True, False),
+        ([(ME, "t", 1, 0.0)], True, True, False),
         ([], True, True, False),
     ],
 )
 def test_a_wait_that_only_its_own_process_can_end_is_known(
     leases: list[tuple[str, str, int, float]], sealed: bool, alone: bool, own: bool
 ) -> None:
-    assert only_own(Facts(leases=leases, sealed=sealed), ME, alone) is own
+    assert only_own(Facts(leases=leases, sealed=sealed), "s", ME, alone) is own
 
 
 def test_one_of_many_speaks_and_less_and_less_often() -> None:
     notices, now, lines = Notices(), 100.0, []
     for _ in range(8):
-        notices.begin("subject", now)
+        notices.begin(SUBJECT, now)
     while now < 100 + 2 * 3600:
-        now += notices.wait_s("subject", now)
-        lines += [(now - 100, many) for _ in range(8) if (many := notices.take("subject", now))]
+        now += notices.wait_s(SUBJECT, now)
+        lines += [(now - 100, many) for _ in range(8) if (many := notices.take(SUBJECT, now))]
     assert [at for at, _ in lines[:4]] == [FIRST_S, 3 * FIRST_S, 7 * FIRST_S, 15 * FIRST_S]
     assert {many for _, many in lines} == {8}
     assert lines[-1][0] - lines[-2][0] == MOST_S
     for _ in range(8):
-        notices.end("subject")
+        notices.end(SUBJECT)
     assert len(notices) == 0

@@ -144,9 +144,12 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
     assert found == {
         "ready": 1,
         "units": 3,
+        "excluded": 0,
+        "alone": 0,
         "missing": {"reward": 3},
+        "adders": {},
         "open_groups": 1,
-        "leases": [(42, 2, 90.0)],
+        "leases": [(42, "reward", 2, 90.0)],
     }
 
 

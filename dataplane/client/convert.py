@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dataplane.client.device_views import DeviceColumn
 from dataplane.client.views import ColumnView
-from dataplane.wire.arrays import Array
+from dataplane.wire.arrays import Array, is_torch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +44,8 @@ def _owned(value: Any) -> Any:
     """An object with private copies of the arrays in it."""
     if isinstance(value, np.ndarray):
         return value.copy()
+    if is_torch(value):
+        return value.clone()
     if isinstance(value, list | tuple):
         return type(value)(map(_owned, value))
     if isinstance(value, dict):

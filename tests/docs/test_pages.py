@@ -18,7 +18,11 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER"
-NEEDS = {"docs/gpu.md": "a GPU", "docs/deployment.md": "a Ray cluster"}
+NEEDS = {
+    "docs/gpu.md": "a GPU",
+    "docs/deployment.md": "a Ray cluster",
+    "docs/verl.md": "verl, which `make test-verl` installs",
+}
 
 
 def blocks(page: str) -> list[str]:

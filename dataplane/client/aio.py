@@ -21,11 +21,10 @@ from dataplane.client import arguments, checkpoint, core, reads, restore
 from dataplane.client.aio_batch import Rows
 from dataplane.client.aio_partition import Partition
 from dataplane.client.connection import (
-    REMIND_S,
+    LOOK_S,
     Connection,
     answer,
     no_answer,
-    remind,
     unwrap,
 )
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step
@@ -225,7 +224,6 @@ class Plane:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        step.waiting,
                         outgoing.grace_s,
                     )
                 except PeerLost as exc:
@@ -274,11 +272,10 @@ async def exchange(
     frame: bytearray,
     rid: int,
     limit_s: float | None,
-    waiting: str,
     grace_s: float,
 ) -> Body:
     """As `Connection.exchange`."""
-    reminder = _Reminder(waiting)
+    watch = _Watch(connection)
     deadline: asyncio.TimerHandle | None = None
     try:
         async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
@@ -294,7 +291,7 @@ async def exchange(
         connection.fail(exc)
         raise
     finally:
-        reminder.cancel()
+        watch.cancel()
         if deadline is not None:
             deadline.cancel()
     return unwrap(body)
@@ -332,19 +329,19 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-class _Reminder:
-    """Says every minute what a call waits for."""
+class _Watch:
+    """Looks now and then, while a call waits, whether the peer runs."""
 
-    def __init__(self, waiting: str) -> None:
-        self._waiting = waiting
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
-        self._timer = self._loop.call_later(REMIND_S, self._say) if waiting else None
+        self._started, self._look_s = self._loop.time(), LOOK_S
+        self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def _say(self) -> None:
-        remind(self._waiting, self._loop.time() - self._started)
-        self._timer = self._loop.call_later(REMIND_S, self._say)
+    def _look(self) -> None:
+        waited_s = self._loop.time() - self._started
+        self._look_s = self._connection.look(waited_s, self._look_s)
+        self._timer = self._loop.call_later(max(LOOK_S, self._look_s - waited_s), self._look)
 
     def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()

@@ -126,9 +126,7 @@ def claim(
         timeout_ms=milliseconds(timeout),
         lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
     )
-    amount = f"{want.budget_tag} up to {want.budget:g}" if want.budget_tag else f"{want.count}"
-    waiting = f"claim of {amount} ({want.unit}) for stage {stage!r} of partition {handle.name!r}"
-    claimed = yield from wait_for(body, Claimed, timeout, waiting)
+    claimed = yield from wait_for(body, Claimed, timeout)
     session.leased(claimed.lease)
     rows = claimed.table.rows
     session.familiar.note(rows.group_keys or rows.keys)

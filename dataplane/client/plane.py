@@ -200,7 +200,6 @@ class Plane:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        step.waiting,
                         outgoing.grace_s,
                     )
                 except PeerLost as exc:

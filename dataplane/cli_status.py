@@ -53,7 +53,10 @@ def _everywhere(peers: Mapping[str, Stats]) -> Stats:
     """The whole run, as the first peer that answers knows it."""
     for stats in peers.values():
         if "error" not in stats:
-            return {**stats["everywhere"], "peers": stats["peers"]}
+            hosts = dict(stats["peers"])
+            here = hosts[stats["peer"]]
+            hosts[stats["peer"]] = {**here, "clients": here["clients"] - 1}  # who looks is one
+            return {**stats["everywhere"], "peers": hosts}
     return {"partitions": {}, "waits": [], "holders": [], "peers": {}}
 
 

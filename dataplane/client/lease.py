@@ -146,6 +146,7 @@ class Lease:
         """per row whether it was neither finished nor dropped; None: all are open"""
         self._added: list[Written] = []
         self._lost: set[str] = set()
+        self._abandoned = False
 
     @property
     def open_rows(self) -> int:
@@ -328,15 +329,16 @@ class Lease:
         only just said that they are to go."""
         if self.state == "leased":
             yield from self.finish("release", timeout=timeout)
-        elif self.state == "released":
+        elif self._abandoned:
+            self._abandoned = False
             self.handle.session.leases.discard(self.id)
-            with contextlib.suppress(LeaseExpired):
-                yield from self._send(Finish(self.id, "release"), timeout)
+            with contextlib.suppress(LeaseExpired):  # it was told already
+                yield Call(Finish(self.id, "release"), Deadline(timeout).left("release"))
 
     def abandon(self) -> None:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":
-            self.state = "released"
+            self.state, self._abandoned = "released", True
             self.handle.session.abandon(self.id, [part.extents for part in self._added])
 
     def __del__(self) -> None:

@@ -29,8 +29,9 @@ def wait(**changes: Any) -> dict[str, Any]:
 
 PEERS: dict[str, Any] = {
     "a": {
+        "peer": "a",
         "peers": {
-            "a": {"used_bytes": 3 << 30, "size_bytes": 4 << 30, "rows": 8, "clients": 2},
+            "a": {"used_bytes": 3 << 30, "size_bytes": 4 << 30, "rows": 8, "clients": 3},
             "bb": {"error": "it is away"},
         },
         "everywhere": {

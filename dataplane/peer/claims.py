@@ -151,7 +151,7 @@ class Claims:
     def _may_take(self, entry: Entry, stage: str) -> bool:
         """Queued demand goes before later local claims; after the seal the home decides."""
         key = (entry.name, entry.generation, stage)
-        return not (
+        return self.host.serves(entry.name) and not (
             entry.store.sealing or self._queued.get(key) or self.seats.is_hungry(entry, stage)
         )
 
@@ -214,7 +214,7 @@ class Claims:
 
     async def _queue_once(self, session: Session, entry: Entry, body: Claim) -> Body:
         number = next(self._numbers)
-        home = self.host.roster.stage_home(entry.name, body.stage)
+        home = self.host.roster.home(entry.name)
         waiting = self._waiting[number] = Waiting(entry, home)
         key = (entry.name, entry.generation, body.stage)
         self._queued[key] = self._queued.get(key, 0) + 1
@@ -250,7 +250,7 @@ class Claims:
         )
 
         def home() -> str:
-            waiting.home = self.host.roster.stage_home(entry.name, body.stage)
+            waiting.home = self.host.roster.home(entry.name)
             return waiting.home
 
         await self.mesh.reach(home, demand)

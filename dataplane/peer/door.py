@@ -375,7 +375,6 @@ class Connection(asyncio.Protocol):
         host = self._door.host
         return HelloDone(
             session=session.id,
-            mint=[int(shard) for shard in host.roster.mint_shards(host.address)],
             share_bytes=host.space.share_bytes,
         )
 

@@ -201,12 +201,6 @@ def _rows(peer: Peer) -> Iterator[Family]:
     yield gauge(
         "dataplane_tombstones", "Dropped rows remembered.", sum(s.tombstones for s in stores)
     )
-    names_here = len(peer.host.directory)
-    yield gauge(
-        "dataplane_directory_names",
-        "Given names entered here, without those that are about to leave.",
-        names_here,
-    )
     help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
     yield counter("dataplane_lost_rows", help, peer.host.lost_rows)
 

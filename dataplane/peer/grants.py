@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
 from dataplane.peer import rows as rowset
 from dataplane.peer.doubts import Doubts
 from dataplane.peer.host import Caller, Host
@@ -64,7 +63,7 @@ class Grants:
         self.mesh = mesh
         self.partitions = partitions
         self.room = room
-        self.lent = Lent()
+        self.lent = host.lent
         self.doubts = Doubts(host, mesh, self.lent)
         self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
         """`Devices.reserve`"""

@@ -176,6 +176,7 @@ class Room:
         room = stats["classes"][kind]["room_bytes"]
         held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
         rows = ", ".join(f"{n} of {name!r}" for name, n in held.items()) or "none"
+        rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
         holders: list[dict[str, Any]] = [
             {
                 "holder": host.labels.get(holder, f"client {holder:x}"),

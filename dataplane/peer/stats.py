@@ -5,6 +5,7 @@ Plain nested dicts. A peer's figures are its own; a partition's are summed over 
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -55,14 +56,9 @@ class Reporting:
             return StatsDone(await self._probed())
         if body.partition is None:
             return StatsDone(await self._plane())
-        parts = await self.mesh.call_all(body)
-        total = _sum([p.stats for p in parts])
-        if total.get("rows"):
-            total["bytes_per_row"] = total["metadata_bytes"] / total["rows"]
-        heard = [p.stats["lost_rows"] for p in parts if p.stats]
-        if heard:
-            total["lost_rows"] = max(heard)  # each has heard of all of them
-        return StatsDone(total)
+        reach = functools.partial(self.host.roster.home, body.partition)
+        found: StatsDone = await self.mesh.reach(reach, body)
+        return found
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:
         if body.probe:
@@ -92,7 +88,6 @@ class Reporting:
             "encrypted": self.mesh.gate.encrypted,
             "messages": {"between": dict(host.sent_between), "local": dict(host.sent_local)},
             "refused": self.door.refusals.total + self.mesh.refused,
-            "directory_names": len(host.directory),
             "leases": len(self.claims.leases),
             "waiting_claims": self.claims.waiting,
             "waits": self._waits(),
@@ -257,19 +252,3 @@ def _partition(entry: Entry) -> dict[str, Any]:
         "phase": entry.phase,
         "generation": entry.generation,
     }
-
-
-def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures added up, nested dicts alike; the first peer's word for what is no figure."""
-    total: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, dict):
-                total[name] = _sum([total.get(name, {}), value])
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                total[name] = (
-                    value if name == "generation" or name not in total else total[name] + value
-                )
-            else:
-                total.setdefault(name, value)
-    return total

@@ -7,7 +7,6 @@ ClaimTimeout.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -72,18 +71,15 @@ class Waits:
         return done
 
     async def _wait_in_turns(self, body: Wait, end: float) -> Body:
-        home = functools.partial(self._home, body)
         while True:
             left = max(0.0, end - self.host.now())
             asked = msgspec.structs.replace(body, timeout_ms=int(min(left, WAIT_TURN_S) * 1000))
             try:
-                return await self.mesh.reach(home, asked)  # type: ignore[no-any-return]
+                done: Body = await self.partitions.ask_home(body.partition, asked)
+                return done
             except ClaimTimeout:
                 if left <= WAIT_TURN_S:
                     raise
-
-    def _home(self, body: Wait) -> str:
-        return self.host.roster.stage_home(body.partition, body.stage)
 
     # what is missing
 

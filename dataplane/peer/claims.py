@@ -34,7 +34,6 @@ from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.meters import ByLabel
 from dataplane.peer.notices import Telling
-from dataplane.peer.packs import check as check_packs
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading, Resolved
 from dataplane.peer.seats import Seats
@@ -384,14 +383,13 @@ class Claims:
             return Granted(False)
         if self.leases.is_refused(body.lease):
             return Granted(False)
-        check_packs(body.table, body.packs)
-        needed_bytes = self.credit.of(body.table, body.packs)
+        needed_bytes = self.credit.of(body.table)
         if not self.credit.promise(body.number, needed_bytes):
             waiting.needed_bytes = self.credit.promised(body.number) + needed_bytes
             waiting.settled.set_result(outcomes.STARVED)
             return Granted(False)
         part = Part(caller.owner, body.lease, rowset.count(body.table.rows))
-        waiting.parts.append(Handed(part, body.table, body.packs))
+        waiting.parts.append(Handed(part, body.table))
         if body.complete:
             waiting.settled.set_result(outcomes.COMPLETE)
         return Granted(True)

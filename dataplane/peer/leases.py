@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dataplane.errors import LeaseExpired
@@ -30,11 +30,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A part with its rows, and the small values that came with them."""
+    """A part with its rows."""
 
     part: Part
     table: Table
-    packs: Sequence[bytes] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -235,5 +235,5 @@ class Membership:
         for owner in dict.fromkeys([*gone, *self.lost_before()]):
             for lost in self.on_gone:
                 lost(owner)
-        if self._leaving:
-            self.beat_now()  # it goes when it has followed this roster
+        if self._leaving or newcomers(new, self.keeper.apart):
+            self.beat_now()  # it goes when it has followed this roster; who came gets shards

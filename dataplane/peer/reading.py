@@ -6,6 +6,7 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -17,12 +18,12 @@ import numpy.typing as npt
 from dataplane.errors import (
     LeaseExpired,
     RowsGone,
+    RowsLost,
     StaleEpoch,
     counted,
 )
 from dataplane.memory.extents import every
 from dataplane.memory.space import Space
-from dataplane.peer import packs
 from dataplane.peer import rows as rowset
 from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.host import Caller, Entry, Host, call_stage
@@ -63,26 +64,7 @@ class Reading:
 
     def gather(self, handed: Sequence[Handed], holder: int) -> Resolved | Awaitable[Resolved]:
         """What a claim was handed, as one table."""
-        if any(one.packs for one in handed):
-            return self._land(handed, holder)
         return self.resolve(rowset.join([one.table for one in handed]), holder)
-
-    async def _land(self, handed: Sequence[Handed], holder: int) -> Resolved:
-        """Packs become ranges here, which live as long as somebody reads them."""
-        space, ranges = self.host.space, []
-        try:
-            tables = []
-            for one in handed:
-                table = one.table
-                if one.packs:
-                    ranges.append(await self.pulls.land(one.packs))
-                    table = packs.landed(table, ranges[-1], self.host.owner)
-                tables.append(table)
-            resolved = self.resolve(rowset.join(tables), holder)
-            return resolved if isinstance(resolved, tuple) else await resolved
-        finally:
-            for column in ranges:
-                space.release(column)
 
     def resolve(
         self, table: Table, holder: int, *, in_place: bool = True
@@ -124,28 +106,43 @@ class Reading:
         flat = flat.copy()
         here = flat["owner"] != ABSENT
         interim: list[int] = []
+        at = [np.flatnonzero(flat["owner"] == code) for code in range(len(table.owners))]
+        asked = [
+            self._of_one(owner, flat[some], holder, reader, interim)
+            for owner, some in zip(table.owners, at, strict=True)
+        ]
         try:
-            for code, owner in enumerate(table.owners):
-                at = np.flatnonzero(flat["owner"] == code)
-                if not len(at):
-                    continue
-                wanted = flat[at]
-                keys = rowset.ranges_of(wanted).view(np.uint64)
-                unique, inverse = np.unique(keys, return_inverse=True)
-                if owner == self.host.owner:
-                    local, pins = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
-                else:
-                    needed = np.zeros(len(unique), np.uint64)
-                    np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
-                    local, pins = await self._bring(
-                        owner, unique.view(RANGE), needed, holder, reader
-                    )
-                interim += pins
-                flat["range"][at] = local["range"][inverse]
-                flat["generation"][at] = local["generation"][inverse]
+            # Nobody's pins are forgotten where one of them fails.
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            for some, local in zip(at, found, strict=True):
+                if isinstance(local, BaseException):
+                    raise local
+                flat["range"][some], flat["generation"][some] = local["range"], local["generation"]
             return self._places(table, flat, here, holder)
         finally:
             self.host.space.unpin(holder, interim)
+
+    async def _of_one(
+        self,
+        owner: Owner,
+        wanted: npt.NDArray[Any],
+        holder: int,
+        reader: int,
+        pins: list[int],
+    ) -> npt.NDArray[Any]:
+        """The local RANGE of each of these values of an owner."""
+        if not len(wanted):
+            return np.zeros(0, RANGE)
+        keys = rowset.ranges_of(wanted).view(np.uint64)
+        unique, inverse = np.unique(keys, return_inverse=True)
+        if owner == self.host.owner:
+            local, more = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
+        else:
+            needed = np.zeros(len(unique), np.uint64)
+            np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
+            local, more = await self._bring(owner, unique.view(RANGE), needed, holder, reader)
+        pins += more
+        return local[inverse]
 
     async def _bring(
         self,
@@ -177,7 +174,7 @@ class Reading:
         """Rows without a lease, wherever they are; one page of them where there are many."""
         try:
             return await self._read(session, body)
-        except RowsGone:
+        except (RowsGone, RowsLost):
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
     async def _read(self, session: Session, body: Read) -> Body:

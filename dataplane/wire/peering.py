@@ -137,13 +137,12 @@ class Order(Body, tag=113):
 class Grant(Body, tag=114):
     """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended.
 
-    complete: the claim has all it gets. packs: bytes of values whose owner is INLINE."""
+    complete: the claim has all it gets."""
 
     number: int
     lease: int
     table: Table
     complete: bool = False
-    packs: list[bytes] = []
 
 
 class Granted(Body, tag=115):
@@ -187,6 +186,22 @@ class Missing(Body, tag=119):
     stage: str
     unit: Literal["rows", "groups"]
     where: Where | None = None
+
+
+class Pull(Body, tag=134):
+    """To the owner of values: so many bytes from the start of each of these ranges.
+
+    ranges: RANGE records. sizes: u8 a range."""
+
+    ranges: bytes
+    sizes: bytes
+
+
+class Pulled(Body, tag=135):
+    """data: all of it, in the order asked for; empty where some are gone. gone: how many."""
+
+    data: bytes
+    gone: int = 0
 
 
 class Release(Body, tag=120):
@@ -235,6 +250,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Settled
         | Missing
         | Release
+        | Pull
         | Define
         | Seal
         | Close
@@ -262,6 +278,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | rosters.Rostered
         | Granted
         | Supplied
+        | Pulled
         | Defined
         | PutDone
         | Dropped

@@ -264,6 +264,12 @@ class Grants:
         if not self._telling[owner]:
             del self._telling[owner]
 
+    def gone(self, owner: Owner) -> None:
+        """A process is no member any more. Where it had no shards nobody speaks for it: what it was
+        being handed, under a roster that gave its address some, it cannot have taken."""
+        if self.host.heirs.heir(owner) == owner and self.host.space.release(*self.lent.lost(owner)):
+            self.room.pump()
+
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """A peer took over a lost one's shards and says what those hold here, or that it was given
         them empty; the rest is free."""

@@ -44,7 +44,7 @@ class Succession:
         self.membership.in_sync = lambda: shipping.synced
         self.membership.spare = partitions.spare
         self.membership.on_roster.append(self._turned)
-        self.membership.on_gone += [keeper.gone, supplying.gone]
+        self.membership.on_gone += [keeper.gone, supplying.gone, grants.gone]
         self.replicas = Replicas(
             host,
             mesh,

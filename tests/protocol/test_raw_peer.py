@@ -272,14 +272,15 @@ def test_a_life_sign_is_answered_by_the_roster(link: Link, addresses: list[str])
     assert [len(column) for column in columns] == [8192, 8192, 512, 0, 0]
 
 
-LOST = {"@": "LostRows", "partition": "p", "generation": 1, "names": []}
+LOST = {"@": "CanLose", "partition": "p", "generation": 1}
+REMAINING = 147
 
 
 def test_a_request_counts_under_the_roster_in_force_only(link: Link) -> None:
     while True:
         epoch = in_force(link)[2]
         answer = link.ask(1, LOST, epoch=epoch)[2]
-        if answer == [DONE]:
+        if answer == [REMAINING, 0]:
             break
         assert answer[1] == "StaleEpoch"  # a new one came into force on the way
     older, newer = [epoch[0], epoch[1] - 1], [epoch[0], epoch[1] + 1_000]

@@ -252,3 +252,19 @@ def _partition(entry: Entry) -> dict[str, Any]:
         "phase": entry.phase,
         "generation": entry.generation,
     }
+
+
+def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures added up, nested dicts alike; the first peer's word for what is no figure."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                total[name] = _sum([total.get(name, {}), value])
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                total[name] = (
+                    value if name == "generation" or name not in total else total[name] + value
+                )
+            else:
+                total.setdefault(name, value)
+    return total

@@ -7,6 +7,7 @@ ClaimTimeout.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -28,8 +29,6 @@ WHY_S = 2.0
 MOST_WHY_S = 0.5
 LEAST_WHY_S = 0.2
 """How long the peers that are asked have for an answer; at the end of a call, a quarter of it."""
-MAX_PEERS_ASKED = 8
-"""How many peers are asked why rows are missing, for one message."""
 
 
 def _wanted(body: Wait) -> Want | None:
@@ -127,7 +126,7 @@ class Waits:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
         where = None if want is None else want.where
         asked = Missing(entry.name, entry.generation, stage, unit, where)  # type: ignore[arg-type]
-        hosts = self.host.roster.hosts[:MAX_PEERS_ASKED]
+        hosts = [self.host.roster.home(entry.name)]
         answers = await asyncio.gather(
             *(self.mesh.call(m, asked, timeout_s=limit_s) for m in hosts), return_exceptions=True
         )

@@ -39,7 +39,7 @@ from dataplane.wire.messages import (
     Wait,
     Want,
 )
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import Table, Where
 
 
 class PeerHello(Body, tag=100):

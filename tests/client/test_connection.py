@@ -17,7 +17,6 @@ from dataplane.wire.messages import (
     Done,
     Failed,
     Hello,
-    Notice,
     Reply,
     Request,
     Seal,
@@ -205,41 +204,29 @@ def test_operation_ids_rise_and_the_floor_follows_the_answers(
     assert ids == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_call_that_waits_for_a_stopped_peer_says_so(
+def test_a_call_that_waits_for_ever_says_so_every_minute(
     peer: ScriptedPeer,
     plane: Plane,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "LOOK_S", 0.01)
-    monkeypatch.setattr(connection, "is_stopped", lambda sock: True)
+    monkeypatch.setattr(connection, "REMIND_S", 0.01)
 
-    class Said(logging.Handler):
+    class Reminded(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            assert record.levelno == logging.WARNING
-            if "'scripted' is stopped" in record.getMessage():
+            if "still waiting" in record.getMessage():
                 peer.connections[-1].sendall(encode(Reply(peer.requests[-1].rid, Done())))
 
     peer.scripts[Wait] = lambda r, b: SILENCE
     part = plane.partition("x", stages={})
-    handler = Said()
+    handler = Reminded()
     logger = logging.getLogger("dataplane.client.connection")
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         part.wait("s", rows=3)
     finally:
         logger.removeHandler(handler)
-
-
-def test_what_the_peer_says_of_a_waiting_call_is_a_warning(
-    peer: ScriptedPeer, plane: Plane, caplog: pytest.LogCaptureFixture
-) -> None:
-    def said(request: Request, body: Wait) -> bytes:
-        return bytes(encode(Reply(0, Notice("3 of 4 ready"))) + encode(Reply(request.rid, Done())))
-
-    peer.scripts[Wait] = said
-    plane.partition("x", stages={}).wait("s", rows=3)
-    (line,) = [r for r in caplog.records if r.message == "3 of 4 ready"]
-    assert line.levelno == logging.WARNING
+        logger.setLevel(logging.NOTSET)
 
 
 def test_seal_carries_name_and_generation(peer: ScriptedPeer, plane: Plane) -> None:

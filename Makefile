@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx testbed check docs clean
+.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -103,6 +103,19 @@ test-gpu:
 # Real raylets on this machine, about a minute; what it installs is no part of the other tests.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
+
+# verl itself, without what it needs for a GPU; its wheel brings a package `tests` of its own.
+VERL := $(VENV)/verl
+test-verl: $(VENV)/.test-installed $(VERL)/.installed
+	$(BIN)/python -m pytest -q tests/integrations/test_verl.py
+
+$(VERL)/.installed: $(BIN)/python pyproject.toml
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compare,transfer-queue]' 'transformers<5' \
+	  accelerate cachetools codetiming datasets dill fastapi orjson pandas peft pylatexenc tensorboard torchdata uvicorn
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	rm -rf $(VERL)/lib/python*/site-packages/tests
+	touch $@
 
 # The documentation as a site in build/site; a broken link or reference ends it.
 docs: $(VENV)/.docs-installed

@@ -3,10 +3,17 @@
 `connect()` attaches to this host's peer, or starts one. `dataplane.aio` is the same with `await`.
 """
 
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"dataplane runs on Linux, and this is {sys.platform}, whose kernel lacks what it is built "
+        "on (memfd_create, pidfd_open): run it in a container or on a remote host"
+    )
+
 from dataplane import errors
 from dataplane.client.batch import Batch, Rows
 from dataplane.client.changes import Dropped
-from dataplane.client.loader import Loader
 from dataplane.client.partition import Partition
 from dataplane.client.plane import Plane, connect
 from dataplane.client.ref import Ref
@@ -61,11 +68,14 @@ from dataplane.errors import (
     TicketRefused,
     TokenMissing,
     TransferFailed,
+    TransportMissing,
     Unavailable,
     ValueTooLarge,
     VersionMismatch,
 )
 from dataplane.metadata.where import Tag, Where, tag
+
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AddressInUse",
@@ -92,7 +102,6 @@ __all__ = [
     "InvalidValue",
     "LeaseExpired",
     "LimitExceeded",
-    "Loader",
     "NotFetched",
     "Partition",
     "PartitionConflict",
@@ -125,10 +134,12 @@ __all__ = [
     "TicketRefused",
     "TokenMissing",
     "TransferFailed",
+    "TransportMissing",
     "Unavailable",
     "ValueTooLarge",
     "VersionMismatch",
     "Where",
+    "__version__",
     "connect",
     "errors",
     "object",

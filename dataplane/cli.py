@@ -14,10 +14,11 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dataplane import __version__
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
 from dataplane.launch import config, discovery, embedded, rundir, runs
 from dataplane.launch.bulk_tls import find_bulk_tls
@@ -29,6 +30,8 @@ from dataplane.launch.token import new_token, read_token
 from dataplane.launch.transport import find_transport, parse_transport
 
 _WATCH_PERIOD_S = 2.0
+_RATE_S = 0.5
+"""Between the two looks that tell rates."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dataplane", description="Rows between RL stages.")
+    parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     peer = commands.add_parser("peer", help="run this host's peer until it is stopped")
@@ -158,13 +162,35 @@ def _token(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    # Imported here: `dataplane peer` must not load what only people read.
+    from dataplane import cli_status
+
+    before: dict[str, cli_status.Acked] = {}
+    looked = 0.0
     while True:
-        seen = [_seen(run, arguments.peer) for run in _found(arguments.run, arguments.peer)]
+        found = _found(arguments.run, arguments.peer)
+        seen = [_seen(run, arguments.peer) for run in found]
         if arguments.json:
             print(json.dumps({"runs": seen}, default=str), flush=True)
         else:
-            clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
-            print(clear + "\n\n".join("\n".join(_shown(one)) for one in seen), flush=True)
+            now = time.monotonic()
+            acked = {one["run"]: cli_status.acked(one["peers"]) for one in seen}
+            if looked:
+                clear = "\x1b[2J\x1b[H" if arguments.watch and sys.stdout.isatty() else ""
+                texts = []
+                for one in seen:
+                    was = before.get(one["run"], {})
+                    rates = {
+                        at: (rows - was[at]) / (now - looked)
+                        for at, rows in acked[one["run"]].items()
+                        if at in was
+                    }
+                    texts.append([_heading(one), *cli_status.lines(one["peers"], rates)])
+                print(clear + "\n\n".join("\n".join(text) for text in texts), flush=True)
+            before, looked, again = acked, now, not looked
+            if again:  # the second look tells rates
+                time.sleep(_RATE_S)
+                continue
         if not arguments.watch:
             return 0
         time.sleep(_WATCH_PERIOD_S)
@@ -268,35 +294,9 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
     return ""
 
 
-def _shown(seen: dict[str, Any]) -> Iterator[str]:
-    """One run as text."""
+def _heading(seen: dict[str, Any]) -> str:
+    """Which run it is, and who began it."""
     by = seen["begun_by"]
     who = f"`{by['command']}` (pid {by['pid']})" if by else "a peer that was started by hand"
     unnamed = "" if seen["named"] else " (unnamed)"
-    yield f"run {seen['run']}{unnamed}, begun {runs.age(seen['age_s'])} ago by {who}"
-    yield from _lines({"peers": seen["peers"]}, 1)
-
-
-def _lines(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:
-    """A nested dict as indented text, sizes readable."""
-    indent = "  " * depth
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield f"{indent}{key}:"
-            yield from _lines(value, depth + 1)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            yield f"{indent}{key}:"
-            for item in value:
-                yield from _lines(item, depth + 1)
-        else:
-            yield f"{indent}{key}: {_readable(str(key), value)}"
-
-
-def _readable(key: str, value: Any) -> str:
-    if key.endswith("bytes") and isinstance(value, int) and value >= 1024:
-        size, units = float(value), iter(("KiB", "MiB", "GiB", "TiB"))
-        unit = "B"
-        while size >= 1024 and (larger := next(units, None)):
-            size, unit = size / 1024, larger
-        return f"{size:.1f} {unit} ({value})"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"run {seen['run']}{unnamed}, begun {runs.age(seen['age_s'])} ago by {who}"

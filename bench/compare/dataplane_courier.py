@@ -96,7 +96,7 @@ class DataplaneCourier(Courier):
 
     def buffers(self, held: Any) -> Iterator[Array]:
         for name in FIELDS:
-            column = held.numpy(name)
+            column = held.numpy(name, view=True)
             if isinstance(column, list):
                 yield from column
             else:

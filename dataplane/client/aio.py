@@ -21,18 +21,17 @@ from dataplane.client import arguments, checkpoint, core, reads, restore
 from dataplane.client.aio_batch import Rows
 from dataplane.client.aio_partition import Partition
 from dataplane.client.connection import (
-    REMIND_S,
+    LOOK_S,
     Connection,
     answer,
     no_answer,
-    remind,
     unwrap,
 )
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Offload, Operation, Step
 from dataplane.client.devices import wish_of
 from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import open_session
+from dataplane.client.opening import open_session, reconnect
 from dataplane.client.outgoing import Outgoing
 from dataplane.client.ref import Ref
 from dataplane.client.session import Session
@@ -95,12 +94,99 @@ def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
         opening.result().close("connecting was cancelled")
 
 
-class Runs:
-    """Carries operations of a session out on whatever loop runs; a cancelled task's call ends at
-    the peer too."""
+class Plane:
+    """One client of the plane. An async context manager; `await plane.close()` otherwise."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, keeper: Housekeeper) -> None:
+        self._keeper = keeper
+        self._session = keeper.session
+        weakref.finalize(self, keeper.desert).atexit = False
+
+    @property
+    def name(self) -> str:
+        """The plane's name, which is its run's."""
+        return self._session.plane
+
+    @property
+    def peer(self) -> str:
+        """The name of the peer that this client is attached to."""
+        return self._session.peer
+
+    async def partition(
+        self,
+        name: str,
+        stages: Mapping[str, Sequence[str]] | None = None,
+        group_size: int | None = None,
+        groups: int | None = None,
+        free: str | None = None,
+        replicas: int = 1,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Partition:
+        """As `dataplane.Plane.partition`."""
+        handle = Handle(self._session, arguments.text(name, "a partition"))
+        definition = core.definition_of(stages, group_size, groups, free, replicas)
+        if definition is not None:
+            await self.run(handle.define(definition, core.Deadline(timeout)))
+        return Partition(self.run, handle)
+
+    async def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
+        """As `dataplane.Plane.partitions`."""
+        return await self.run(core.partitions(timeout))
+
+    async def get(
+        self,
+        ref: Ref,
+        fields: Sequence[str] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """The rows of a ref, from wherever they are. fields None: all of them."""
+        handle = reads.handle_of(self._session, ref)
+        found = await self.run(reads.read_ref(handle, ref, fields, timeout))
+        return Rows(self.run, handle, *found)
+
+    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """What this peer holds, as nested dicts."""
+        return await self.run(core.stats(None, timeout))
+
+    async def checkpoint(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> None:
+        """As `dataplane.Plane.checkpoint`; work on files is off the event loop."""
+        await self.run(checkpoint.checkpoint(self._session, directory, timeout))
+
+    async def restore(
+        self, directory: str | os.PathLike[str], *, timeout: float | None = None
+    ) -> list[str]:
+        """As `dataplane.Plane.restore`; work on files is off the event loop."""
+        return await self.run(restore.restore(self._session, directory, timeout))
+
+    async def close(self) -> None:
+        """Release leases and grants, and leave. Views in hand stay readable."""
+        why = "this client was closed; call dataplane.aio.connect() for another"
+        await asyncio.get_running_loop().run_in_executor(None, self._keeper.close, why)
+
+    def __reduce__(self) -> Any:
+        """As a `dataplane.Plane` is pickled."""
+        return reconnect, (Plane, *self._session.origin)
+
+    async def __aenter__(self) -> Plane:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._session.closed else ""
+        return f"<aio.Plane {self.name!r} at peer {self.peer!r}{state}>"
+
+    # carrying operations out
 
     async def run(self, operation: Operation[T]) -> T:
         """Carry out the steps of an operation on the running loop, and return its result."""
@@ -138,7 +224,6 @@ class Runs:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        step.waiting,
                         outgoing.grace_s,
                     )
                 except PeerLost as exc:
@@ -148,91 +233,6 @@ class Runs:
             session.connections.give_back(connection)
             if outgoing is not None:
                 outgoing.done()
-
-
-class Plane(Runs):
-    """One client of the plane. An async context manager; `await plane.close()` otherwise."""
-
-    def __init__(self, keeper: Housekeeper) -> None:
-        self._keeper = keeper
-        super().__init__(keeper.session)
-        weakref.finalize(self, keeper.desert).atexit = False
-
-    @property
-    def name(self) -> str:
-        """The plane's name, which is its run's."""
-        return self._session.plane
-
-    @property
-    def peer(self) -> str:
-        """The name of the peer that this client is attached to."""
-        return self._session.peer
-
-    async def partition(
-        self,
-        name: str,
-        stages: Mapping[str, Sequence[str]] | None = None,
-        group_size: int | None = None,
-        groups: int | None = None,
-        free: str | None = None,
-        replicas: int = 1,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-    ) -> Partition:
-        """As `dataplane.Plane.partition`."""
-        handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(stages, group_size, groups, free, replicas)
-        if definition is not None:
-            await self.run(handle.define(definition, core.Deadline(timeout)))
-        return Partition(self.run, handle)
-
-    async def get(
-        self,
-        ref: Ref,
-        fields: Sequence[str] | None = None,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-    ) -> Rows:
-        """The rows of a ref, from wherever they are. fields None: all of them."""
-        handle = reads.handle_of(self._session, ref)
-        found = await self.run(reads.read_ref(handle, ref, fields, timeout))
-        return Rows(self.run, handle, *found)
-
-    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """What this peer holds, as nested dicts."""
-        return await self.run(core.stats(None, timeout))
-
-    async def checkpoint(
-        self, directory: str | os.PathLike[str], *, timeout: float | None = None
-    ) -> None:
-        """As `dataplane.Plane.checkpoint`; work on files is off the event loop."""
-        await self.run(checkpoint.checkpoint(self._session, directory, timeout))
-
-    async def restore(
-        self, directory: str | os.PathLike[str], *, timeout: float | None = None
-    ) -> list[str]:
-        """As `dataplane.Plane.restore`; work on files is off the event loop."""
-        return await self.run(restore.restore(self._session, directory, timeout))
-
-    async def close(self) -> None:
-        """Release leases and grants, and leave. Views in hand stay readable."""
-        why = "this client was closed; call dataplane.aio.connect() for another"
-        await asyncio.get_running_loop().run_in_executor(None, self._keeper.close, why)
-
-    async def __aenter__(self) -> Plane:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        state = " closed" if self._session.closed else ""
-        return f"<aio.Plane {self.name!r} at peer {self.peer!r}{state}>"
 
 
 async def _further(session: Session, limit_s: float | None) -> Connection:
@@ -272,11 +272,10 @@ async def exchange(
     frame: bytearray,
     rid: int,
     limit_s: float | None,
-    waiting: str,
     grace_s: float,
 ) -> Body:
     """As `Connection.exchange`."""
-    reminder = _Reminder(waiting)
+    watch = _Watch(connection)
     deadline: asyncio.TimerHandle | None = None
     try:
         async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
@@ -292,7 +291,7 @@ async def exchange(
         connection.fail(exc)
         raise
     finally:
-        reminder.cancel()
+        watch.cancel()
         if deadline is not None:
             deadline.cancel()
     return unwrap(body)
@@ -330,19 +329,19 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-class _Reminder:
-    """Says every minute what a call waits for."""
+class _Watch:
+    """Looks now and then, while a call waits, whether the peer runs."""
 
-    def __init__(self, waiting: str) -> None:
-        self._waiting = waiting
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
-        self._timer = self._loop.call_later(REMIND_S, self._say) if waiting else None
+        self._started, self._look_s = self._loop.time(), LOOK_S
+        self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def _say(self) -> None:
-        remind(self._waiting, self._loop.time() - self._started)
-        self._timer = self._loop.call_later(REMIND_S, self._say)
+    def _look(self) -> None:
+        waited_s = self._loop.time() - self._started
+        self._look_s = self._connection.look(waited_s, self._look_s)
+        self._timer = self._loop.call_later(max(LOOK_S, self._look_s - waited_s), self._look)
 
     def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()

@@ -17,6 +17,7 @@ from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.stream import AsyncStream
 from dataplane.metadata.where import Where
+from dataplane.wire.messages import Defined
 from dataplane.wire.tables import Name, Scalar
 
 
@@ -179,7 +180,16 @@ class Partition:
         """As `dataplane.Partition.stats`."""
         return await self._run(core.stats(self._handle, timeout))
 
+    def __reduce__(self) -> Any:
+        """The same partition, by a client of the process that unpickles it."""
+        plane = self._run.__self__  # type: ignore[attr-defined]
+        return _reattached, (plane, self.name, self._handle.defined)
+
     def __repr__(self) -> str:
         defined = self._handle.defined
         state = "not attached yet" if defined is None else f"generation {defined.generation}"
         return f"<aio.Partition {self.name!r} of plane {self._handle.session.plane!r}, {state}>"
+
+
+def _reattached(plane: Any, name: str, defined: Defined | None) -> Partition:
+    return Partition(plane.run, Handle(plane._session, name, defined))

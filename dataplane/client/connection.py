@@ -27,15 +27,16 @@ from dataplane.errors import (
     from_wire,
 )
 from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
-from dataplane.wire.messages import Body, Failed, Reply, Request
+from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """How long after a call's deadline the peer's own answer is still awaited, unless its process is
 stopped: longer than it needs to say that the time is up."""
-REMIND_S = 60.0
-"""A call that may wait for ever says in the log what it waits for, this often."""
+LOOK_S = 10.0
+"""After so long, and then less and less often, a call looks whether the peer runs at all. What a
+call waits for the peer says itself (`Notice`)."""
 
 _BUFFER_BYTES = 64 << 10
 _KEPT_BUFFER_BYTES = 1 << 20
@@ -127,10 +128,9 @@ class Connection:
         except OSError:
             self.sock.close()
 
-    def receive(self, limit_s: float | None, waiting: str = "", grace_s: float = 0.0) -> Reply:
-        """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs;
-        without a limit, logs every minute."""
-        started = time.monotonic()
+    def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
+        """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
+        started, look_s = time.monotonic(), LOOK_S
         while True:
             reply = self.arrived_reply()
             if reply is not None:
@@ -139,16 +139,28 @@ class Connection:
             if self._readable.poll(turn_s * 1e3):
                 self.count(self.sock.recv_into(self.inbox.room()))
             else:
-                remind(waiting, time.monotonic() - started)
+                look_s = self.look(time.monotonic() - started, look_s)
+
+    def look(self, waited_s: float, look_s: float) -> float:
+        """Say it in the log where the peer does not run; when to look the next time."""
+        if waited_s < look_s:
+            return look_s
+        if is_stopped(self.sock):
+            log.warning(
+                "peer %r is stopped (SIGSTOP, or a debugger), and a call has waited %.0f s for it",
+                self.peer,
+                waited_s,
+            )
+        return 2 * look_s
 
     def _turn_s(self, waited_s: float, limit_s: float | None, grace_s: float) -> float:
         """How long to wait now; DeadlineExceeded where that is over."""
         if limit_s is None:
-            return REMIND_S
+            return LOOK_S
         if waited_s >= limit_s + grace_s or waited_s >= limit_s and is_stopped(self.sock):
             raise no_answer(self.peer, limit_s)
         until_s = limit_s if waited_s < limit_s else limit_s + grace_s
-        return min(REMIND_S, until_s - waited_s)
+        return min(LOOK_S, until_s - waited_s)
 
     def count(self, arrived: int) -> None:
         """Bytes arrived in the inbox; none means that the peer closed the connection."""
@@ -160,6 +172,9 @@ class Connection:
         """A whole reply, if one is there. What the peer says about one-way frames is only logged:
         their call is over. Where it then closes the connection, that was the reason."""
         while (reply := self.inbox.reply()) is not None and reply.rid == 0:
+            if isinstance(reply.body, Notice):
+                log.warning("%s", reply.body.text)
+                continue
             if not isinstance(reply.body, Failed):
                 return reply
             failed = reply.body
@@ -167,14 +182,12 @@ class Connection:
             self._complaint = from_wire(failed.code, failed.message, failed.details)
         return reply
 
-    def exchange(
-        self, frame: bytearray, rid: int, limit_s: float | None, waiting: str, grace_s: float
-    ) -> Body:
+    def exchange(self, frame: bytearray, rid: int, limit_s: float | None, grace_s: float) -> Body:
         """Send one request and wait for its answer, as `receive` does. Raises what the peer
         answered as an error."""
         try:
             self.send(frame, None if limit_s is None else limit_s + grace_s)
-            body = answer(self.receive(limit_s, waiting, grace_s), rid)
+            body = answer(self.receive(limit_s, grace_s), rid)
         except BaseException as exc:
             self.fail(exc)
             raise
@@ -232,12 +245,6 @@ def frame_of(request: Request) -> bytearray:
             f"this {name} cannot be encoded: {exc}; tags and ids are str, bool, "
             "float or an int of 64 bits"
         ) from exc
-
-
-def remind(waiting: str, waited_s: float) -> None:
-    """Say what a call waits for, once a minute."""
-    if waiting and waited_s >= REMIND_S - 1:
-        log.info("still waiting after %.0f s: %s", waited_s, waiting)
 
 
 def peer_lost(peer: str) -> PeerLost:

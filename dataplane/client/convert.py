@@ -13,29 +13,44 @@ import numpy.typing as npt
 
 from dataplane.client.device_views import DeviceColumn
 from dataplane.client.views import ColumnView
-from dataplane.wire.arrays import Array
+from dataplane.wire.arrays import Array, is_torch
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def to_numpy(column: ColumnView) -> Array | list[Any]:
+def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
 
-    The array is a read-only view where the rows lie at a regular distance in host memory, else a
-    packed copy.
+    The arrays are private and writable. view=True: read-only views, without a copy where rows lie
+    at a regular distance in host memory.
     Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
     """
     if isinstance(column, DeviceColumn):
         column = column.on_host()
     if column.uniform is not None:
-        dense = column.dense()
+        dense = column.dense() if view else None
         return _dense(column) if dense is None else dense
     if column.holds_arrays or not len(column):
-        return list(column)
+        return list(column) if view else [row.copy() for row in column]
     values = [column[row] if column.present(row) else None for row in range(len(column))]
     numbers = numbers_of(values)
-    return values if numbers is None else numbers
+    if numbers is not None:
+        return numbers
+    return values if view else [_owned(value) for value in values]
+
+
+def _owned(value: Any) -> Any:
+    """An object with private copies of the arrays in it."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if is_torch(value):
+        return value.clone()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_owned, value))
+    if isinstance(value, dict):
+        return {key: _owned(item) for key, item in value.items()}
+    return value
 
 
 def to_arrow(
@@ -56,7 +71,7 @@ def to_arrow(
         columns["key"] = arrow.from_values("key", [str(k) for k in keys] if mixed else list(keys))
     for name, column in fields.items():
         shown = "field.key" if name == "key" and keys is not None else name
-        columns[shown] = arrow.from_field(name, to_numpy(column))
+        columns[shown] = arrow.from_field(name, to_numpy(column, view=True))
     for name, values in (tags or {}).items():
         columns[f"tag.{name}" if name in columns else name] = arrow.from_values(name, list(values))
     return arrow.table(columns)

@@ -22,6 +22,7 @@ from dataplane.errors import (
     PartitionGone,
     ProtocolError,
 )
+from dataplane.wire.checkpoint import Census, CensusDone
 from dataplane.wire.messages import (
     Body,
     Close,
@@ -52,7 +53,6 @@ class Call:
     body: Body
     deadline_s: float | None
     blocking: bool = False
-    waiting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,12 @@ class Deadline:
 def ask(body: Body, expected: type[B], deadline: Deadline, doing: str = "") -> Operation[B]:
     """One request and its answer, of the expected type."""
     doing = doing or type(body).__name__.lower()
-    return expect((yield Call(body, deadline.left(doing), waiting=doing)), expected, body)
+    return expect((yield Call(body, deadline.left(doing))), expected, body)
 
 
-def wait_for(body: Body, expected: type[B], timeout_s: float | None, waiting: str) -> Operation[B]:
+def wait_for(body: Body, expected: type[B], timeout_s: float | None) -> Operation[B]:
     """A request that the peer may hold until rows come; its body carries the same time-out."""
-    return expect((yield Call(body, timeout_s, True, waiting)), expected, body)
+    return expect((yield Call(body, timeout_s, True)), expected, body)
 
 
 def expect(reply: object, expected: type[B], body: Body) -> B:
@@ -238,9 +238,12 @@ def wait(
         below=below,
         timeout_ms=milliseconds(timeout),
     )
-    what = f"fewer than {below}" if below else f"{wanted} ready"
-    waiting = f"{what} {body.unit} of partition {handle.name!r}, stage {stage!r}"
-    yield from wait_for(body, Done, timeout, waiting)
+    yield from wait_for(body, Done, timeout)
+
+
+def partitions(timeout: float | None) -> Operation[list[str]]:
+    done = yield from ask(Census(), CensusDone, Deadline(timeout))
+    return sorted(done.partitions)
 
 
 def probe(timeout: float | None) -> Operation[dict[str, Any]]:

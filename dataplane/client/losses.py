@@ -16,9 +16,8 @@ def losses(handle: Handle, after: int, timeout: float | None) -> Operation[Losse
     timeout = arguments.seconds(timeout, "timeout")
     generation = yield from handle.attach_to_wait(timeout)
     body = Losses(handle.name, generation, after, milliseconds(timeout))
-    waiting = f"rows of partition {handle.name!r} that were lost"
     try:
-        return (yield from wait_for(body, LossesDone, timeout, waiting))
+        return (yield from wait_for(body, LossesDone, timeout))
     except PartitionGone:
         return LossesDone(after, ended=True)
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 from dataplane.client.connection import Connections
 from dataplane.client.devices import AUTO, Devices, Wish
 from dataplane.client.handshake import open_connection
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.session import Session
-from dataplane.errors import PeerLost
+from dataplane.errors import PeerLost, PeerNotFound
 from dataplane.launch.embedded import attach
 from dataplane.memory.mapping import ReadMap, WriteMaps
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+
+P = TypeVar("P")
 
 
 def open_session(
@@ -51,6 +55,25 @@ def open_session(
             os.environ["DATAPLANE_RUN"] = attached.run.name
         return keeper
     raise AssertionError("unreachable")
+
+
+_reconnected: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+_reconnecting = threading.Lock()
+
+
+def reconnect(kind: Callable[[Housekeeper], P], run: str, peer: str) -> P:
+    """What a pickled plane is in this process: a client of its run, at the same peer where that is
+    on this host. One for all that come in, for as long as somebody has it."""
+    with _reconnecting:
+        known = (kind, os.getpid(), run, peer)
+        plane = _reconnected.get(known)
+        if plane is None or plane._session.closed is not None:
+            try:
+                keeper = open_session(peer, run)
+            except PeerNotFound:
+                keeper = open_session(None, run)
+            plane = _reconnected[known] = kind(keeper)
+        return plane
 
 
 def _connected(path: str) -> socket.socket:

@@ -15,7 +15,7 @@ from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Operation, St
 from dataplane.client.devices import wish_of
 from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import open_session
+from dataplane.client.opening import open_session, reconnect
 from dataplane.client.outgoing import Outgoing
 from dataplane.client.partition import Partition
 from dataplane.client.ref import Ref
@@ -97,6 +97,10 @@ class Plane:
             self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)
 
+    def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
+        """The names of the plane's partitions, drained ones too, until they are dropped."""
+        return self.run(core.partitions(timeout))
+
     def get(
         self,
         ref: Ref,
@@ -139,6 +143,10 @@ class Plane:
     def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""
         self._keeper.close("this client was closed; call dataplane.connect() for another")
+
+    def __reduce__(self) -> Any:
+        """In the process that unpickles it: a client of the same run, one for all of them there."""
+        return reconnect, (Plane, *self._session.origin)
 
     def __enter__(self) -> Plane:
         return self
@@ -192,7 +200,6 @@ class Plane:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        step.waiting,
                         outgoing.grace_s,
                     )
                 except PeerLost as exc:

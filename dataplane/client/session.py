@@ -73,17 +73,20 @@ class Session:
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._look_after_copies)
         """what copies from the arena to GPUs without any other memory in between"""
-        self._mint = done.mint or [0]
         self._lock = threading.Lock()
         self._next_op = 1
         self._unanswered: dict[int, None] = {}
         self._minted = 0
-        self._puts = 0
         self._released: SimpleQueue[int] = SimpleQueue()
         self._abandoned: SimpleQueue[int] = SimpleQueue()
         self._excess: SimpleQueue[bytes] = SimpleQueue()
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The run and the peer that it belongs to: what another process connects to."""
+        return self.plane, self.peer
 
     # identity of requests and rows
 
@@ -111,12 +114,10 @@ class Session:
                 self._unanswered.pop(request.op, None)
 
     def mint_keys(self, n: int) -> npt.NDArray[np.void]:
-        """n new row keys on one shard (KEY records); the shards of this host take turns."""
+        """n new row keys (KEY records)."""
         with self._lock:
             first, self._minted = self._minted, self._minted + n
-            shard = self._mint[self._puts % len(self._mint)]
-            self._puts += 1
-        return np.frombuffer(mint_many(shard, self.id, first, n), KEY)
+        return np.frombuffer(mint_many(self.id, first, n), KEY)
 
     # what ended without a call
 

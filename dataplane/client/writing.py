@@ -187,6 +187,7 @@ class Putting:
             written.digest_index.tobytes(),
             ahead_bytes,
             carried=written.carried,
+            continuing=self._continues(),
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)

@@ -16,9 +16,10 @@ import numpy as np
 from dataplane.errors import LimitExceeded
 from dataplane.metadata.roster import (
     MAX_TAKEOVERS,
-    MINT_SHARDS,
     NO_BACKUP,
+    Flags,
     Roster,
+    U2Column,
     buddy,
     proposed,
 )
@@ -49,6 +50,8 @@ class Authority:
         """members that work under rosters of another authority, unknown to this one"""
         self._clear: dict[str, set[str]] = {}
         """what members said of the roster in force: another may have given them values to hold"""
+        self._spare: dict[str, Flags] = {}
+        """by member, its shards in which nothing lives, for peers that have none"""
         self._ready: set[str] = set()
         """members that want to leave and said so under the roster in force: what followed from it
         is done there, and their backups have it"""
@@ -78,10 +81,12 @@ class Authority:
         synced: bool = False,
         leaving: bool = False,
         clear: Sequence[str] = (),
+        spare: bytes = b"",
     ) -> None:
         """A peer lives, and works under the roster of `epoch`. synced: its backup in that roster
-        has all it has. clear: members at which none of its values lie. LimitExceeded for one peer
-        too many."""
+        has all it has. clear: members at which none of its values lie. spare: one bit a shard,
+        those of it in which nothing lives and will before the next roster, where somebody has none.
+        LimitExceeded for one peer too many."""
         if self._is_astray(peer, epoch):
             return
         if not self.roster.has(peer):
@@ -103,6 +108,9 @@ class Authority:
             self._clear[peer.peer] = set(clear)
             if leaving:
                 self._ready.add(peer.peer)
+            if spare and len(spare) * 8 == self.roster.shards:
+                self._spare[peer.peer] = np.unpackbits(np.frombuffer(spare, np.uint8)) > 0
+                self._give()
         self._retire()
 
     def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
@@ -142,22 +150,30 @@ class Authority:
         self._publish(self._with_backups(seen))
 
     def _join(self, peer: Owner) -> None:
-        """A new member gets shards in which no row can lie yet, so that no row moves."""
+        """A new member gets shards as soon as those that have them say in which nothing lives."""
         if len(self.roster.members) >= MAX_MEMBERS:
             raise LimitExceeded(f"a plane has at most {MAX_MEMBERS} peers", limit=MAX_MEMBERS)
         members = (*self.roster.members, peer.peer)
         incarnations = (*self.roster.incarnations, peer.incarnation)
         joined = dataclasses.replace(self.roster, members=members, incarnations=incarnations)
-        hosts = self._hosts(joined)
-        new = len(members) - 1
-        primaries, minted = joined.primaries.copy(), joined.minted.copy()
-        gets = np.flatnonzero((proposed(members, hosts) == new) & ~minted)
-        primaries[gets] = new
-        minted[gets[:MINT_SHARDS]] = True
-        log.info("%s joins, with %d shards", peer.peer, len(gets))
-        self._publish(
-            self._with_backups(dataclasses.replace(joined, primaries=primaries, minted=minted))
-        )
+        log.info("%s joins", peer.peer)
+        self._publish(self._with_backups(joined))
+
+    def _give(self) -> None:
+        """Once all have said which of their shards are empty, peers without any get of these."""
+        roster = self.roster
+        if not newcomers(roster, self._keeper) or not self._spare.keys() >= set(roster.hosts):
+            return
+        spare = np.zeros(roster.shards, np.bool_)
+        for address, bits in self._spare.items():
+            spare |= bits & (roster.primaries == roster.members.index(address))
+        primaries = moved(roster, self._keeper, spare)
+        given = int((primaries != roster.primaries).sum())
+        if given:
+            log.info("%d empty shards go to peers that have none", given)
+            unsynced = roster.in_sync & (primaries == roster.primaries)
+            after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
+            self._publish(self._with_backups(after))
 
     def _sync(self, address: str, synced: bool) -> None:
         """The learner has everything, and can be promoted from now on; or it lost the thread."""
@@ -248,13 +264,7 @@ class Authority:
     # who hosts, who backs up
 
     def _hosts(self, roster: Roster) -> list[int]:
-        """Members that may serve shards: not those that leave, nor the keeper among three or more,
-        unless it has shards from the time when there were fewer."""
-        stay = [i for i, m in enumerate(roster.members) if m not in roster.leaving]
-        apart = roster.members.index(self._keeper) if self._keeper in roster.members else -1
-        if len(stay) < 3 or (roster.primaries == apart).any():
-            return stay or list(range(len(roster.members)))
-        return [i for i in stay if i != apart]
+        return hosts_of(roster, self._keeper)
 
     def _with_backups(self, roster: Roster) -> Roster:
         """A backup for every host that has none in sync, among the peers that were seen."""
@@ -277,4 +287,29 @@ class Authority:
         self._number += 1
         self._clear.clear()
         self._ready.clear()
+        self._spare.clear()
         self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))
+
+
+def hosts_of(roster: Roster, keeper: str) -> list[int]:
+    """Members that may serve shards: not those that leave, nor the keeper among three or more,
+    unless it has shards from the time when there were fewer."""
+    stay = [i for i, m in enumerate(roster.members) if m not in roster.leaving]
+    apart = roster.members.index(keeper) if keeper in roster.members else -1
+    if len(stay) < 3 or (roster.primaries == apart).any():
+        return stay or list(range(len(roster.members)))
+    return [i for i in stay if i != apart]
+
+
+def newcomers(roster: Roster, keeper: str) -> list[int]:
+    """Members that may serve shards, were seen, and have none yet."""
+    serving = set(np.unique(roster.primaries).tolist())
+    return [h for h in hosts_of(roster, keeper) if h not in serving and roster.incarnations[h]]
+
+
+def moved(roster: Roster, keeper: str, spare: Flags) -> U2Column:
+    """The primaries once those of these shards that are newcomers' by right are theirs."""
+    hosts = hosts_of(roster, keeper)
+    by_right = proposed(roster.members, hosts, roster.shards)
+    theirs = spare & np.isin(by_right, newcomers(roster, keeper))
+    return np.where(theirs, by_right, roster.primaries)

@@ -50,5 +50,5 @@ def pulled_per_row(rows: Array, records: Array, count: int) -> Array:
 
 
 def rounding(records: Array) -> int:
-    """What is added for whole pages: one for every owner that is read from, one for packs."""
+    """What is added for whole pages: one for every owner that is read from."""
     return PAGE_BYTES * (len(unique(records["owner"])) + 1)

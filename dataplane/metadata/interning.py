@@ -13,7 +13,7 @@ import numpy as np
 
 from dataplane.errors import LimitExceeded
 from dataplane.metadata.columns import Array
-from dataplane.wire.limits import ABSENT, INLINE
+from dataplane.wire.limits import ABSENT
 from dataplane.wire.tables import Owner, Spec
 
 _COMPACT_ABOVE = 4_096
@@ -68,7 +68,7 @@ class SpecsAndOwners:
                 self.specs.append(spec)
         for owner in owners:
             if owner not in self._owner_numbers:
-                if len(self.owners) >= INLINE:
+                if len(self.owners) >= ABSENT:
                     raise LimitExceeded("too many peers have held values of this partition")
                 self._owner_numbers[owner] = len(self.owners)
                 self.owners.append(owner)

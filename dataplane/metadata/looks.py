@@ -9,16 +9,18 @@ import numpy as np
 
 from dataplane.metadata.columns import Array
 from dataplane.metadata.stages import Stage
-from dataplane.metadata.state import State
+from dataplane.metadata.state import UNGROUPED, State
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY
+from dataplane.wire.tables import Where
 
 
-def missing(state: State, stage: Stage, unit: str, now: float) -> dict[str, Any]:
-    """Why units are not ready.
+def missing(
+    state: State, stage: Stage, unit: str, now: float, where: Where | None = None
+) -> dict[str, Any]:
+    """Why units are not ready: `reasons.Facts` by name, with `missing` for its `lacking`.
 
-    ready, units: of how many that are neither leased nor done. missing: {field: rows that lack it}.
-    open_groups: groups that wait for more rows. leases: [(holder, rows, seconds)] of those who hold
-    rows that this stage still has to get, the longest first.
+    leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
+    get, the longest first.
     """
     live = state.live()
     pending = live[stage.rows.state[live] == PENDING]
@@ -28,30 +30,52 @@ def missing(state: State, stage: Stage, unit: str, now: float) -> dict[str, Any]
         if rows:
             lacking[name] = rows
     units = stage.units(unit)
+    ready = units.ready(where)
     return {
-        "ready": units.ready(None),
+        "ready": ready,
         "units": units.remaining,
+        "excluded": units.ready(None) - ready,
+        "alone": int(np.count_nonzero(state.group[live] == UNGROUPED)) if unit == "groups" else 0,
         "missing": lacking,
+        "adders": {name: by for name in lacking if (by := _adder(state, name))},
         "open_groups": len(state.groups.open()),
         "leases": _in_the_way(state, stage, pending, now),
     }
 
 
+def holders(state: State, now: float) -> list[tuple[int, str, int, float]]:
+    """Who has rows leased, of which stage, how many and for how many seconds."""
+    held: dict[tuple[int, str], tuple[int, float]] = {}
+    for lease in state.leases:
+        one = lease.holder, lease.stage.name
+        rows, age = held.get(one, (0, 0.0))
+        left = int(np.count_nonzero(lease.left))
+        held[one] = rows + left, max(age, now - lease.started)
+    return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
+
+
+def _adder(state: State, field: str) -> str:
+    """The stage that has added this field to some row; "" where none has."""
+    mask = np.uint64(state.fields.mask([field]))
+    return next((name for name, one in state.stages.items() if (one.wrote & mask).any()), "")
+
+
 def _in_the_way(
     state: State, stage: Stage, pending: Array, now: float
-) -> list[tuple[int, int, float]]:
+) -> list[tuple[int, str, int, float]]:
     waited_for = np.zeros(len(state.group), np.bool_)
     waited_for[pending] = True
-    held: dict[int, tuple[int, float]] = {}
+    held: dict[tuple[int, str], tuple[int, float]] = {}
     for lease in state.leases:
         slots = state.held(lease, lease.left.nonzero()[0])
         mine = stage.rows.state[slots] == LEASED if lease.stage is stage else waited_for[slots]
         rows = int(np.count_nonzero(mine))
         if rows:
-            before, age = held.get(lease.holder, (0, 0.0))
-            held[lease.holder] = (before + rows, max(age, now - lease.started))
-    found = [(holder, rows, age) for holder, (rows, age) in held.items()]
-    return sorted(found, key=lambda one: -one[2])
+            one = lease.holder, lease.stage.name
+            before, age = held.get(one, (0, 0.0))
+            held[one] = (before + rows, max(age, now - lease.started))
+    found = [(holder, of, rows, age) for (holder, of), (rows, age) in held.items()]
+    return sorted(found, key=lambda one: -one[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +133,7 @@ def _stage_stats(stage: Stage) -> dict[str, Any]:
         "ready_rows": counts.ready_rows,
         "leased_rows": stage.rows.counts[LEASED],
         "outstanding_rows": counts.outstanding_rows,
+        "acked_rows": stage.acked_rows,
         "ready_groups": counts.ready_groups,
         "leased_groups": stage.groups.counts[LEASED],
         "outstanding_groups": counts.outstanding_groups,

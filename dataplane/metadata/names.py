@@ -1,8 +1,8 @@
 """Keys of rows and groups: 16 bytes that either side can compute without asking anybody.
 
 A name that the user gave becomes the xxh3-128 digest of its type and text. A name that the client
-mints says where its row lives: shard, session and a counter, big-endian, so that minted keys sort
-in the order in which a session made them. Shared by client and peer; no state.
+mints is its session and a counter, big-endian, so that minted keys sort in the order in which a
+session made them. Shared by client and peer; no state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from dataplane.errors import InvalidRows, LimitExceeded
@@ -22,8 +21,7 @@ KEY_BYTES = 16
 MINTED_MARK = "~"
 
 _MINTED = re.compile(r"~[0-9a-f]{32}")
-_SESSION_MASK = (1 << 48) - 1
-_MINTED_RECORD = np.dtype([("shard", ">u2"), ("session", "V6"), ("counter", ">u8")])
+_MINTED_RECORD = np.dtype([("session", ">u8"), ("counter", ">u8")])
 
 
 def hash_name(name: Name) -> bytes:
@@ -56,33 +54,17 @@ def hash_names(names: Sequence[Name]) -> bytes:
     return b"".join([hash_name(name) for name in names])
 
 
-def mint(shard: int, session: int, counter: int) -> bytes:
-    """The key of row or group number `counter` of a session, to live in `shard`."""
-    return b"%b%b%b" % (
-        shard.to_bytes(2, "big"),
-        (session & _SESSION_MASK).to_bytes(6, "big"),
-        counter.to_bytes(8, "big"),
-    )
+def mint(session: int, counter: int) -> bytes:
+    """The key of row or group number `counter` of a session."""
+    return session.to_bytes(8, "big") + counter.to_bytes(8, "big")
 
 
-def mint_many(shard: int, session: int, first: int, count: int) -> bytes:
+def mint_many(session: int, first: int, count: int) -> bytes:
     """The KEY column of `count` minted keys with consecutive counters."""
     keys = np.empty(count, _MINTED_RECORD)
-    keys["shard"] = shard
-    keys["session"] = np.void((session & _SESSION_MASK).to_bytes(6, "big"))
+    keys["session"] = session
     keys["counter"] = np.arange(first, first + count, dtype=np.uint64)
     return keys.tobytes()
-
-
-def key_shard(minted: bytes) -> int:
-    """The shard in which a minted key lives."""
-    return int.from_bytes(minted[:2], "big")
-
-
-def key_shards(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint16]:
-    """The same of a KEY column. Of a given name it is any number, mostly of no shard."""
-    shards = np.ascontiguousarray(keys).view(">u2").reshape(-1, KEY_BYTES // 2)[:, 0]
-    return shards.astype(np.uint16)
 
 
 def is_minted(name: Name) -> bool:

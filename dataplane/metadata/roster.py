@@ -20,8 +20,6 @@ from dataplane.wire.limits import MAX_MEMBERS, SHARDS
 from dataplane.wire.tables import Owner, RosterTable, Takeover
 
 NO_BACKUP = 0xFFFF
-MINT_SHARDS = 16
-"""A client mints keys for at most so many shards."""
 MAX_TAKEOVERS = 64
 """So many a roster tells again: more than happen while a peer is cut off and not called lost."""
 
@@ -52,8 +50,8 @@ def _hash(text: str) -> int:
 class Roster:
     """members: addresses in order, the first keeps the roster. incarnations: the process of each
     member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
-    backup has all that the primary answered for. minted: rows may lie in the shard. leaving: those
-    that hand over what they have. takeovers: the last MAX_TAKEOVERS."""
+    backup has all that the primary answered for. leaving: those that hand over what they have.
+    takeovers: the last MAX_TAKEOVERS."""
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -61,7 +59,6 @@ class Roster:
     primaries: U2Column
     backups: U2Column
     in_sync: Flags
-    minted: Flags
     leaving: frozenset[str] = frozenset()
     takeovers: tuple[Takeover, ...] = ()
 
@@ -76,28 +73,23 @@ class Roster:
             raise RosterMismatch(f"a seed is named twice: {', '.join(members)}", seeds=members)
         hosts = list(range(1 if keeps and len(members) >= 3 else 0, len(members)))
         primaries = proposed(members, hosts, shards)
-        minted = np.zeros(shards, np.bool_)
         backups = np.full(shards, NO_BACKUP, np.uint16)
         for host in hosts:
             mine = np.flatnonzero(primaries == host)
-            minted[mine[:MINT_SHARDS]] = True
             backups[mine] = buddy(members, hosts, host)
         authority = _hash("\n".join(members if keeps else (*members, ""))) & (2**53 - 1)
         unsynced = np.zeros(shards, np.bool_)
         nobody = (0,) * len(members)
-        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced, minted)
+        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced)
 
     @staticmethod
     def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
         """A roster that a peer sent. RosterMismatch unless it fits together."""
         primaries = np.frombuffer(table.primaries, "<u2").astype(np.uint16)
         backups = np.frombuffer(table.backups, "<u2").astype(np.uint16)
-        in_sync, minted = (
-            np.unpackbits(np.frombuffer(bits, np.uint8)).astype(np.bool_)
-            for bits in (table.in_sync, table.minted)
-        )
+        in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8)).astype(np.bool_)
         members = tuple(table.members)
-        columns = (primaries, backups, in_sync, minted)
+        columns = (primaries, backups, in_sync)
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if (
             not 0 < len(members) <= MAX_MEMBERS
@@ -122,7 +114,6 @@ class Roster:
             self.primaries.astype("<u2").tobytes(),
             self.backups.astype("<u2").tobytes(),
             np.packbits(self.in_sync).tobytes(),
-            np.packbits(self.minted).tobytes(),
             sorted(self.leaving),
             list(self.takeovers),
         )
@@ -154,36 +145,17 @@ class Roster:
         """Where this shard is served."""
         return self.members[int(self.primaries[shard])]
 
+    def bucket(self, partition: str) -> int:
+        """The shard in which a partition lives."""
+        return _hash(partition) % self.shards
+
     def home(self, partition: str) -> str:
-        """The address of a partition's home."""
-        return self.address(_hash(partition) % self.shards)
-
-    def stage_home(self, partition: str, stage: str) -> str:
-        """The address of the home of a stage's waiting claims."""
-        return self.address(_hash(f"{partition}\0{stage}") % self.shards)
-
-    def directory_shards(self, partition: str, keys: npt.NDArray[np.void]) -> U2Column:
-        """The shards at which given names (KEY records, hashes of them) are entered."""
-        if not len(keys):
-            return np.empty(0, np.uint16)
-        halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
-        hashes = _mix(halves[:, 0] ^ np.uint64(_hash(partition)))
-        return (hashes % np.uint64(self.shards)).astype(np.uint16)
+        """Where a partition is served: its rows, its claims, its definition and its phase."""
+        return self.address(self.bucket(partition))
 
     def shards_of(self, address: str) -> U2Column:
         """The shards that a member serves, ascending."""
         return np.flatnonzero(self.primaries == self._index(address)).astype(np.uint16)
-
-    def mint_shards(self, address: str) -> U2Column:
-        """Shards for which a member's clients mint keys: its own, or those of the next member in
-        order that has any. At most 16."""
-        start = self._index(address)
-        for step in range(len(self.members)):
-            shards = self.shards_of(self.members[(start + step) % len(self.members)])
-            shards = shards[self.minted[shards]]
-            if len(shards):
-                return shards[:MINT_SHARDS]
-        raise AssertionError("no member has shards")
 
     def backup_of(self, address: str) -> tuple[str | None, bool]:
         """(who backs up this member's shards, whether it has everything). All go to one peer, so
@@ -210,13 +182,13 @@ class Roster:
         return self.incarnations[self.members.index(owner.peer)] in (0, owner.incarnation)
 
     def heir_of(self, old: Roster, owner: Owner) -> Owner:
-        """Who serves now what a member served under an older roster: rows never move but with all
-        others of their peer. The member itself where it had no rows."""
-        shards = old.shards_of(owner.peer)
-        held = shards[old.minted[shards]]
-        if not len(held):
+        """Who serves now what a member served under an older roster: partitions never move but with
+        all others of their peer. The member itself where it had none."""
+        held = old.shards_of(owner.peer)
+        if not len(held) or (self.has(owner) and len(self.shards_of(owner.peer))):
             return owner
-        at = int(self.primaries[held[0]])
+        # Some of them may have gone on from there with nothing in them, to a peer that came.
+        at = int(np.bincount(self.primaries[held]).argmax())
         heir = Owner(self.members[at], self.incarnations[at])
         return owner if heir == Owner(owner.peer, 0) else heir
 

@@ -42,6 +42,8 @@ class Stage:
         self.groups = Units(groups.capacity, self._test_groups)
         self.lost = 0
         """rows that went with a peer before this stage was done with them"""
+        self.acked_rows = 0
+        """so far, those included that are gone"""
         self.wrote: Array = np.zeros(0, np.uint64)
         """per row a bit for each field that this stage added to it, as in `Fields.present`; empty
         until it adds one"""
@@ -126,6 +128,7 @@ class Stage:
     def ack(self, slots: Array) -> None:
         """Leased rows are done. `settle` of their groups follows."""
         self.rows.move(slots, ACKED)
+        self.acked_rows += len(slots)
         self._bump(self._acked, slots, 1)
 
     def acked(self, slots: Array) -> Array:

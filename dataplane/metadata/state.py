@@ -49,11 +49,6 @@ class State:
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
         self.tombstones = Tombstones()
-        self.unnamed_rows = bytearray()
-        """Keys of named rows that were freed, as KEY records, until somebody drains them."""
-        self.unnamed_groups = bytearray()
-        self.freed_rows = bytearray()
-        """Keys of freed rows that were in groups, until somebody drains them."""
         self.sealing = False
         self.closed_groups = 0
         self._capacity = 0
@@ -199,25 +194,18 @@ class State:
         groups = self.group[slots].astype(np.int64)
         self.index.remove(slots)
         if self.names:
-            named = [slot for slot in slots.tolist() if self.names.pop(slot, None) is not None]
-            if named and not dropped:
-                self.unnamed_rows += self.index.keys[named].tobytes()
+            for slot in slots.tolist():
+                self.names.pop(slot, None)
         self.group[slots] = NO_ROW
         self.incarnation[slots] += np.uint32(1)
         self._ids.give_back(slots)
         grouped = groups >= 0
         if np.count_nonzero(grouped):
-            if not dropped:
-                self.freed_rows += self.index.keys[slots].tobytes()
             self._leave(slots[grouped], groups[grouped], dropped)
         return nbytes
 
     def remove_groups(self, groups: Array) -> None:
         """Groups without rows are no more."""
-        named = [group for group in groups.tolist() if group in self.groups.names]
-        if named:
-            keys = self.groups.index.keys[named]
-            self.unnamed_groups += keys[~self.tombstones.among(keys)].tobytes()
         for stage in self.stages.values():
             stage.forget_groups(groups)
         self.groups.remove(groups)

@@ -20,12 +20,10 @@ from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.incoming import columns_in
-from dataplane.metadata.index import pairs
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Taken
-from dataplane.metadata.tombstones import DRAINED_BYTES
 from dataplane.metadata.where import parse
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Want
@@ -307,33 +305,6 @@ class Store:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
         return self._state.fields.released()
 
-    def unnamed(self) -> tuple[bytes, bytes]:
-        """Drain the names that are free again: KEY records of rows, and of groups.
-
-        Those of dropped ones are not: their tombstones must be found.
-        """
-        state = self._state
-        if not state.unnamed_rows and not state.unnamed_groups:
-            return b"", b""
-        rows, groups = bytes(state.unnamed_rows), bytes(state.unnamed_groups)
-        state.unnamed_rows.clear()
-        state.unnamed_groups.clear()
-        return rows, groups
-
-    def forgotten(self) -> bytes:
-        """Drain tombstones that were pushed out (KEY records), once they are worth a message."""
-        return self._state.tombstones.drain()
-
-    def freed_rows(self) -> bytes:
-        """Drain the keys of freed rows (KEY records), once they are worth a message. Of those that
-        were in groups: all others were where their keys say."""
-        freed = self._state.freed_rows
-        if len(freed) < DRAINED_BYTES[0]:
-            return b""
-        keys = bytes(freed)
-        freed.clear()
-        return keys
-
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
 
@@ -372,20 +343,6 @@ class Store:
         """Rows are ready for some stage."""
         return any(stage.counts(None).ready_rows for stage in self._state.stages.values())
 
-    def knows_rows(self, keys: bytes) -> Array:
-        """Per key (KEY column), whether the row is here."""
-        known: Array = self._state.index.find(pairs(keys)) >= 0
-        return known
-
-    def knows_groups(self, keys: bytes) -> Array:
-        """Per key (KEY column), whether the group is here."""
-        known: Array = self._state.groups.index.find(pairs(keys)) >= 0
-        return known
-
-    def has_dropped(self, keys: bytes) -> Array:
-        """Per key (KEY column), whether a row or group with it was dropped here."""
-        return self._state.tombstones.among(pairs(keys))
-
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
         return self._state.fields.packs(self._state.live(), owner)
@@ -403,9 +360,15 @@ class Store:
         """Drain the stages whose counts changed."""
         return {name for name, stage in self._state.stages.items() if stage.drain_changed()}
 
-    def missing(self, stage: str, unit: str, now: float) -> dict[str, Any]:
+    def missing(
+        self, stage: str, unit: str, now: float, where: Where | None = None
+    ) -> dict[str, Any]:
         """Why units of a stage are not ready: see `looks.missing`."""
-        return looks.missing(self._state, self._state.stage(stage), unit, now)
+        return looks.missing(self._state, self._state.stage(stage), unit, now, where)
+
+    def holders(self, now: float) -> list[tuple[int, str, int, float]]:
+        """See `looks.holders`."""
+        return looks.holders(self._state, now)
 
     def stats(self) -> dict[str, Any]:
         return looks.stats(self._state)

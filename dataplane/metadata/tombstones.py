@@ -12,8 +12,6 @@ from dataplane.metadata.columns import Array, capacity_for
 from dataplane.metadata.index import KeyIndex
 
 MAX_TOMBSTONES = 1_000_000
-DRAINED_BYTES = 16 * 4096, 16 * 65_536
-"""At least and at most at once: worth a message, and not too much for one."""
 
 
 class Tombstones:
@@ -22,7 +20,6 @@ class Tombstones:
         self._index = KeyIndex()
         self._added = 0
         self.forgotten = 0
-        self._pushed_out = bytearray()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -34,7 +31,7 @@ class Tombstones:
     def add(self, keys: Array) -> None:
         """Enter keys (all different); those known keep their age."""
         keys = keys[self._index.find(keys) < 0]
-        self._note(keys[: -self._limit])
+        self.forgotten += len(keys[: -self._limit])
         keys = keys[-self._limit :]
         count = len(keys)
         if not count:
@@ -42,25 +39,12 @@ class Tombstones:
         places = np.arange(self._added, self._added + count) % self._limit
         old = places[np.arange(self._added, self._added + count) >= self._limit]
         if len(old):
-            self._note(self._index.keys[old])
+            self.forgotten += len(old)
             self._index.remove(old)
         top = min(self._limit, self._added + count)
         self._index.reserve(capacity_for(len(self._index.keys), top))
         self._index.insert(keys, places)
         self._added += count
-
-    def drain(self) -> bytes:
-        """KEY records that were pushed out; b"" while they are few."""
-        least, most = DRAINED_BYTES
-        if len(self._pushed_out) < least:
-            return b""
-        keys = bytes(self._pushed_out[:most])
-        del self._pushed_out[:most]
-        return keys
-
-    def _note(self, keys: Array) -> None:
-        self.forgotten += len(keys)
-        self._pushed_out += keys.tobytes()
 
     def keys(self) -> Array:
         """All of them, oldest first."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dataplane.metadata.operations import Operations
+from dataplane.metadata.reasons import Subject
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
@@ -19,6 +20,7 @@ from dataplane.peer.finishing import Finishing
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Host
 from dataplane.peer.losses import LossReports
+from dataplane.peer.notices import Telling
 from dataplane.peer.once import Once, final
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading
@@ -60,13 +62,13 @@ class Answers:
         self.handlers: dict[type[m.Body], Any] = {
             m.Define: self._define,
             m.Seal: self._seal,
-            m.Close: changes.close,
-            m.Reset: changes.reset,
+            m.Close: changes.change,
+            m.Reset: changes.change,
             m.Reserve: grants.reserve,
             m.GiveBack: grants.give_back,
             m.Unpin: grants.unpin,
             m.Put: writing.put,
-            m.Tag: changes.tag,
+            m.Tag: changes.change,
             m.Drop: changes.drop,
             m.Read: self._reads(reading.read),
             m.Claim: claims.claim,
@@ -82,8 +84,19 @@ class Answers:
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
-        return await self.partitions.define(
-            body.partition, body.definition, request.deadline_ms / 1000
+        wait_s = request.deadline_ms / 1000
+        if body.definition is not None or body.partition in self.host.entries:
+            return await self.partitions.define(body.partition, body.definition, wait_s)
+        what = f"attaching to partition {body.partition!r}"
+        with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
+            return await self.partitions.define(body.partition, None, wait_s)
+
+    async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:
+        known = ", ".join(map(repr, sorted(self.host.entries)[:8])) or "none"
+        return (
+            f"nobody has declared it with plane.partition(NAME, stages=…) in run "
+            f"{self.host.plane!r} (declared, as far as this host knows: {known})",
+            {},
         )
 
     async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:

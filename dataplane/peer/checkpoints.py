@@ -46,7 +46,6 @@ class Checkpoints:
         self.host = writing.host
         self.mesh = writing.mesh
         self.partitions = writing.partitions
-        self.routing = writing.routing
         self.grants = writing.grants
         self.settle = writing.settle
         self.reading = reading
@@ -121,7 +120,7 @@ class Checkpoints:
         caller = caller_of(self.host, request, session)
 
         async def hand_over(roster: Roster) -> PutDone:
-            address = await self.routing.house(entry, sub.rows)
+            address = roster.home(entry.name)
             return await self.grants.hand_over(address, sub, caller, roster.epoch)
 
         with self.grants.under_way(committed, caller):

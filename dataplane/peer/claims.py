@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -23,6 +24,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.reasons import Subject
 from dataplane.peer import outcomes
 from dataplane.peer import rows as rowset
 from dataplane.peer.credit import Credit
@@ -31,7 +33,7 @@ from dataplane.peer.leases import Handed, Leases, Part
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.meters import ByLabel
-from dataplane.peer.packs import check as check_packs
+from dataplane.peer.notices import Telling
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading, Resolved
 from dataplane.peer.seats import Seats
@@ -44,7 +46,6 @@ from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY_S = 60.0
 ATTEMPTS = 3
 """How often a claim queues before its home's going away, or its rows', is its caller's business."""
 GIVE_BACK_S = 0.2
@@ -65,6 +66,12 @@ class Waiting:
     settled: asyncio.Future[str] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+
+def _named(entry: Entry, body: Claim) -> str:
+    want = body.want
+    much = f"{want.budget:g} of {want.budget_tag!r}" if want.budget_tag else str(want.count)
+    return f"claim of {much} ({want.unit}) for stage {body.stage!r} of partition {entry.name!r}"
 
 
 class Claims:
@@ -143,7 +150,7 @@ class Claims:
     def _may_take(self, entry: Entry, stage: str) -> bool:
         """Queued demand goes before later local claims; after the seal the home decides."""
         key = (entry.name, entry.generation, stage)
-        return not (
+        return self.host.serves(entry.name) and not (
             entry.store.sealing or self._queued.get(key) or self.seats.is_hungry(entry, stage)
         )
 
@@ -188,31 +195,32 @@ class Claims:
         self, session: Session, needed_bytes: int, entry: Entry, body: Claim, end: float | None
     ) -> None:
         """Holding nothing, until so many bytes may be pulled. ClaimTimeout, ValueTooLarge."""
-        claim = f"a claim of stage {body.stage!r} of {entry.name!r}"
+        claim = _named(entry, body)
         self.credit.check(needed_bytes, claim)
+
+        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
+            return self.credit.why(needed_bytes)
+
         session.waiting += 1
         try:
-            while True:
-                left = LOG_EVERY_S if end is None else min(LOG_EVERY_S, end - self.host.now())
-                if await self.credit.wait(needed_bytes, max(0.0, left)):
-                    return
-                why, details = self.credit.why(needed_bytes)
-                if end is not None and self.host.now() >= end:
+            with Telling(self.host, claim, Subject("pull", entry.name, body.stage), look):
+                left_s = None if end is None else max(0.0, end - self.host.now())
+                if not await self.credit.wait(needed_bytes, left_s):
+                    why, details = self.credit.why(needed_bytes)
                     raise ClaimTimeout(f"{claim} is out of time: {why}", **details)
-                log.info("%s still waits: %s", claim, why)
         finally:
             session.waiting -= 1
 
     async def _queue_once(self, session: Session, entry: Entry, body: Claim) -> Body:
         number = next(self._numbers)
-        home = self.host.roster.stage_home(entry.name, body.stage)
+        home = self.host.roster.home(entry.name)
         waiting = self._waiting[number] = Waiting(entry, home)
         key = (entry.name, entry.generation, body.stage)
         self._queued[key] = self._queued.get(key, 0) + 1
         session.waiting += 1
         try:
             await self._demand(number, session, waiting, body)
-            await self._await_settled(waiting, entry, body)
+            await self._await_settled(session, waiting, entry, body)
         except BaseException:
             await asyncio.shield(self._give_up(number, waiting, entry, body))
             raise
@@ -241,34 +249,39 @@ class Claims:
         )
 
         def home() -> str:
-            waiting.home = self.host.roster.stage_home(entry.name, body.stage)
+            waiting.home = self.host.roster.home(entry.name)
             return waiting.home
 
         await self.mesh.reach(home, demand)
 
-    async def _await_settled(self, waiting: Waiting, entry: Entry, body: Claim) -> None:
+    async def _await_settled(
+        self, session: Session, waiting: Waiting, entry: Entry, body: Claim
+    ) -> None:
         """Returns when all parts are here. ClaimTimeout, StreamEnd, PartitionGone otherwise."""
         if not waiting.settled.done():
-            await self._until_settled(waiting, entry, body)
+            await self._until_settled(session, waiting, entry, body)
         outcome = waiting.settled.result()
         if outcome == "lost":
             await self.losses.heard(entry)
         outcomes.check(outcome, entry, body, waiting.needed_bytes)
 
-    async def _until_settled(self, waiting: Waiting, entry: Entry, body: Claim) -> None:
-        start, want = self.host.now(), body.want
-        end = start + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        told = self.waits.explain(end, entry, body.stage, want.unit, want)
+    async def _until_settled(
+        self, session: Session, waiting: Waiting, entry: Entry, body: Claim
+    ) -> None:
+        want = body.want
+        left_s = body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+        look = self.waits.looks(session, entry, body.stage, want.unit, want)
+        told = self.waits.explain(self.host.now() + left_s, look)
+        among = (entry.generation, want.unit, str(want.where))
+        subject = Subject("claim", entry.name, body.stage, among)
+        mine = self.leases.among(session.leases, entry.name, body.stage)
         try:
-            while not waiting.settled.done():
-                left = min(LOG_EVERY_S, end - self.host.now())
-                if left <= 0:
-                    raise outcomes.in_vain(entry, body, *await told)
-                await asyncio.wait([waiting.settled], timeout=left)
-                if self.host.now() - start >= LOG_EVERY_S and not waiting.settled.done():
-                    why, _ = await self.waits.why(entry, body.stage, want.unit, want)
-                    log.info("a claim of %r of %r still waits: %s", body.stage, entry.name, why)
-                    start = self.host.now()
+            with Telling(self.host, _named(entry, body), subject, look, soon=mine):
+                done, _ = await asyncio.wait(
+                    [waiting.settled], timeout=None if left_s == math.inf else left_s
+                )
+            if not done:
+                raise outcomes.in_vain(entry, body, *await told)
         finally:
             told.cancel()
 
@@ -370,14 +383,13 @@ class Claims:
             return Granted(False)
         if self.leases.is_refused(body.lease):
             return Granted(False)
-        check_packs(body.table, body.packs)
-        needed_bytes = self.credit.of(body.table, body.packs)
+        needed_bytes = self.credit.of(body.table)
         if not self.credit.promise(body.number, needed_bytes):
             waiting.needed_bytes = self.credit.promised(body.number) + needed_bytes
             waiting.settled.set_result(outcomes.STARVED)
             return Granted(False)
         part = Part(caller.owner, body.lease, rowset.count(body.table.rows))
-        waiting.parts.append(Handed(part, body.table, body.packs))
+        waiting.parts.append(Handed(part, body.table))
         if body.complete:
             waiting.settled.set_result(outcomes.COMPLETE)
         return Granted(True)

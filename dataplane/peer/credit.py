@@ -7,7 +7,7 @@ is refused. A claim that waits for room holds none, so that no two wait for each
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.credit import pulled_per_row, rounding
 from dataplane.peer.host import Host
 from dataplane.peer.rows import flat_values
-from dataplane.wire.limits import ABSENT, INLINE
+from dataplane.wire.limits import ABSENT
 from dataplane.wire.tables import Table
 
 
@@ -68,7 +68,7 @@ class Credit:
             if needed_bytes <= may and not turn.done():
                 turn.set_result(None)
 
-    async def wait(self, needed_bytes: int, timeout_s: float) -> bool:
+    async def wait(self, needed_bytes: int, timeout_s: float | None) -> bool:
         """Until so much may be granted; False when the time is up."""
         if needed_bytes <= self.room():
             return True
@@ -107,13 +107,13 @@ class Credit:
             {"needed_bytes": needed_bytes, "credit_bytes": may, "pinned_bytes": pinned},
         )
 
-    def of(self, table: Table, packs: Sequence[bytes] = ()) -> int:
+    def of(self, table: Table) -> int:
         """What a granted table brings to this host."""
         here = {code for code, owner in enumerate(table.owners) if owner.peer == self._host.address}
-        if len(here) == len(table.owners) and not packs:
+        if len(here) == len(table.owners):
             return 0
         flat = flat_values(table.columns)
-        far = flat[~np.isin(flat["owner"], [*here, ABSENT, INLINE])]
+        far = flat[~np.isin(flat["owner"], [*here, ABSENT])]
         rows = np.zeros(len(far), np.intp)
-        nbytes = int(pulled_per_row(rows, far, 1)[0]) + sum(map(len, packs))
+        nbytes = int(pulled_per_row(rows, far, 1)[0])
         return nbytes + rounding(far) if nbytes else 0

@@ -26,7 +26,7 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Host, call_deadline, call_stage
+from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.inflow import Inflow
 from dataplane.peer.overdue import Overdue, limit_s
 from dataplane.peer.sessions import Session, Sessions
@@ -42,6 +42,7 @@ from dataplane.wire.messages import (
     Hello,
     HelloDone,
     Losses,
+    Notice,
     Reply,
     Request,
     Reserve,
@@ -264,6 +265,7 @@ class Connection(asyncio.Protocol):
             )
         began = self._door.host.now()
         call_deadline.set(began + limit_s(request))
+        call_notice.set(self._notice)
         call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
             self._session.check()
@@ -373,9 +375,11 @@ class Connection(asyncio.Protocol):
         host = self._door.host
         return HelloDone(
             session=session.id,
-            mint=[int(shard) for shard in host.roster.mint_shards(host.address)],
             share_bytes=host.space.share_bytes,
         )
+
+    def _notice(self, text: str) -> None:
+        self._send(0, Notice(text))
 
     def _answer_call(self, request: Request, body: Body, began: float) -> None:
         self._answer(request.rid, body)

@@ -115,6 +115,8 @@ class Doubts:
             if not isinstance(said, PutDone):
                 self._take_back(doubt)
             break
+        if not self.host.roster.has(to) and self.host.heirs.heir(to) == to:
+            self._take_back(doubt)  # it had no shards
         self._forget(doubt)  # what a lost peer had, its heir says
 
     def _nbytes(self, doubt: _Doubt) -> int:

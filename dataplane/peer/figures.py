@@ -201,12 +201,6 @@ def _rows(peer: Peer) -> Iterator[Family]:
     yield gauge(
         "dataplane_tombstones", "Dropped rows remembered.", sum(s.tombstones for s in stores)
     )
-    names_here = len(peer.host.directory)
-    yield gauge(
-        "dataplane_directory_names",
-        "Given names entered here, without those that are about to leave.",
-        names_here,
-    )
     help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
     yield counter("dataplane_lost_rows", help, peer.host.lost_rows)
 
@@ -253,7 +247,7 @@ def _moved(peer: Peer) -> Iterator[Family]:
     far = _by(peer.claims.far_bytes)
     help = "Bytes granted to claims here that lay at other hosts, or in a cached copy of them."
     yield counter("dataplane_stage_remote_bytes", help, far, "stage")
-    help = "Bytes of other hosts' values read from there; not those that came with a grant."
+    help = "Bytes of other hosts' values read in bulk; few together come on the link between peers."
     yield counter("dataplane_pulled_bytes", help, pulls.pulled_bytes)
     yield counter("dataplane_pull_hits", "Values found in a cached copy.", pulls.hits)
     copies = [len(e.copies) for e in peer.host.entries.values() if e.copies is not None]

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
 from dataplane.peer import rows as rowset
 from dataplane.peer.doubts import Doubts
 from dataplane.peer.host import Caller, Host
@@ -64,7 +63,7 @@ class Grants:
         self.mesh = mesh
         self.partitions = partitions
         self.room = room
-        self.lent = Lent()
+        self.lent = host.lent
         self.doubts = Doubts(host, mesh, self.lent)
         self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
         """`Devices.reserve`"""
@@ -264,6 +263,12 @@ class Grants:
         self._telling[owner].discard(task)
         if not self._telling[owner]:
             del self._telling[owner]
+
+    def gone(self, owner: Owner) -> None:
+        """A process is no member any more. Where it had no shards nobody speaks for it: what it was
+        being handed, under a roster that gave its address some, it cannot have taken."""
+        if self.host.heirs.heir(owner) == owner and self.host.space.release(*self.lent.lost(owner)):
+            self.room.pump()
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """A peer took over a lost one's shards and says what those hold here, or that it was given

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,13 +21,14 @@ from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
 from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.copies import Copies
-from dataplane.metadata.directory import Directory
 from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
+from dataplane.metadata.reasons import Notices
 from dataplane.metadata.roster import Flags, Roster
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
@@ -37,6 +39,10 @@ INFORMED_S = 20.0
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
+call_notice: ContextVar[Callable[[str], None]] = ContextVar(
+    "call_notice", default=logging.getLogger(__name__).warning
+)
+"""Says something in the log of the process whose call is being served."""
 call_stage: ContextVar[str] = ContextVar("call_stage", default="")
 """The stage whose claim is being served; "" for anything else, and for what no call waits for."""
 
@@ -97,14 +103,19 @@ class Host:
     space: Space
     operations: Operations[Body]
     lease_numbers: Iterator[int]
-    directory: Directory
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
+    lent: Lent = field(default_factory=Lent)
+    """references to values here that shards at other peers hold"""
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
+    notices: Notices = field(default_factory=Notices)
+    """what calls of this host wait for, and when that is said"""
     labels: dict[int, str] = field(default_factory=dict)
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
+    spare: Flags | None = None
+    """shards of this peer in which nothing lives, and nothing may before the next roster"""
     untold: dict[str, Flags] = field(default_factory=dict)
     """peers that have yet to tell what they know of shards that this one was given: one flag a
     shard"""
@@ -144,6 +155,10 @@ class Host:
                 address=self.address,
             )
 
+    def serves(self, partition: str) -> bool:
+        """Whether the partition's shard is here."""
+        return self.roster.home(partition) == self.address
+
     @property
     def solo(self) -> bool:
         """A peer without others, now and later: it was given no seeds."""
@@ -177,6 +192,7 @@ class Host:
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""
         self.roster = roster
+        self.spare = None
         self._turned.set()
         self._turned = asyncio.Event()
 
@@ -194,9 +210,8 @@ class Host:
         self._told = asyncio.Event()
 
     async def informed(self) -> None:
-        """Until this peer knows what the homes and the part of the directory that it took over
-        knew. Unavailable, with the peers that did not tell; StaleEpoch where that went on to
-        another peer meanwhile."""
+        """Until this peer knows what the homes that it took over knew. Unavailable, with the peers
+        that did not tell; StaleEpoch where that went on to another peer meanwhile."""
         began = self.roster
         until = min(INFORMED_S, call_deadline.get() - self.now())
         try:

@@ -90,7 +90,8 @@ class Janitor:
         linger_s, unread_s = self._linger
         if linger_s is None or len(self.sessions):
             return bool(len(self.sessions))
-        unread = any(entry.store.unread for entry in self.host.entries.values())
+        unread = len(self.host.lent) > 0
+        unread |= any(entry.store.unread for entry in self.host.entries.values())
         unread = unread and not self.abandoned()
         if self.brief and self.sessions.came and self._finished():
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dataplane.errors import LeaseExpired
@@ -30,11 +30,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A part with its rows, and the small values that came with them."""
+    """A part with its rows."""
 
     part: Part
     table: Table
-    packs: Sequence[bytes] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +97,11 @@ class Leases:
             if lease is not None:
                 passed.append(lease)
         return passed
+
+    def among(self, leases: Iterable[int], partition: str, stage: str) -> bool:
+        """Whether some of these are of a stage."""
+        found = filter(None, map(self._leases.get, leases))
+        return any((one.partition, one.stage) == (partition, stage) for one in found)
 
     def refuse(self, numbers: list[int]) -> None:
         """Parts that no claim here has, as was said to who granted them: their grants are too late

@@ -150,7 +150,7 @@ class LossReports:
     async def _await_stage(self, entry: Entry, stage: str) -> None:
         turn_ms = int(DRAIN_TURN_S * 1000)
         body = Wait(entry.name, entry.generation, stage, "rows", below=1, timeout_ms=turn_ms)
-        await self.mesh.reach(lambda: self.host.roster.stage_home(entry.name, stage), body)
+        await self.partitions.ask_home(entry.name, body)
 
     async def _remaining_anywhere(self, entry: Entry) -> int:
         roster = self.host.roster

@@ -12,6 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from dataplane.errors import (
     DataplaneError,
     PeerNameTaken,
@@ -19,7 +21,8 @@ from dataplane.errors import (
     Unavailable,
     VersionMismatch,
 )
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.authority import newcomers
+from dataplane.metadata.roster import Flags, Roster
 from dataplane.metadata.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.keepers import Keeper
@@ -53,6 +56,8 @@ class Membership:
         self.in_sync: Callable[[], bool] = lambda: False
         self.clear: Callable[[], list[str]] = list
         self.wanted: Callable[[], bool] = lambda: False
+        self.spare: Callable[[], Flags]
+        """per shard, whether it is this peer's and nothing lives in it"""
         self.left = asyncio.Event()
         """this peer wanted to leave, and the plane goes on without it"""
         self.deposed = asyncio.Event()
@@ -108,7 +113,7 @@ class Membership:
 
     async def _say(self) -> None:
         leaving = self._leaving and self.host.progress.is_settled
-        body = Beat(self.in_sync(), leaving, self.clear(), self.wanted())
+        body = Beat(self.in_sync(), leaving, self.clear(), self.wanted(), self._spare())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         if self.office.is_open and self.keeper.sure():
             self._heard = self.host.now()
@@ -129,6 +134,16 @@ class Membership:
         self._plane_wanted = reply.wanted
         if reply.table is not None:
             self.adopt(Roster.from_table(reply.table))
+
+    def _spare(self) -> bytes:
+        """Where a member has no shards: this peer's empty ones, which stay so until a roster."""
+        host = self.host
+        serves = host.address in host.roster.hosts and not host.untold and not host.silent
+        if not serves or not newcomers(host.roster, self.keeper.apart):
+            return b""
+        if host.spare is None:
+            host.spare = self.spare()
+        return np.packbits(host.spare).tobytes()
 
     def plane_is_wanted(self) -> bool:
         """Whether any peer of the plane has a client or waits for one, as the authority says; not
@@ -220,5 +235,5 @@ class Membership:
         for owner in dict.fromkeys([*gone, *self.lost_before()]):
             for lost in self.on_gone:
                 lost(owner)
-        if self._leaving:
-            self.beat_now()  # it goes when it has followed this roster
+        if self._leaving or newcomers(new, self.keeper.apart):
+            self.beat_now()  # it goes when it has followed this roster; who came gets shards

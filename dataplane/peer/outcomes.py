@@ -89,7 +89,8 @@ def in_vain(entry: Entry, body: Claim, why: str, details: dict[str, Any]) -> Cla
     """Its time is up. why: what it waited for."""
     within_s = body.timeout_ms / 1000
     return ClaimTimeout(
-        f"claim of stage {body.stage!r} of {entry.name!r}: {why} after {within_s:g} s", **details
+        f"claim of stage {body.stage!r} of {entry.name!r} was not met within {within_s:g} s: {why}",
+        **details,
     )
 
 

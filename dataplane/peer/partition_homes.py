@@ -71,6 +71,7 @@ class PartitionHomes:
         if home is None:
             home = self._homes[body.partition] = self._made(body.partition)
         try:
+            self._check_given(home, body)
             if body.definition is None and body.wait_ms:
                 await self._await_definition(home, body.wait_ms / 1000)
             record = home.define(body.definition, time.time_ns())
@@ -80,6 +81,13 @@ class PartitionHomes:
         if event is not None:
             event.set()
         return Defined(record.generation, record.definition, record.phase)
+
+    def _check_given(self, home: PartitionHome, body: Define) -> None:
+        """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
+        spare = self.host.spare
+        new = body.definition is not None and not home.defined
+        if new and spare is not None and spare[self.host.roster.bucket(home.partition)]:
+            raise StaleEpoch(f"the shard of partition {home.partition!r} moves: call again")
 
     async def _await_definition(self, home: PartitionHome, wait_s: float) -> None:
         self._awaited[home.partition] += 1

@@ -17,6 +17,7 @@ import msgspec
 from dataplane.errors import PartitionGone, PartitionUndefined
 from dataplane.metadata.copies import Copies
 from dataplane.metadata.journal import JournaledStore
+from dataplane.metadata.roster import Flags
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.partition_homes import PartitionHomes, gone
@@ -63,11 +64,21 @@ class Partitions:
         self._enter(partition, reply)
         return reply
 
-    async def ask_home(self, partition: str, body: Body, timeout_s: float = CALL_S) -> Any:
-        """Ask the partition's home, wherever it is then."""
+    async def ask_home(
+        self, partition: str, body: Body, caller: Caller | None = None, timeout_s: float = CALL_S
+    ) -> Any:
+        """Ask the peer that has the partition's shard, wherever that is then."""
         return await self.mesh.reach(
-            lambda: self.host.roster.home(partition), body, timeout_s=timeout_s
+            lambda: self.host.roster.home(partition), body, caller=caller, timeout_s=timeout_s
         )
+
+    def spare(self) -> Flags:
+        """Per shard, whether it is this peer's and nothing lives in it."""
+        roster = self.host.roster
+        spare: Flags = roster.primaries == roster.members.index(self.host.address)
+        for name in {*self.host.entries, *self.homes.names()}:
+            spare[roster.bucket(name)] = False
+        return spare
 
     def _enter(self, partition: str, defined: Defined) -> Entry:
         entry = self.host.entries.get(partition)
@@ -251,7 +262,5 @@ class Partitions:
             tell(entry, "dropped")
         if self.host.entries.get(entry.name) is entry:
             del self.host.entries[entry.name]
-        for scope in (2 * entry.generation, 2 * entry.generation + 1):
-            self.host.directory.drop(scope)
         self.host.space.digests.drop(entry.name)
         self._note_dropped(entry.name, entry.generation)

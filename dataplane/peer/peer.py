@@ -20,7 +20,6 @@ from dataplane.launch.device import devices_of
 from dataplane.launch.spill import Spill
 from dataplane.memory.leftovers import arena_beside
 from dataplane.memory.spill_file import SpillFile
-from dataplane.metadata.directory import Directory
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
 from dataplane.peer.answers import Answers
@@ -34,7 +33,6 @@ from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.devices import Devices, memory_of
 from dataplane.peer.door import Door
 from dataplane.peer.finishing import Finishing
-from dataplane.peer.forgetting import Forgetting
 from dataplane.peer.gate import Gate
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
@@ -43,13 +41,11 @@ from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.naming import Naming
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
 from dataplane.peer.room import Room
-from dataplane.peer.routing import Routing
 from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shipping import Shipping
@@ -90,7 +86,6 @@ class Peer:
             operations=Operations(),
             # leases move to other peers with their rows, so no two peers may number alike
             lease_numbers=itertools.count(1 + secrets.randbits(62)),
-            directory=Directory(),
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste
@@ -101,15 +96,11 @@ class Peer:
         self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
         self.shipping = Shipping(self.host, self.mesh, self.copying)
         self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
-        self.naming = Naming(self.host, self.mesh)
-        self.forgetting = Forgetting(self.host, self.mesh, self.naming)
-        self.routing = Routing(self.host, self.mesh, self.naming)
         self.leases = Leases()
         self.reading = Reading(
             self.host,
             self.mesh,
             self.partitions,
-            self.routing,
             self.leases,
             self.pulls,
             self.device_pulls,
@@ -120,7 +111,6 @@ class Peer:
             self.host,
             self.mesh,
             self.partitions,
-            self.routing,
             self.grants,
             self.copying,
             self.carrying,
@@ -136,9 +126,7 @@ class Peer:
             self.settle,
         )
         self.seats = Seats(self.host, self.mesh, self.partitions)
-        self.changes = Changes(
-            self.host, self.mesh, self.partitions, self.routing, self.settle, self.seats.tell
-        )
+        self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
         self.checkpoints = Checkpoints(self.writing, self.reading)
         self.waits = Waits(self.host, self.mesh, self.partitions)
         self.losses = LossReports(self.host, self.mesh, self.partitions)
@@ -174,6 +162,8 @@ class Peer:
             self.checkpoints,
         )
         self.sessions = Sessions(self.host, self._session_ended)
+        self.waits.sessions = lambda: self.sessions
+        self.waits.producers = lambda: self.room.producers
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
         self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)
@@ -301,22 +291,13 @@ class Peer:
             self.copying.freed(entry, owner, ranges, counts)
         if freed:
             self.room.pump()
-        for groups, keys in enumerate(entry.store.unnamed()):
-            if keys and not self.host.solo:
-                self.mesh.spawn(self.forgetting.forget(entry, keys, bool(groups)))
-        forgotten = entry.store.forgotten()
-        if forgotten and not self.host.solo:
-            self.mesh.spawn(self.forgetting.forget_dropped(entry, forgotten))
-        rows = entry.store.freed_rows()
-        if rows and not self.host.solo:
-            self.mesh.spawn(self.forgetting.forget_strays(entry, rows))
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)
         closed = entry.store.closed_groups
         if closed != entry.told_closed:
             entry.told_closed = closed
-            if entry.definition.groups is not None:
+            if entry.definition.groups is not None and self.host.serves(entry.name):
                 self.mesh.spawn(self._tell_closed(entry, closed))
 
     async def _tell_closed(self, entry: Entry, closed: int) -> None:

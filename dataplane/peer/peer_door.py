@@ -27,7 +27,7 @@ from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Stats, Wait
-from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Release, Settled
+from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Pull, Release, Settled
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
 from dataplane.wire.tables import Owner
@@ -38,10 +38,10 @@ CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
-ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Void)
+ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Pull, Void)
 """What does not depend on who serves which shard."""
 WHENEVER = (*ANYBODY, *ANY_EPOCH)
-UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample)
+UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
 

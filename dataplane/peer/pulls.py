@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dataplane.errors import (
     DeadlineExceeded,
+    ProtocolError,
     RowsGone,
     RowsLost,
     TransferFailed,
@@ -30,7 +31,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
 from dataplane.memory.spilled import DISK
-from dataplane.peer.host import Host, call_deadline, call_stage
+from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.meters import ByLabel
 from dataplane.peer.paths import Paths
@@ -39,7 +40,10 @@ from dataplane.peer.sampling import Sampling
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.seam import Remote
-from dataplane.wire.records import EXTENT, RANGE, U4, U8
+from dataplane.wire.limits import MAX_PULLED_BYTES
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import Pull, Pulled
+from dataplane.wire.records import EXTENT, RANGE, U4, U8, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -47,8 +51,9 @@ log = logging.getLogger(__name__)
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 PULL_S = 30.0
-GRANT = "grant"
-"""What carries small values that come with a claim's grant, beside the transports."""
+CONTROL = "control"
+"""The link between peers, which carries few bytes, beside the transports."""
+FOLLOWS_S = 3600.0
 
 
 class Pulls:
@@ -67,6 +72,7 @@ class Pulls:
         self.hits = 0
         self.from_elsewhere: Callable[..., Awaitable[None]] | None = None
         """reads ranges of this peer that are not in the arena, to places in it"""
+        mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
 
@@ -175,16 +181,71 @@ class Pulls:
         if owner.incarnation == DISK:
             assert self.from_elsewhere is not None
             return await self._fill(sizes, functools.partial(self.from_elsewhere, remote))
-        source = await self._remote(owner)
         # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
-        sizes = padded(needed.astype(U8))
-
-        async def read(dest: npt.NDArray[Any]) -> None:
-            await self._copy(source, remote, sizes, dest)
-
-        fresh = await self._fill(sizes, read)
+        try:
+            if int(sizes.sum()) <= MAX_PULLED_BYTES:
+                return await self._ask(owner, remote, sizes)
+            source = await self._remote(owner)
+            copying = functools.partial(self._copy, source, remote, sizes)
+            fresh = await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
+        except (Unavailable, TransferFailed):
+            await self._check_lives(owner)
+            raise
         self.pulled_bytes += int(needed.sum())
         return fresh
+
+    async def _ask(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[Any]:
+        """Few bytes, in one exchange on the control link."""
+        body = Pull(np.ascontiguousarray(remote).tobytes(), sizes.tobytes())
+        reply: Pulled = await self.mesh.call(
+            owner.peer, body, to=owner.incarnation, timeout_s=self.left_s()
+        )
+        if reply.gone:
+            raise _freed(reply.gone, owner)
+        data = reply.data
+        if len(data) != int(sizes.sum()):
+            raise ProtocolError(f"{owner.peer} sent {len(data)} bytes of {int(sizes.sum())}")
+
+        async def write(dest: npt.NDArray[Any]) -> None:
+            view, at = self.host.arena.view, 0
+            for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
+                view[start : start + size] = data[at : at + size]
+                at += size
+
+        fresh = await self._fill(sizes, write)
+        self.brought[CONTROL].add(call_stage.get(), len(data))
+        return fresh
+
+    async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:
+        """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
+        not say so."""
+        work = asyncio.ensure_future(reading)
+        lost = asyncio.ensure_future(self._lost(owner))
+        try:
+            await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _went(owner)
+            work.result()
+        finally:
+            for task in (work, lost):
+                task.cancel()
+            await asyncio.gather(work, lost, return_exceptions=True)
+
+    async def _lost(self, owner: Owner) -> None:
+        while self.host.roster.has(owner):
+            await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
+
+    async def _check_lives(self, owner: Owner) -> None:
+        """RowsLost where the owner is lost, for which the roster's word is waited for."""
+        until = self.host.now() + self.left_s()
+        while self.host.roster.has(owner):
+            roster = self.host.roster
+            doubtful = self.mesh.others.may_be_dead(owner)
+            if not doubtful or not await self.host.another_roster(roster, until):
+                return
+        raise _went(owner)
 
     def away(self, ranges: npt.NDArray[Any], reader: int = PULLER) -> bool:
         """Whether this client, or none, reads any of these ranges of this peer only as a copy."""
@@ -243,19 +304,8 @@ class Pulls:
 
     @property
     def carried_bytes(self) -> int:
-        """Of other hosts' values that came with grants."""
-        return sum(self.brought[GRANT].sums.values()) if GRANT in self.brought else 0
-
-    async def land(self, blocks: Sequence[bytes]) -> npt.NDArray[Any]:
-        """Bytes that came with a message, as ranges with one reference each: the caller's."""
-
-        async def copy(dest: npt.NDArray[Any]) -> None:
-            for block, to in zip(blocks, dest.tolist(), strict=True):
-                self.host.arena.view[to : to + len(block)] = block
-
-        fresh = await self._fill(padded(np.array([len(b) for b in blocks], U8)), copy)
-        self.brought[GRANT].add(call_stage.get(), sum(map(len, blocks)))
-        return fresh
+        """Of other hosts' values that came on control links."""
+        return sum(self.brought[CONTROL].sums.values()) if CONTROL in self.brought else 0
 
     async def _fill(
         self,
@@ -317,24 +367,46 @@ class Pulls:
             raise
         self.brought[way].add(call_stage.get(), outcome.nbytes)
         if outcome.gone.any():
-            raise RowsGone(
-                f"{int(outcome.gone.sum())} values were freed at {source.owner.peer} before they "
-                "could be read"
-            )
+            raise _freed(int(outcome.gone.sum()), source.owner)
 
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
             raise Unavailable("this peer has no others to pull from")
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
-            raise RowsLost(
-                f"the peer at {owner.peer} was started anew, and the bytes of these rows went with "
-                "the one before: put them again",
-                peer=owner.peer,
-            )
+            raise _went(owner)
         return Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
 
     # serving others
+
+    def _pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
+        ranges = column(body.ranges, RANGE)
+        sizes = column(body.sizes, U8, len(ranges))
+        if int(sizes.sum()) > MAX_PULLED_BYTES or sizes.max(initial=0) > MAX_PULLED_BYTES:
+            raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
+        pinned = self.pin(ranges)
+        if isinstance(pinned, tuple):
+            return self._pulled(sizes, *pinned)
+        return self._pulled_later(sizes, pinned)
+
+    async def _pulled_later(
+        self, sizes: npt.NDArray[Any], pinned: Awaitable[tuple[int, npt.NDArray[Any]]]
+    ) -> Body:
+        return self._pulled(sizes, *await pinned)
+
+    def _pulled(self, sizes: npt.NDArray[Any], pin: int, places: npt.NDArray[Any]) -> Pulled:
+        try:
+            gone = places["offset"] == GONE
+            if gone.any():
+                return Pulled(b"", int(gone.sum()))
+            if (sizes > places["length"]).any():
+                raise ProtocolError("more is asked for than a range has")
+            view = self.host.arena.view
+            starts = places["offset"].tolist()
+            parts = zip(starts, sizes.tolist(), strict=True)
+            return Pulled(b"".join(view[start : start + size] for start, size in parts))
+        finally:
+            self.unpin(pin)
 
     def pin(
         self, ranges: npt.NDArray[Any]
@@ -374,3 +446,15 @@ class Pulls:
     def unpin(self, pin: int) -> None:
         if self.host.space.unpin(PULLER, [pin]):
             self.room.pump()
+
+
+def _freed(count: int, owner: Owner) -> RowsGone:
+    return RowsGone(f"{count} values were freed at {owner.peer} before they could be read")
+
+
+def _went(owner: Owner) -> RowsLost:
+    return RowsLost(
+        f"the peer at {owner.peer} is lost, and the bytes of these rows with it, unless there is a "
+        "second copy: put them again",
+        peer=owner.peer,
+    )

@@ -6,6 +6,7 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -15,25 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import (
-    FieldUnknown,
     LeaseExpired,
     RowsGone,
+    RowsLost,
     StaleEpoch,
-    Unavailable,
     counted,
 )
 from dataplane.memory.extents import every
 from dataplane.memory.space import Space
-from dataplane.metadata.roster import Roster
-from dataplane.peer import packs
 from dataplane.peer import rows as rowset
 from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.host import Caller, Entry, Host, call_deadline, call_stage
+from dataplane.peer.host import Caller, Entry, Host, call_stage
 from dataplane.peer.leases import Handed, Leases
-from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.pulls import PULLER, Pulls
-from dataplane.peer.routing import Routing
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
@@ -51,7 +48,6 @@ class Reading:
         host: Host,
         mesh: Mesh,
         partitions: Partitions,
-        routing: Routing,
         leases: Leases,
         pulls: Pulls,
         device_pulls: DevicePulls,
@@ -59,7 +55,6 @@ class Reading:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
-        self.routing = routing
         self.leases = leases
         self.pulls = pulls
         self.device_pulls = device_pulls
@@ -69,26 +64,7 @@ class Reading:
 
     def gather(self, handed: Sequence[Handed], holder: int) -> Resolved | Awaitable[Resolved]:
         """What a claim was handed, as one table."""
-        if any(one.packs for one in handed):
-            return self._land(handed, holder)
         return self.resolve(rowset.join([one.table for one in handed]), holder)
-
-    async def _land(self, handed: Sequence[Handed], holder: int) -> Resolved:
-        """Packs become ranges here, which live as long as somebody reads them."""
-        space, ranges = self.host.space, []
-        try:
-            tables = []
-            for one in handed:
-                table = one.table
-                if one.packs:
-                    ranges.append(await self.pulls.land(one.packs))
-                    table = packs.landed(table, ranges[-1], self.host.owner)
-                tables.append(table)
-            resolved = self.resolve(rowset.join(tables), holder)
-            return resolved if isinstance(resolved, tuple) else await resolved
-        finally:
-            for column in ranges:
-                space.release(column)
 
     def resolve(
         self, table: Table, holder: int, *, in_place: bool = True
@@ -130,28 +106,43 @@ class Reading:
         flat = flat.copy()
         here = flat["owner"] != ABSENT
         interim: list[int] = []
+        at = [np.flatnonzero(flat["owner"] == code) for code in range(len(table.owners))]
+        asked = [
+            self._of_one(owner, flat[some], holder, reader, interim)
+            for owner, some in zip(table.owners, at, strict=True)
+        ]
         try:
-            for code, owner in enumerate(table.owners):
-                at = np.flatnonzero(flat["owner"] == code)
-                if not len(at):
-                    continue
-                wanted = flat[at]
-                keys = rowset.ranges_of(wanted).view(np.uint64)
-                unique, inverse = np.unique(keys, return_inverse=True)
-                if owner == self.host.owner:
-                    local, pins = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
-                else:
-                    needed = np.zeros(len(unique), np.uint64)
-                    np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
-                    local, pins = await self._bring(
-                        owner, unique.view(RANGE), needed, holder, reader
-                    )
-                interim += pins
-                flat["range"][at] = local["range"][inverse]
-                flat["generation"][at] = local["generation"][inverse]
+            # Nobody's pins are forgotten where one of them fails.
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            for some, local in zip(at, found, strict=True):
+                if isinstance(local, BaseException):
+                    raise local
+                flat["range"][some], flat["generation"][some] = local["range"], local["generation"]
             return self._places(table, flat, here, holder)
         finally:
             self.host.space.unpin(holder, interim)
+
+    async def _of_one(
+        self,
+        owner: Owner,
+        wanted: npt.NDArray[Any],
+        holder: int,
+        reader: int,
+        pins: list[int],
+    ) -> npt.NDArray[Any]:
+        """The local RANGE of each of these values of an owner."""
+        if not len(wanted):
+            return np.zeros(0, RANGE)
+        keys = rowset.ranges_of(wanted).view(np.uint64)
+        unique, inverse = np.unique(keys, return_inverse=True)
+        if owner == self.host.owner:
+            local, more = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
+        else:
+            needed = np.zeros(len(unique), np.uint64)
+            np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
+            local, more = await self._bring(owner, unique.view(RANGE), needed, holder, reader)
+        pins += more
+        return local[inverse]
 
     async def _bring(
         self,
@@ -183,91 +174,30 @@ class Reading:
         """Rows without a lease, wherever they are; one page of them where there are many."""
         try:
             return await self._read(session, body)
-        except RowsGone:
+        except (RowsGone, RowsLost):
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
     async def _read(self, session: Session, body: Read) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)
         if body.rows is not None:
-            table, cursor = await self._read_keys(entry, body), b""
+            found: Found = await self.partitions.ask_home(entry.name, body)
+            table, cursor = found.table, b""
         else:
-            table, cursor = await self._read_page(body)
+            table, cursor = await self._read_page(entry, body)
         resolved = self.resolve(table, session.id)
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
         return ReadDone(table, pin, cursor)
 
-    async def _read_keys(self, entry: Entry, body: Read) -> Table:
-        assert body.rows is not None
-        rows = body.rows
-        tables: list[Table] = []
-        order: list[npt.NDArray[Any]] = []
-        unknown: dict[str, FieldUnknown] = {}
-
-        async def act(address: str, index: npt.NDArray[Any], epoch: tuple[int, int]) -> None:
-            some = rowset.take_rows(rows, index) if len(index) < rowset.count(rows) else rows
-            asked = Read(body.partition, body.generation, some, None, body.fields)
-            found = await self._ask(address, asked, epoch, unknown)
-            tables.append(found.table)
-            order.append(index)
-
-        await self.routing.visit(rows, functools.partial(self.routing.find, entry), act)
-        table = rowset.join(tables) if tables else Table(rowset.take_rows(rows, np.arange(0)))
-        here = {c.field for c in table.columns}
-        for name, refusal in unknown.items():
-            if name not in here:
-                raise refusal
-        if len(tables) > 1:
-            table = rowset.reorder(table, np.argsort(np.concatenate(order), kind="stable"))
-        return table
-
-    async def _ask(
-        self, address: str, asked: Read, epoch: tuple[int, int], unknown: dict[str, FieldUnknown]
-    ) -> Found:
-        """A peer none of whose rows ever had a field may be one of several: its rows lack it."""
-        while True:
-            try:
-                found: Found = await self.mesh.call(address, asked, epoch=epoch)
-                return found
-            except FieldUnknown as exc:
-                name = exc.details.get("field")
-                if asked.fields is None or name not in asked.fields:
-                    raise
-                unknown[name] = exc
-                left = [field for field in asked.fields if field != name]
-                asked = msgspec.structs.replace(asked, fields=left)
-
-    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
-        """A page of all rows. StaleEpoch where the roster changed since the page before."""
-        end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            if body.after and body.after[:8] != roster.epoch[1].to_bytes(8, "little"):
-                raise StaleEpoch("the roster changed in the middle of this read: read again")
-            try:
-                return await self._page_under(roster, body)
-            except (StaleEpoch, Unavailable):
-                if not await self.host.another_roster(roster, end):
-                    raise
-
-    async def _page_under(self, roster: Roster, body: Read) -> tuple[Table, bytes]:
-        """Peer after peer. The cursor is the roster's number (u8), which peer (u2) and a key."""
-        hosts = roster.hosts
-        at, after = int.from_bytes(body.after[8:10], "little"), body.after[10:]
+    async def _read_page(self, entry: Entry, body: Read) -> tuple[Table, bytes]:
+        """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
+        the roster changed since the page before."""
+        number = self.host.roster.epoch[1].to_bytes(8, "little")
+        if body.after and body.after[:8] != number:
+            raise StaleEpoch("the roster changed in the middle of this read: read again")
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
-        tables: list[Table] = []
-        while at < len(hosts) and limit > 0:
-            asked = Read(
-                body.partition, body.generation, None, body.where, body.fields, limit, after
-            )
-            found: Found = await self.mesh.call(hosts[at], asked, epoch=roster.epoch)
-            tables.append(found.table)
-            limit -= rowset.count(found.table.rows)
-            after = found.table.rows.keys[-16:] if found.more else b""
-            at += not found.more
-        if at >= len(hosts):
-            return rowset.join(tables), b""
-        place = roster.epoch[1].to_bytes(8, "little") + at.to_bytes(2, "little")
-        return rowset.join(tables), place + after
+        asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
+        found: Found = await self.partitions.ask_home(entry.name, asked)
+        return found.table, number + found.table.rows.keys[-16:] if found.more else b""
 
     async def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = await self.partitions.entry(body.partition, body.generation)

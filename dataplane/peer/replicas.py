@@ -21,7 +21,7 @@ from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, named_by
 from dataplane.metadata.journal import apply, dump
 from dataplane.metadata.references import ids_of
-from dataplane.metadata.roster import MINT_SHARDS, Roster
+from dataplane.metadata.roster import Roster
 from dataplane.metadata.store import Store
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Grants
@@ -173,9 +173,6 @@ class Replicas:
             stages = {**copy.definition.stages, op.stage: op.fields}
             copy.definition = msgspec.structs.replace(copy.definition, stages=stages)
         freed = copy.store.freed()
-        copy.store.unnamed()
-        copy.store.forgotten()
-        copy.store.freed_rows()
         if copy.values is None:
             return
         for one, *named in named_by(op):
@@ -222,8 +219,8 @@ class Replicas:
 
     def _begin(self, first: Roster) -> None:
         """Shards that others lost were given to this process when it came, with nothing in them."""
-        mine = first.shards_of(self.host.address)
-        if int(first.minted[mine].sum()) <= MINT_SHARDS:
+        here = (Owner(self.host.address, 0), self.host.owner)
+        if not any(one.heir in here for one in first.takeovers):
             return
         body = Inherited(Owner(self.host.address, 0), b"", b"", first.epoch[1])
         for other in first.owners:

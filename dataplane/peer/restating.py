@@ -1,27 +1,23 @@
-"""After a new roster: homes and parts of the directory that moved are filled anew.
+"""After a new roster: homes that moved are filled anew.
 
-Who was given shards asks every peer what it knows of the partitions and names that are looked up
-there now; for one that is lost before it told, whoever took its rows over. Until all have told,
-whoever asks there waits.
+Who was given shards asks every peer what it knows of the partitions there; for one that is lost
+before it told, whoever took its rows over. Until all have told, whoever asks there waits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import numpy as np
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
-from dataplane.metadata.columns import Array
-from dataplane.metadata.restating import gained, names_for
+from dataplane.metadata.restating import gained
 from dataplane.metadata.roster import Flags, Roster
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.records import KEY, column
-from dataplane.wire.rosters import KnownNames, Restate, Restated
+from dataplane.wire.rosters import Restate, Restated
 
 log = logging.getLogger(__name__)
 
@@ -95,16 +91,10 @@ class Restating:
             self.host.told()
 
     def _restated(self, caller: Caller, body: Restated) -> Body:
-        """Names and partitions of another peer, which it looks up here from now on."""
-        for names in body.names:
-            self._enter(names)
+        """Partitions of another peer, which it looks up here from now on."""
         for known in body.partitions:
             self.partitions.homes.restate(caller.address, known)
         return Done()
-
-    def _enter(self, names: KnownNames) -> None:
-        scope = 2 * names.generation + names.groups
-        self.host.directory.enter(scope, column(names.keys, KEY), names.shard)
 
     # who knows
 
@@ -114,17 +104,11 @@ class Restating:
         shards = np.unpackbits(np.frombuffer(body.shards, np.uint8)).astype(np.bool_)
         if len(shards) != roster.shards:
             raise ProtocolError(f"{len(shards)} bits for {roster.shards} shards")
-        for told in self._known(roster, caller.address, shards):
-            await self.mesh.call(caller.address, told, epoch=roster.epoch)
+        told = Restated(self.partitions.known(caller.address))
+        await self.mesh.call(caller.address, told, epoch=roster.epoch)
         if self.host.roster is not roster:
             raise StaleEpoch(f"the roster changed while {self.host.address} told what it knows")
         return Done()
-
-    def _known(self, roster: Roster, address: str, shards: Array) -> Iterator[Restated]:
-        for entry in list(self.host.entries.values()):
-            for names in names_for(entry.store, roster, shards, self.host.address):
-                yield Restated(names=[names])
-        yield Restated(self.partitions.known(address))
 
 
 def _moved_since(old: Roster, new: Roster) -> bool:

@@ -19,7 +19,9 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
+from dataplane.metadata.reasons import Subject
 from dataplane.peer.host import Host
+from dataplane.peer.notices import Telling
 
 _DOING = {
     Admission.OPEN: "opening new groups",
@@ -104,13 +106,19 @@ class Room:
             space.check_units(admission, units)
         waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
         line.append(waiter)
+
+        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
+            return self._full(waiter, "it waits").message, {}
+
         began = self._host.now()
         self.waited[admission] += 1
         for told in self.on_wait:
             told()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await waiter.granted
+            what = f"room for {_DOING[admission]}"
+            with Telling(self._host, what, Subject(what, more=(self._name,)), look):
+                async with asyncio.timeout(timeout_s):
+                    return await waiter.granted
         except BaseException as exc:
             given = waiter.granted
             if given.done() and not given.cancelled() and given.exception() is None:
@@ -159,12 +167,16 @@ class Room:
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
         self.refused[waiter.admission] += 1
+        return self._full(waiter, why)
+
+    def _full(self, waiter: Waiter, why: str) -> BackPressure:
         host, stats = self._host, self._space.stats()
         needed = int(waiter.units[0].sum())
         kind = waiter.admission.name.lower()
         room = stats["classes"][kind]["room_bytes"]
         held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
         rows = ", ".join(f"{n} of {name!r}" for name, n in held.items()) or "none"
+        rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
         holders: list[dict[str, Any]] = [
             {
                 "holder": host.labels.get(holder, f"client {holder:x}"),

@@ -198,14 +198,3 @@ def row_names(rows: Rows) -> list[Name]:
     if rows.names is not None:
         return rows.names
     return [minted_name(rows.keys[i : i + 16]) for i in range(0, len(rows.keys), 16)]
-
-
-def reorder(table: Table, order: Index) -> Table:
-    """The rows of a table of VALUE columns in another order."""
-    return Table(
-        take_rows(table.rows, order),
-        [take_column(c, order) for c in table.columns],
-        table.specs,
-        table.owners,
-        {name: [values[i] for i in order] for name, values in table.tags.items()},
-    )

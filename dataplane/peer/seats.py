@@ -7,9 +7,7 @@ instructions are carried out here. What this peer itself tells homes elsewhere i
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +29,14 @@ from dataplane.metadata.instructions import (
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.reports import Reports, SeatKey
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Wait
-from dataplane.wire.peering import Demand, Report, Settled, Supplied, Withdraw
+from dataplane.wire.peering import Demand, Settled, Supplied, Withdraw
 from dataplane.wire.tables import Where
 
 log = logging.getLogger(__name__)
+
+SeatKey = tuple[str, int, str]
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Seat:
     stage: str
     home: StageHome
     demands: dict[ClaimId, Demand] = field(default_factory=dict)
-    counts: dict[str, Counts] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     returning: dict[ClaimId, asyncio.Task[object]] = field(default_factory=dict)
     """claims that give back what they hold: nothing more is granted to them before that is done"""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +57,7 @@ class Seat:
     @property
     def lost(self) -> int:
         """Rows that the stage never had and never will."""
-        return sum(counts.lost_rows for counts in self.counts.values())
+        return self.counts.lost_rows
 
 
 def _lane(where: Where | None) -> Lane:
@@ -72,65 +71,36 @@ class Seats:
         self.mesh = mesh
         self.partitions = partitions
         self._seats: dict[SeatKey, Seat] = {}
-        self.reports = Reports(host, mesh, self.anew)
+        self.watched: dict[SeatKey, list[Where]] = {}
+        """filters of which figures are kept"""
         partitions.on_phase.append(self._on_phase)
-        mesh.on_parted.append(self._tell_again)
         mesh.handlers |= {
-            Report: self._report,
             Demand: self._demand,
             Withdraw: self._withdraw,
-            peering.Watch: self._watch,
             Wait: self._wait,
         }
 
     def changed(self, entry: Entry, stages: set[str]) -> None:
         """Figures of these stages changed here."""
-        self._tell_homes(entry, stages, self.reports.changed)
-
-    def anew(self, entry: Entry, stages: set[str]) -> None:
-        """Their homes may know nothing of these stages here."""
-        self._tell_homes(entry, stages, self.reports.anew)
-
-    def _tell_homes(
-        self, entry: Entry, stages: set[str], report: Callable[[str, Entry, str], None]
-    ) -> None:
         for stage in stages:
-            home = self.host.roster.stage_home(entry.name, stage)
-            if home != self.host.address:
-                report(home, entry, stage)
-                continue
             seat = self._seats.get((entry.name, entry.generation, stage))
             if seat is not None:
                 self._refresh(seat)
                 self._pump(seat)
-
-    async def tell(self, entry: Entry, stage: str) -> None:
-        """Report a stage to its home now."""
-        home = self.host.roster.stage_home(entry.name, stage)
-        if home != self.host.address:
-            await self.reports.tell(home, entry, stage)
 
     def is_hungry(self, entry: Entry, stage: str) -> bool:
         """Does demand queue at a home that sits here?"""
         seat = self._seats.get((entry.name, entry.generation, stage))
         return seat is not None and seat.home.hungry
 
-    def _tell_again(self, address: str) -> None:
-        """A home there may have forgotten what it was told, or be another."""
-        for entry in self.host.entries.values():
-            stages = entry.definition.stages
-            home = self.host.roster.stage_home
-            self.anew(entry, {s for s in stages if home(entry.name, s) == address})
-
     # the home
 
     def turned(self) -> None:
-        """A new roster: all soft state goes. Claims queue again, and every peer reports again."""
+        """A new roster: all soft state goes, and claims queue again."""
         for seat in self._seats.values():
             self._close(seat, "moved")
         self._seats.clear()
-        for entry in self.host.entries.values():
-            self.anew(entry, set(entry.definition.stages))
+        self.watched.clear()
 
     def _close(self, seat: Seat, outcome: str) -> None:
         seat.closed = True
@@ -145,35 +115,21 @@ class Seats:
             entry = await self.partitions.entry(partition, generation, stage)
             seat = self._seats.get(key)
             if seat is None:
-                seat = Seat(entry, stage, StageHome(self.host.roster.hosts))
+                seat = Seat(entry, stage, StageHome([self.host.address]))
                 seat.home.sealed(entry.sealed)
                 self._seats[key] = seat
         self._refresh(seat)
         return seat
 
     def _refresh(self, seat: Seat) -> None:
-        """This peer's own figures, as they are now."""
+        """The figures as they are now."""
         entry, here = seat.entry, self.host.address
         key = (entry.name, entry.generation, seat.stage)
-        for where in [None, *self.reports.watched.get(key, [])]:
+        for where in [None, *self.watched.get(key, [])]:
             counts = entry.store.counts(seat.stage, where)
             if where is None:
-                seat.counts[here] = counts
+                seat.counts = counts
             seat.home.report(here, _lane(where), counts, entry.store.sealing)
-
-    async def _report(self, caller: Caller, body: Report) -> Body:
-        seat = await self._seat(body.partition, body.generation, body.stage)
-        if caller.epoch != self.host.roster.epoch:  # it may have taken rows over meanwhile
-            raise StaleEpoch(f"the roster changed before stage {body.stage!r} was looked up here")
-        if caller.address not in self.host.roster.hosts:
-            return Done()  # it has no rows, and the end of a stage must not wait for it
-        seat.home.admit(caller.address)
-        counts = Counts(*msgspec.structs.astuple(body.counts))
-        if body.where is None:
-            seat.counts[caller.address] = counts
-        seat.home.report(caller.address, _lane(body.where), counts, body.sealed)
-        self._pump(seat)
-        return Done()
 
     async def _demand(self, caller: Caller, body: Demand) -> Body:
         seat = await self._seat(body.partition, body.generation, body.stage)
@@ -220,7 +176,9 @@ class Seats:
                     body = Settled(claim.number, "return")
                     seat.returning[claim] = self._tell(claim, body)
                 case Watch():
-                    self.mesh.spawn(self._tell_watch(seat, instruction))
+                    self._watch(seat, instruction)
+                    self._refresh(seat)
+                    asyncio.get_running_loop().call_soon(self._pump, seat)
 
     def _settle(self, seat: Seat, claim: ClaimId, outcome: str, needed_bytes: int = 0) -> None:
         seat.demands.pop(claim, None)
@@ -284,31 +242,20 @@ class Seats:
 
     # lanes with a filter
 
-    async def _tell_watch(self, seat: Seat, watch: Watch) -> None:
-        """Peers that count this lane tell its figures at once. Each is told until it has heard, or
-        it is not wanted any more: a claim may wait for what only this peer can tell."""
-        entry = seat.entry
+    def _watch(self, seat: Seat, watch: Watch) -> None:
+        """The home wants figures of this filter too, or no longer."""
         where = watch.lane.filter
-        body = peering.Watch(entry.name, entry.generation, seat.stage, where, watch.on)
-
-        def find(peer: str) -> str | None:
-            wanted = seat.home.watches(watch.lane) == watch.on
-            there = peer in self.host.roster.members
-            return peer if wanted and there and self._is_in_force(seat) else None
-
-        peers = self.host.roster.hosts if watch.peer is None else [watch.peer]
-        telling = (self.mesh.insist(functools.partial(find, peer), body) for peer in peers)
-        await asyncio.gather(*telling)
+        if where is None:
+            return
+        key = (seat.entry.name, seat.entry.generation, seat.stage)
+        watched = self.watched.setdefault(key, [])
+        if watch.on and where not in watched:
+            watched.append(where)
+        elif not watch.on and where in watched:
+            watched.remove(where)
 
     def _is_in_force(self, seat: Seat) -> bool:
         return self._seats.get((seat.entry.name, seat.entry.generation, seat.stage)) is seat
-
-    async def _watch(self, caller: Caller, body: peering.Watch) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation, body.stage)
-        if body.where is not None:
-            self.reports.watch(entry, body.stage, body.where, body.on)
-        self.anew(entry, {body.stage})
-        return Done()
 
     # waiting without claiming
 
@@ -318,8 +265,6 @@ class Seats:
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
         seat = await self._seat(body.partition, body.generation, body.stage)
-        if not self._has_heard_all(seat):
-            self.mesh.spawn(self._tell_watch(seat, Watch(_lane(None), True)))
         try:
             async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
                 while not self._is_satisfied(seat, body):
@@ -332,21 +277,15 @@ class Seats:
             raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None
         return Done()
 
-    def _has_heard_all(self, seat: Seat) -> bool:
-        """A peer that has not reported yet may have what is waited for, or be full of it."""
-        return seat.counts.keys() >= set(self.host.roster.hosts)
-
     def _is_satisfied(self, seat: Seat, body: Wait) -> bool:
-        totals = list(seat.counts.values())
-        if body.count and sum(c.ready(body.unit) for c in totals) >= body.count:
+        counts = seat.counts
+        if body.count and counts.ready(body.unit) >= body.count:
             return True
-        if not self._has_heard_all(seat):
-            return False
-        outstanding = sum(c.outstanding(body.unit) for c in totals)
+        outstanding = counts.outstanding(body.unit)
         if body.below and outstanding < body.below:
             return True
         if body.count and seat.entry.sealed and outstanding < body.count:
-            remaining = sum(c.remaining(body.unit) for c in totals)
+            remaining = counts.remaining(body.unit)
             raise StreamEnd(
                 f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
                 f"{body.unit} left, {body.count} will never be ready",
@@ -367,4 +306,5 @@ class Seats:
                 self._refresh(seat)
                 self._pump(seat)
         if phase == "dropped":
-            self.reports.forget(entry)
+            for key in [k for k in self.watched if k[:2] == entry.key]:
+                del self.watched[key]

@@ -11,10 +11,12 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import ClientClosed
+from dataplane.launch.config import is_embedded
 from dataplane.peer.host import Caller, Host
 from dataplane.wire.messages import Request
 
@@ -67,7 +69,9 @@ class Sessions:
 
     def open(self, pid: int, label: str, pools: Sequence[int] = ()) -> Session:
         """pools: the device arenas that it reads in place."""
-        session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on {self._host.name}")
+        name = self._host.name
+        where = socket.gethostname() if is_embedded(name) else name
+        session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on host {where}")
         self._live[session.id] = session
         self.came = True
         self._host.label(session.id, session.label)

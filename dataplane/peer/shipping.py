@@ -144,6 +144,7 @@ class Shipping:
                 self.synced = True
                 self._more.clear()
                 await self._more.wait()
+                await asyncio.sleep(0)  # what follows at once, as a lease does a put, goes along
             # Also of nothing: the backup may have kept what there was in a stream before this one.
             begun = True
             body, count = self._message(stream, first)

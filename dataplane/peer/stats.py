@@ -5,6 +5,7 @@ Plain nested dicts. A peer's figures are its own; a partition's are summed over 
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -24,6 +25,9 @@ from dataplane.peer.spilling import Spilling
 from dataplane.transport.seam import Remote
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
 from dataplane.wire.tables import Owner
+
+MAX_HOLDERS = 1_000
+"""Holders of leases that a peer names at once."""
 
 
 class Reporting:
@@ -52,14 +56,9 @@ class Reporting:
             return StatsDone(await self._probed())
         if body.partition is None:
             return StatsDone(await self._plane())
-        parts = await self.mesh.call_all(body)
-        total = _sum([p.stats for p in parts])
-        if total.get("rows"):
-            total["bytes_per_row"] = total["metadata_bytes"] / total["rows"]
-        heard = [p.stats["lost_rows"] for p in parts if p.stats]
-        if heard:
-            total["lost_rows"] = max(heard)  # each has heard of all of them
-        return StatsDone(total)
+        reach = functools.partial(self.host.roster.home, body.partition)
+        found: StatsDone = await self.mesh.reach(reach, body)
+        return found
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:
         if body.probe:
@@ -89,9 +88,10 @@ class Reporting:
             "encrypted": self.mesh.gate.encrypted,
             "messages": {"between": dict(host.sent_between), "local": dict(host.sent_local)},
             "refused": self.door.refusals.total + self.mesh.refused,
-            "directory_names": len(host.directory),
             "leases": len(self.claims.leases),
             "waiting_claims": self.claims.waiting,
+            "waits": self._waits(),
+            "holders": self._holders(),
             "starved_claims": len(self.claims.credit),
             "waiting_puts": len(self.room),
             "pulled_bytes": self.pulls.pulled_bytes,
@@ -161,9 +161,9 @@ class Reporting:
         return {"peer": hello.name, "address": address, **shown}
 
     async def _plane(self) -> dict[str, Any]:
-        """This peer's figures, and a line for each other peer."""
+        """This peer's figures, a line for each other peer, and what all of them together have."""
         stats = self._peer()
-        stats["peers"] = {}
+        stats["peers"], everybody = {}, [stats]
         for address in self.host.roster.members:
             if address == self.host.address:
                 stats["peers"][self.host.name] = _line(stats)
@@ -173,9 +173,46 @@ class Reporting:
                 name = reply.stats["peer"]  # embedded ones are all called so
                 name = f"{name} at {address}" if name in stats["peers"] else name
                 stats["peers"][name] = _line(reply.stats)
+                everybody.append(reply.stats)
             except DataplaneError as exc:
                 stats["peers"][address] = {"address": address, "error": exc.message}
+        stats["everywhere"] = {
+            "partitions": _sum([one["partitions"] for one in everybody]),
+            "waits": [wait for one in everybody for wait in one["waits"]],
+            "holders": [held for one in everybody for held in one["holders"]],
+        }
         return stats
+
+    def _waits(self) -> list[dict[str, Any]]:
+        """What calls of this host's clients wait for."""
+        return [
+            {
+                "kind": subject.kind,
+                "partition": subject.partition,
+                "stage": subject.stage,
+                "calls": calls,
+                "for_s": round(for_s, 1),
+                "why": why,
+                "peer": self.host.name,
+            }
+            for subject, calls, for_s, why in self.host.notices.waits(self.host.now())
+        ]
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """Who has leased rows that are at this peer, those who have them longest."""
+        now, labels = self.host.now(), self.host.labels
+        found: list[dict[str, Any]] = [
+            {
+                "partition": entry.name,
+                "stage": stage,
+                "holder": labels.get(holder, f"client {holder:x}"),
+                "rows": rows,
+                "for_s": round(age, 1),
+            }
+            for entry in self.host.entries.values()
+            for holder, stage, rows, age in entry.store.holders(now)
+        ]
+        return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
 
 
 def _roster(host: Host) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class Succession:
         self.claims = claims
         self.membership = Membership(host, mesh, keeper)
         self.membership.in_sync = lambda: shipping.synced
+        self.membership.spare = partitions.spare
         self.membership.on_roster.append(self._turned)
-        self.membership.on_gone += [keeper.gone, supplying.gone]
+        self.membership.on_gone += [keeper.gone, supplying.gone, grants.gone]
         self.replicas = Replicas(
             host,
             mesh,

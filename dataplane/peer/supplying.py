@@ -13,7 +13,6 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.leases import Handed, Part
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.packs import inlined
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.shipping import Shipping
 from dataplane.wire.messages import Body, Finish, Want
@@ -87,10 +86,7 @@ class Supplying:
         if taken.lease is None:
             return Supplied(0, 0.0, taken.blocked, 0, taken.needed_bytes)
         handed = self._granted(entry, taken, body.fields)
-        table, packs = handed.table, list[bytes]()
-        if body.claimant != self.host.address:
-            table, packs = inlined(table, self.host.owner, self.host.space, self.host.arena)
-        grant = Grant(body.number, taken.lease, table, body.exact, packs)
+        grant = Grant(body.number, taken.lease, handed.table, body.exact)
         try:
             reply: Granted = await self.mesh.call(body.claimant, grant)
         except DataplaneError as exc:

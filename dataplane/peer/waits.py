@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
-from dataplane.errors import ClaimTimeout, Unavailable, counted
+from dataplane.errors import ClaimTimeout, Unavailable
+from dataplane.metadata import reasons
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.notices import Telling, Why
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Request, StatsDone, Wait, Want
@@ -27,11 +29,10 @@ WHY_S = 2.0
 MOST_WHY_S = 0.5
 LEAST_WHY_S = 0.2
 """How long the peers that are asked have for an answer; at the end of a call, a quarter of it."""
-MAX_PEERS_ASKED = 8
-"""How many peers are asked why rows are missing, for one message."""
 
-Why = tuple[str, dict[str, Any]]
-"""For people, and the same in figures."""
+
+def _wanted(body: Wait) -> Want | None:
+    return Want(body.unit, body.count, body.count) if body.count else None
 
 
 class Waits:
@@ -39,22 +40,29 @@ class Waits:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
+        self.sessions: Callable[[], Iterable[Session]] = lambda: ()
+        self.producers: Callable[[], int] = lambda: 0
+        """puts that wait for room here"""
         mesh.handlers[Missing] = self._missing
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the home says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         entry = await self.partitions.entry(body.partition, body.generation)
-        why = self.explain(end, entry, body.stage, body.unit)
+        look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
+        why = self.explain(end, look)
+        subject = reasons.Subject("wait", entry.name, body.stage, (entry.generation, body.unit))
+        what = f"wait for stage {body.stage!r} of partition {entry.name!r}"
         try:
-            done = await self._wait_in_turns(body, end)
+            with Telling(self.host, what, subject, look):
+                done = await self._wait_in_turns(body, end)
         except (ClaimTimeout, Unavailable) as exc:
             if isinstance(exc, Unavailable) and self.host.now() < end:
                 raise
             told, details = await why
             raise ClaimTimeout(
-                f"waiting for stage {body.stage!r} of {entry.name!r}: {told} after "
-                f"{body.timeout_ms / 1000:g} s",
+                f"waiting for stage {body.stage!r} of {entry.name!r}, which did not come within "
+                f"{body.timeout_ms / 1000:g} s: {told}",
                 **details,
             ) from exc
         finally:
@@ -62,18 +70,15 @@ class Waits:
         return done
 
     async def _wait_in_turns(self, body: Wait, end: float) -> Body:
-        home = functools.partial(self._home, body)
         while True:
             left = max(0.0, end - self.host.now())
             asked = msgspec.structs.replace(body, timeout_ms=int(min(left, WAIT_TURN_S) * 1000))
             try:
-                return await self.mesh.reach(home, asked)  # type: ignore[no-any-return]
+                done: Body = await self.partitions.ask_home(body.partition, asked)
+                return done
             except ClaimTimeout:
                 if left <= WAIT_TURN_S:
                     raise
-
-    def _home(self, body: Wait) -> str:
-        return self.host.roster.stage_home(body.partition, body.stage)
 
     # what is missing
 
@@ -81,18 +86,17 @@ class Waits:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             return StatsDone({})
-        found = entry.store.missing(body.stage, body.unit, now=self.host.now())
+        found = entry.store.missing(body.stage, body.unit, self.host.now(), body.where)
         found["leases"] = [
-            [self.host.labels.get(holder, f"client {holder:x}"), rows, age]
-            for holder, rows, age in found["leases"]
+            [self.host.labels.get(holder, f"client {holder:x}"), stage, rows, age]
+            for holder, stage, rows, age in found["leases"]
         ]
+        found["sealed"], found["producers"] = entry.store.sealing, self.producers()
         return StatsDone(found)
 
-    def explain(
-        self, end: float, entry: Entry, stage: str, unit: str, want: Want | None = None
-    ) -> asyncio.Task[Why]:
-        """`why` as it is shortly before the end of a call, which is not late for the answer. To be
-        cancelled where it is not needed."""
+    def explain(self, end: float, look: Callable[[float], Awaitable[Why]]) -> asyncio.Task[Why]:
+        """What `look` finds shortly before the end of a call, which is not late for the answer. To
+        be cancelled where it is not needed."""
 
         async def later() -> Why:
             left = end - self.host.now()
@@ -100,43 +104,39 @@ class Waits:
                 await asyncio.Event().wait()
             ask_s = max(LEAST_WHY_S, min(MOST_WHY_S, left / 4))
             await asyncio.sleep(max(0.0, left - ask_s))
-            return await self.why(entry, stage, unit, want, ask_s)
+            return await look(ask_s)
 
         return asyncio.ensure_future(later())
 
+    def looks(
+        self, session: Session, entry: Entry, stage: str, unit: str, want: Want | None = None
+    ) -> Callable[[float], Awaitable[Why]]:
+        """`why` of one call."""
+        return functools.partial(self.why, session, entry, stage, unit, want)
+
     async def why(
-        self, entry: Entry, stage: str, unit: str, want: Want | None, limit_s: float = WHY_S
+        self,
+        session: Session,
+        entry: Entry,
+        stage: str,
+        unit: str,
+        want: Want | None,
+        limit_s: float = WHY_S,
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
-        asked = Missing(entry.name, entry.generation, stage, unit)  # type: ignore[arg-type]
-        hosts = self.host.roster.hosts[:MAX_PEERS_ASKED]
+        where = None if want is None else want.where
+        asked = Missing(entry.name, entry.generation, stage, unit, where)  # type: ignore[arg-type]
+        hosts = [self.host.roster.home(entry.name)]
         answers = await asyncio.gather(
             *(self.mesh.call(m, asked, timeout_s=limit_s) for m in hosts), return_exceptions=True
         )
-        found = [a.stats for a in answers if isinstance(a, StatsDone) and a.stats]
         silent = sum(isinstance(a, BaseException) for a in answers)
-        ready = sum(f["ready"] for f in found)
-        total = sum(f["units"] for f in found)
-        missing: dict[str, int] = {}
-        for f in found:
-            for name, count in f["missing"].items():
-                missing[name] = missing.get(name, 0) + count
-        leases = [lease for f in found for lease in f["leases"]]
-        opened = sum(f["open_groups"] for f in found)
-        parts = [f"{ready} of {total} {unit} ready"]
-        if want is not None and want.budget_tag is None:
-            parts[0] += f", {want.count} wanted"
-        parts += [
-            f"{counted(count, 'row lacks', 'rows lack')} `{name}`"
-            for name, count in missing.items()
-        ]
-        if opened and unit == "groups":
-            parts.append(f"{counted(opened, 'group is', 'groups are')} still open")
-        parts += [
-            f"{counted(rows, 'row')} leased by {who} for {age:.0f} s"
-            for who, rows, age in leases[:3]
-        ]
-        if silent:
-            parts.append(f"{counted(silent, 'peer')} did not answer")
-        details = {"ready": ready, "units": total, "missing": missing, "leases": leases}
-        return "; ".join(parts), details
+        told = [a.stats for a in answers if isinstance(a, StatsDone) and a.stats]
+        facts = reasons.added_up(unit, told, silent)
+        wanted = None if want is None or want.budget_tag is not None else want.count
+        said = reasons.reason(facts, stage, wanted, session.label)
+        others = (s for s in self.sessions() if entry.name in s.partitions)
+        alone = self.host.solo and all(other.pid == session.pid for other in others)
+        own = reasons.only_own(facts, stage, session.label, alone)
+        details = facts.details | {"only_own": own}
+        return f"{said}; {reasons.OWN}" if own else said, details

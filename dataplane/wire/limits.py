@@ -48,7 +48,5 @@ CARRIED = 0xFFFF_FFFF_FFFF_FFFF
 NO_GROUP = 0xFFFF_FFFF
 ABSENT = 0xFFFF
 """`owner` of a value record of a row that lacks the field."""
-INLINE = 0xFFFE
-"""`owner` of a value record in a grant whose bytes ride in it; `range` is the index of the pack."""
-MAX_GRANT_PACKS = 4
-"""Packs of values that a grant carries at most, each a block of PACK_BLOCK_BYTES or less."""
+MAX_PULLED_BYTES = 262_144
+"""Of values that a peer sends in one answer; more go through bulk transfer."""

@@ -62,12 +62,9 @@ class Hello(Body, tag=2):
 
 
 class HelloDone(Body, tag=3):
-    """mint: shards for which this client mints keys (they lie on this host where it has any).
-
-    share_bytes: the largest unit per admission class (opening, continuing, pulls)."""
+    """share_bytes: the largest unit per admission class (opening, continuing, pulls)."""
 
     session: int
-    mint: list[int]
     share_bytes: tuple[int, int, int]
 
 
@@ -172,6 +169,7 @@ class Put(Body, tag=30):
     each padded to 64; BackPressure, and nothing is done, where there is no room for them at once.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
     keep: between peers: values that are there already stay, this is perhaps a repetition.
+    continuing: as in `Reserve`.
     """
 
     partition: str
@@ -190,6 +188,7 @@ class Put(Body, tag=30):
     owners: list[Owner] = []
     keep: bool = False
     carried: bytes = b""
+    continuing: bool = False
 
 
 class PutDone(Body, tag=31):
@@ -369,6 +368,12 @@ class Done(Body, tag=60):
     """Nothing to tell."""
 
 
+class Notice(Body, tag=62):
+    """Something for the log of the client's process; answers no request (rid 0)."""
+
+    text: str
+
+
 class Failed(Body, tag=61):
     """A typed error; see `dataplane.errors`."""
 
@@ -424,5 +429,6 @@ class Reply(msgspec.Struct, array_like=True):
         | StatsDone
         | Answered
         | Done
+        | Notice
         | Failed
     )

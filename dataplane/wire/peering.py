@@ -4,7 +4,7 @@ One envelope a message.
 
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
 VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
-the directory of names, homes and the claims that queue there, phases of partitions.
+homes and the claims that queue there, phases of partitions.
 """
 
 from __future__ import annotations
@@ -62,38 +62,6 @@ class PeerHello(Body, tag=100):
     device_bulk: list[str] = []
 
 
-class Enter(Body, tag=101):
-    """Names that a put opens or a drop forbids, or (shard None) asks for: the first shard entered
-    stays.
-
-    keys: KEY records. groups: they name groups, not rows."""
-
-    partition: str
-    generation: int
-    keys: bytes
-    shard: int | None
-    groups: bool
-
-
-class Entered(Body, tag=102):
-    """shards: u2 per key; 0xFFFF: not entered."""
-
-    shards: bytes
-
-
-class Leave(Body, tag=122):
-    """Names whose rows (or groups) are gone: they may be given again, to any shard.
-
-    step: 1, they were freed just now; 2, a while ago: those that nobody has entered since step 1
-    leave; 0: all leave at once."""
-
-    partition: str
-    generation: int
-    keys: bytes
-    groups: bool
-    step: int = 0
-
-
 class AddStage(Body, tag=103):
     """From a partition's home to every peer; `ask`: to the home, which then tells everybody."""
 
@@ -121,31 +89,6 @@ class Tally(Body, tag=105):
     partition: str
     generation: int
     closed_groups: int
-
-
-class Counted(msgspec.Struct, array_like=True, frozen=True):
-    """A stage's figures at one peer; see `metadata.counts`."""
-
-    ready_rows: int
-    ready_groups: int
-    remaining_rows: int
-    remaining_groups: int
-    outstanding_rows: int
-    outstanding_groups: int
-    lost_rows: int = 0
-
-
-class Report(Body, tag=110):
-    """To a stage's home: what this peer has. where None: the plain lanes, else the filtered one.
-
-    sealed: counted when this peer took no new rows any more."""
-
-    partition: str
-    generation: int
-    stage: str
-    counts: Counted
-    sealed: bool
-    where: Where | None = None
 
 
 class Demand(Body, tag=111):
@@ -194,13 +137,12 @@ class Order(Body, tag=113):
 class Grant(Body, tag=114):
     """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended.
 
-    complete: the claim has all it gets. packs: bytes of values whose owner is INLINE."""
+    complete: the claim has all it gets."""
 
     number: int
     lease: int
     table: Table
     complete: bool = False
-    packs: list[bytes] = []
 
 
 class Granted(Body, tag=115):
@@ -236,16 +178,6 @@ class Settled(Body, tag=117):
     needed_bytes: int = 0
 
 
-class Watch(Body, tag=118):
-    """From a stage's home to every peer: report the figures of this `where` lane, or no longer."""
-
-    partition: str
-    generation: int
-    stage: str
-    where: Where | None
-    on: bool
-
-
 class Missing(Body, tag=119):
     """Why units of a stage are not ready, for a ClaimTimeout's message."""
 
@@ -253,6 +185,23 @@ class Missing(Body, tag=119):
     generation: int
     stage: str
     unit: Literal["rows", "groups"]
+    where: Where | None = None
+
+
+class Pull(Body, tag=134):
+    """To the owner of values: so many bytes from the start of each of these ranges.
+
+    ranges: RANGE records. sizes: u8 a range."""
+
+    ranges: bytes
+    sizes: bytes
+
+
+class Pulled(Body, tag=135):
+    """data: all of it, in the order asked for; empty where some are gone. gone: how many."""
+
+    data: bytes
+    gone: int = 0
 
 
 class Release(Body, tag=120):
@@ -291,20 +240,17 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | rosters.Held
         | rosters.CanFree
         | rosters.Void
-        | Enter
-        | Leave
         | AddStage
         | Phase
         | Tally
-        | Report
         | Demand
         | Withdraw
         | Order
         | Grant
         | Settled
-        | Watch
         | Missing
         | Release
+        | Pull
         | Define
         | Seal
         | Close
@@ -330,9 +276,9 @@ class PeerReply(msgspec.Struct, array_like=True):
     body: (
         PeerHello
         | rosters.Rostered
-        | Entered
         | Granted
         | Supplied
+        | Pulled
         | Defined
         | PutDone
         | Dropped

@@ -16,13 +16,15 @@ class Beat(Body, tag=140):
 
     synced: its backup, in the roster of this message's epoch, has all that it has. leaving: it
     wants to hand over its shards. clear: members at which none of its rows' values lie. wanted:
-    somebody uses it, or may soon.
+    somebody uses it, or may soon. spare: one bit a shard, those of the sender in which nothing
+    lives, and nothing will before the next roster; said where a member has no shards.
     """
 
     synced: bool = False
     leaving: bool = False
     clear: list[str] = []
     wanted: bool = False
+    spare: bytes = b""
 
 
 class Rostered(Body, tag=141):
@@ -45,30 +47,17 @@ class KnownPartition(msgspec.Struct, array_like=True, frozen=True):
     closed_groups: int
 
 
-class KnownNames(msgspec.Struct, array_like=True, frozen=True):
-    """Names that the sender's shards have. keys: KEY records; shard: for all of them."""
-
-    partition: str
-    generation: int
-    groups: bool
-    shard: int
-    keys: bytes
-
-
 class Restate(Body, tag=153):
-    """The sender was given shards, one bit each, and asks what is known of the partitions and names
-    that are looked up there. Answered when all of it was told with `Restated`."""
+    """The sender was given shards, one bit each, and asks what is known of the partitions there.
+    Answered when all of it was told with `Restated`."""
 
     shards: bytes
 
 
 class Restated(Body, tag=142):
-    """To a peer that asked: what the sender knows of the partitions and names that are looked up
-    there now. last: out of use."""
+    """To a peer that asked: what the sender knows of the partitions that it serves now."""
 
     partitions: list[KnownPartition] = []
-    names: list[KnownNames] = []
-    last: bool = True
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):

@@ -84,8 +84,8 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     """A roster: see `metadata.roster`.
 
     incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
-    primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync, minted: one bit a
-    shard, the first shard in the highest bit. leaving: members that hand over what they have.
+    primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,
+    the first shard in the highest bit. leaving: members that hand over what they have.
     takeovers: the last ones, for whoever missed the roster of one.
     """
 
@@ -95,7 +95,6 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     primaries: bytes
     backups: bytes
     in_sync: bytes
-    minted: bytes
     leaving: list[str] = []
     takeovers: list[Takeover] = []
 

@@ -173,7 +173,8 @@ def simulated() -> dict[str, Any]:
 
 
 def first() -> dict[str, Any]:
-    runs = [*over_hosts(), *over_hosts("video", 1), run("dataplane"), killed()]
+    twice = [*over_hosts("video", 1), *over_hosts("video", 1, dedup=False)]
+    runs = [*over_hosts(), *twice, run("dataplane"), killed()]
     return report(runs=runs, headline=["It is 16 × as fast.", "One was <killed>.", "We lose once."])
 
 
@@ -280,6 +281,23 @@ def test_a_single_step_is_called_cold_and_who_died_is_crossed_out(tmp_path: Path
     told = texts(section(page.read_text(), "hosts"))
     assert "1.5 s cold" in told and "7.5 s cold" in told and "✕ killed" in told
     assert "<td>7.50 cold</td>" in page.read_text()
+
+
+def test_who_ran_on_one_number_of_hosts_only_has_no_line_over_hosts(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    alone = {**over_hosts(dedup=False)[3], "step_seconds": [75.0]}
+    write(page, [report(runs=[*over_hosts(), alone])])
+    told = page.read_text()
+    assert "dedup off" not in section(told, "hosts") and "75.00 s cold" in told
+
+
+def test_a_curve_ends_where_its_process_was_killed(tmp_path: Path) -> None:
+    """What the sampler sees afterwards is what the kernel left."""
+    from bench.page.runs import _curve
+
+    died = killed()
+    died["memory_curve"]["hosts"][0] = [1 << 28, 1 << 29, 3 << 30, 1 << 28]
+    assert _curve(died, died["memory_curve"]["hosts"][0])[-1] == (1.0, 3.0)
 
 
 def test_reports_without_steps_or_links_have_no_such_picture(tmp_path: Path) -> None:

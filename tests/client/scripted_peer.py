@@ -57,7 +57,7 @@ class ScriptedPeer:
         self.free = 0
         self.welcome = self._welcome()
         self.scripts: dict[type[Body], Script] = {
-            Hello: lambda r, b: HelloDone(b.session or 77, [5, 9], (1 << 20, 1 << 20, 1 << 20)),
+            Hello: lambda r, b: HelloDone(b.session or 77, (1 << 20, 1 << 20, 1 << 20)),
             Define: lambda r, b: Defined(4, b.definition or self.definition, "open"),
             Reserve: lambda r, b: self.reserved(b),
             Put: lambda r, b: PutDone(),

@@ -326,7 +326,10 @@ def test_the_end_of_a_with_sees_that_the_batch_in_hand_is_back(
             break
         loop = iter(stream)
         held = next(loop)
-    assert held.state == "released"
+        other = iter(stream)
+        given_up = next(other)
+        given_up.release()
+    assert (held.state, given_up.state) == ("released", "released")
     assert {f.outcome for f in peer.bodies(Finish)} == {"release"}
     assert repr(stream) == "<Stream of 'x' for 's': ended>"
     assert next(loop, None) is None and list(stream) == []

@@ -17,6 +17,7 @@ from dataplane.wire.messages import (
     Done,
     Failed,
     Hello,
+    Notice,
     Reply,
     Request,
     Seal,
@@ -204,29 +205,41 @@ def test_operation_ids_rise_and_the_floor_follows_the_answers(
     assert ids == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_call_that_waits_for_ever_says_so_every_minute(
+def test_a_call_that_waits_for_a_stopped_peer_says_so(
     peer: ScriptedPeer,
     plane: Plane,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "REMIND_S", 0.01)
+    monkeypatch.setattr(connection, "LOOK_S", 0.01)
+    monkeypatch.setattr(connection, "is_stopped", lambda sock: True)
 
-    class Reminded(logging.Handler):
+    class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "still waiting" in record.getMessage():
+            assert record.levelno == logging.WARNING
+            if "'scripted' is stopped" in record.getMessage():
                 peer.connections[-1].sendall(encode(Reply(peer.requests[-1].rid, Done())))
 
     peer.scripts[Wait] = lambda r, b: SILENCE
     part = plane.partition("x", stages={})
-    handler = Reminded()
+    handler = Said()
     logger = logging.getLogger("dataplane.client.connection")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     try:
         part.wait("s", rows=3)
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+
+
+def test_what_the_peer_says_of_a_waiting_call_is_a_warning(
+    peer: ScriptedPeer, plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(request: Request, body: Wait) -> bytes:
+        return bytes(encode(Reply(0, Notice("3 of 4 ready"))) + encode(Reply(request.rid, Done())))
+
+    peer.scripts[Wait] = said
+    plane.partition("x", stages={}).wait("s", rows=3)
+    (line,) = [r for r in caplog.records if r.message == "3 of 4 ready"]
+    assert line.levelno == logging.WARNING
 
 
 def test_seal_carries_name_and_generation(peer: ScriptedPeer, plane: Plane) -> None:

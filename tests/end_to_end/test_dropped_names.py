@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import dataplane
-from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.conftest import Cluster
 
 LIMIT = 5_000
-AT_ONCE = 4_096
-"""`tombstones.DRAINED_BYTES`, in keys: so many a peer may have forgotten and not told."""
 FORGETFUL = f"""
 import sys
 from dataplane.metadata.tombstones import Tombstones
@@ -47,11 +45,6 @@ def test_drops_of_names_that_nobody_puts_take_bounded_memory(
     far.put({"x": [7]}, key=["stays"])
     for turn in range(6):
         part.drop(keys=[f"{turn}-{number}" for number in range(LIMIT)])
-
-    def names() -> int:
-        return sum(int(plane.stats()["directory_names"]) for plane in planes.values())
-
-    until(lambda: names() <= LIMIT + AT_ONCE + 1, "those that were forgotten left the directory")
     assert part.stats()["tombstones"] == LIMIT
     assert part.stats()["tombstones_forgotten"] == 5 * LIMIT
     with pytest.raises(dataplane.RowsDropped):

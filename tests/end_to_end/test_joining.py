@@ -32,7 +32,8 @@ def test_a_peer_joins_and_its_rows_outlive_it(hosts: Addressed, planes: dict[str
     part = planes["b"].partition("p", stages={"s": ["x"]}, replicas=2)
     put(part, "b")
     planes["d"] = join(hosts, "d")
-    assert planes["d"].stats()["peers"]["d"]["shards"] > 100
+    d = planes["d"]
+    until(lambda: d.stats()["peers"]["d"]["shards"] > 100, "it has those in which nothing lives", 2)
     mine = planes["d"].partition("p")
     put(mine, "d")
     # Clients of other hosts reach its rows, and its own claim those of others.

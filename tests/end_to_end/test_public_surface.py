@@ -457,7 +457,8 @@ def test_a_waiting_claim_says_whom_it_waits_for(hosts: Hosts) -> None:
     began = time.monotonic()
     message, details = timed_out(here, "t")
     assert time.monotonic() - began < 5
-    assert "2 rows lack `y`" in message and "leased by pid" in message
+    assert "2 rows lack `y`, a field of 't'" in message
+    assert "2 rows leased by this process" in message or "2 rows leased by pid" in message
     assert details["missing"] == {"y": 2}
     batch.release()
 

@@ -117,23 +117,6 @@ def test_eight_racing_consumers_get_every_row_once(cluster: Cluster) -> None:
     assert sorted(got) == list(range(1000))
 
 
-def test_names_of_freed_rows_leave_the_directory(cluster: Cluster) -> None:
-    cluster.start("a", "b")
-    with cluster.connect("a") as here, cluster.connect("b") as there:
-        part = here.partition("p", stages={"s": ["x"]}, group_size=8)
-        far = there.partition("p")
-        for turn in range(3):
-            part.put({"x": [turn] * 8}, key=[f"k{i}" for i in range(8)], group="g")
-            assert list(far.get(keys=["k3"])["x"]) == [turn]
-            far.claim("s", rows=8, timeout=20).ack()
-            until(
-                lambda: not any(p.stats()["directory_names"] for p in (here, there)),
-                "the names left the directory",
-                5,
-            )
-            part, far = far, part
-
-
 def test_a_peer_that_was_started_anew_is_greeted_anew(cluster: Cluster) -> None:
     cluster.start("a", "b")
     with cluster.connect("a") as here:

@@ -43,14 +43,3 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
     assert cli.main(["status", "--run", "p"]) == 2
     assert "no peer of run 'p' runs on this host (running: none)" in capsys.readouterr().err
     assert not list(run_dir.iterdir())
-
-
-def test_status_shows_nested_figures_readably() -> None:
-    tree = {"arena": {"used_bytes": 3 << 20, "pins": 2}, "partitions": [{"name": "step-1"}]}
-    assert list(cli._lines(tree)) == [
-        "arena:",
-        "  used_bytes: 3.0 MiB (3145728)",
-        "  pins: 2",
-        "partitions:",
-        "  name: step-1",
-    ]

@@ -20,8 +20,6 @@ def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
     for op in decode_ops(encode_ops(ops)):
         apply(store, op, now)
     store.freed()
-    store.unnamed()
-    store.forgotten()
 
 
 def observed(store: Store) -> dict[str, Any]:

@@ -34,11 +34,11 @@ WHERE = ["ge", "v", 2]
 
 
 def row_key(number: int) -> bytes:
-    return names.mint(1, 7, number)
+    return names.mint(7, number)
 
 
 def group_key(number: int) -> bytes:
-    return names.mint(2, 7, number)
+    return names.mint(8, number)
 
 
 @dataclass

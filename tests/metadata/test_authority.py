@@ -32,6 +32,15 @@ def shards(made: Authority, address: str) -> set[int]:
     return set(made.roster.shards_of(address).tolist())
 
 
+def offer(made: Authority, address: str, busy: set[int]) -> None:
+    """It says in which of its shards nothing lives."""
+    owner = next(o for o in made.roster.owners if o.peer == address)
+    spare = np.zeros(made.roster.shards, np.bool_)
+    spare[sorted(shards(made, address) - busy)] = True
+    bits = np.packbits(spare).tobytes()
+    made.beat(owner, made.roster.epoch, synced=True, spare=bits)
+
+
 def test_an_in_sync_backup_takes_over_all_shards_of_the_dead() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
@@ -94,22 +103,20 @@ def test_the_last_host_is_declared_solo() -> None:
     assert (made.roster.backups == NO_BACKUP).all() and not made.roster.in_sync.any()
 
 
-def test_a_restarted_peer_returns_as_an_empty_member() -> None:
+def test_a_restarted_peer_returns_as_an_empty_member_and_gets_empty_shards() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     had = shards(made, B)
-    rows_may_lie = np.flatnonzero(made.roster.minted)
-    holders = made.roster.primaries[rows_may_lie].copy()
-    names = [made.roster.members[h] for h in holders]
     heir, _ = made.roster.backup_of(B)
     made.beat(Owner(B, 22), (0, 1))
     assert made.roster.has(Owner(B, 22)) and not made.roster.has(Owner(B, 2))
-    got = shards(made, B)
-    assert len(got) > 0 and len(made.roster.mint_shards(B)) == 16
-    assert not got & set(rows_may_lie.tolist())
-    after = [made.roster.members[h] for h in made.roster.primaries[rows_may_lie]]
-    assert after == [heir if name == B else name for name in names]
-    assert had - got <= shards(made, heir) | shards(made, C) | shards(made, D)
+    assert not shards(made, B) and had <= shards(made, heir)
+    busy = set(sorted(had)[:100])
+    sync(made, C, D)
+    for address in (C, D):
+        offer(made, address, busy)
+    assert shards(made, B) and not shards(made, B) & busy
+    assert busy <= shards(made, heir)
 
 
 def test_a_process_that_was_called_lost_is_not_let_in_again() -> None:
@@ -122,15 +129,33 @@ def test_a_process_that_was_called_lost_is_not_let_in_again() -> None:
     assert B in made.roster.members
 
 
-def test_a_new_peer_gets_shards_without_rows_and_nobody_elses_rows_move() -> None:
+def test_a_new_peer_gets_shards_in_which_nothing_lives_once_all_have_said_which() -> None:
     made = authority(A, B, C)
     sync(made, B, C)
-    minted = np.flatnonzero(made.roster.minted)
-    before = [made.roster.members[h] for h in made.roster.primaries[minted]]
+    before = made.roster
+    busy = {*sorted(shards(made, B))[::2], *sorted(shards(made, C))[::2]}
     made.beat(Owner(E, 5), (0, 0))
-    assert E in made.roster.members and len(shards(made, E)) > 100
-    after = [made.roster.members[h] for h in made.roster.primaries[minted]]
-    assert before == after
+    assert E in made.roster.members and not shards(made, E)
+    sync(made, B, C)
+    offer(made, B, busy)
+    assert not shards(made, E)
+    offer(made, C, busy)
+    assert len(shards(made, E)) > 100 and not shards(made, E) & busy
+    moved = made.roster.primaries != before.primaries
+    assert set(np.flatnonzero(moved).tolist()) == shards(made, E)
+    assert made.roster.in_sync[~moved].all() and not made.roster.in_sync[moved].any()
+
+
+def test_what_was_spare_under_an_older_roster_counts_for_nothing() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    made.beat(Owner(E, 5), (0, 0))
+    sync(made, B, C, D)
+    offer(made, B, set())
+    made.beat(Owner(C, 3), made.roster.epoch, synced=False)
+    offer(made, C, set())
+    offer(made, D, set())
+    assert not shards(made, E)
 
 
 def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() -> None:
@@ -181,7 +206,7 @@ def test_a_roster_comes_out_of_its_table_as_it_went_in() -> None:
     sync(made, B, C)
     again = Roster.from_table(made.roster.table)
     assert again.members == made.roster.members and again.epoch == made.roster.epoch
-    for name in ("primaries", "backups", "in_sync", "minted"):
+    for name in ("primaries", "backups", "in_sync"):
         assert (getattr(again, name) == getattr(made.roster, name)).all()
 
 

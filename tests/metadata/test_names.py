@@ -27,23 +27,21 @@ def test_different_names_have_different_keys_of_16_bytes(many: list[str | int]) 
 
 
 @given(
-    shard=st.integers(0, 4_095),
     session=st.integers(0, (1 << 64) - 1),
     counter=st.integers(0, (1 << 63) - 1),
 )
-def test_a_minted_key_is_shown_and_read_back(shard: int, session: int, counter: int) -> None:
-    key = names.mint(shard, session, counter)
-    assert names.key_shard(key) == shard
+def test_a_minted_key_is_shown_and_read_back(session: int, counter: int) -> None:
+    key = names.mint(session, counter)
     assert names.is_minted(names.format_minted(key))
     assert names.hash_name(names.format_minted(key)) == key
-    assert names.mint_many(shard, session, counter, 2)[:16] == key
+    assert names.mint_many(session, counter, 2)[:16] == key
 
 
 def test_minted_keys_sort_in_the_order_in_which_they_were_made() -> None:
-    column = names.mint_many(3, 99, 250, 20)
+    column = names.mint_many(99, 250, 20)
     keys = [column[i : i + 16] for i in range(0, len(column), 16)]
     assert keys == sorted(keys)
-    assert keys == [names.mint(3, 99, 250 + i) for i in range(20)]
+    assert keys == [names.mint(99, 250 + i) for i in range(20)]
     assert names.format_minted_many(column) == [names.format_minted(key) for key in keys]
 
 
@@ -67,5 +65,5 @@ def test_a_long_name_is_refused_with_its_size() -> None:
 
 
 def test_only_given_names_are_kept() -> None:
-    minted = names.format_minted(names.mint(1, 2, 3))
+    minted = names.format_minted(names.mint(2, 3))
     assert names.given_names([4, 5, 6], ["a", minted, 7]) == {4: "a", 6: 7}

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.errors import RosterMismatch
-from dataplane.metadata.directory import UNKNOWN, Directory
-from dataplane.metadata.roster import MINT_SHARDS, NO_BACKUP, Roster
+from dataplane.metadata.roster import NO_BACKUP, Roster
 from dataplane.wire.limits import SHARDS
 from dataplane.wire.records import KEY
 
@@ -23,7 +22,7 @@ def keys(*names: bytes) -> np.ndarray:
 def test_a_peer_alone_serves_every_shard_without_a_backup() -> None:
     roster = Roster.from_seeds([])
     assert roster.members == ("",)
-    assert roster.home("step-1") == roster.stage_home("step-1", "train") == ""
+    assert roster.home("step-1") == ""
     assert len(roster.shards_of("")) == SHARDS
     assert (roster.backups == NO_BACKUP).all() and not roster.in_sync.any()
 
@@ -63,24 +62,10 @@ def test_one_more_peer_moves_only_the_shards_that_it_gets() -> None:
     assert set(after.primaries[moved]) == {7}
 
 
-def test_a_client_without_shards_on_its_host_mints_for_the_next_host() -> None:
-    roster = Roster.from_seeds(SEEDS)
-    assert len(roster.shards_of(SEEDS[0])) == 0
-    mint = roster.mint_shards(SEEDS[0])
-    assert len(mint) == MINT_SHARDS
-    assert {roster.address(shard) for shard in mint} == {SEEDS[1]}
-    assert {roster.address(shard) for shard in roster.mint_shards(SEEDS[3])} == {SEEDS[3]}
-
-
-def test_homes_and_the_directory_spread_over_the_hosts() -> None:
+def test_partitions_spread_over_the_hosts() -> None:
     roster = Roster.from_seeds(SEEDS)
     assert {roster.home(f"step-{number}") for number in range(200)} == set(roster.hosts)
     assert roster.home("step-1") == Roster.from_seeds(SEEDS).home("step-1")
-    names = np.frombuffer(np.random.default_rng(0).bytes(16 * 1000), KEY)
-    shards = roster.directory_shards("step-1", names)
-    assert set(roster.primary(shards)) == set(range(1, 8))
-    assert (roster.directory_shards("step-2", names) != shards).any()
-    assert len(roster.directory_shards("step-1", names[:0])) == 0
 
 
 def test_strangers_and_twins_are_refused() -> None:
@@ -88,23 +73,3 @@ def test_strangers_and_twins_are_refused() -> None:
         Roster.from_seeds([SEEDS[0], SEEDS[0]])
     with pytest.raises(RosterMismatch, match="not one of"):
         Roster.from_seeds(SEEDS).shards_of("tcp://10.9.9.9:1")
-
-
-def test_the_shard_that_was_entered_first_stays() -> None:
-    directory = Directory()
-    assert directory.enter(1, keys(b"a", b"b"), 7).tolist() == [7, 7]
-    assert directory.enter(1, keys(b"b", b"c"), 9).tolist() == [7, 9]
-    assert directory.enter(1, keys(b"c", b"d"), np.array([1, 2], np.uint16)).tolist() == [9, 2]
-    assert directory.enter(1, keys(b"a", b"x"), None).tolist() == [7, UNKNOWN]
-    assert len(directory) == 4
-
-
-def test_names_of_a_generation_go_with_it_and_freed_names_may_be_given_again() -> None:
-    directory = Directory()
-    directory.enter(1, keys(b"a", b"b"), 7)
-    directory.enter(2, keys(b"a"), 8)
-    directory.remove(1, keys(b"a", b"never"))
-    assert directory.enter(1, keys(b"a"), 5).tolist() == [5]
-    directory.drop(1)
-    assert directory.enter(1, keys(b"a", b"b"), None).tolist() == [UNKNOWN, UNKNOWN]
-    assert directory.enter(2, keys(b"a"), None).tolist() == [8]

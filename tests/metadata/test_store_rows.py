@@ -144,9 +144,12 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
     assert found == {
         "ready": 1,
         "units": 3,
+        "excluded": 0,
+        "alone": 0,
         "missing": {"reward": 3},
+        "adders": {},
         "open_groups": 1,
-        "leases": [(42, 2, 90.0)],
+        "leases": [(42, "reward", 2, 90.0)],
     }
 
 
@@ -197,7 +200,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 
 def test_minted_keys_need_no_names() -> None:
     s = store()
-    keys = names.mint_many(3, 9, 0, 2)
+    keys = names.mint_many(9, 0, 2)
     s.put(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}, now=0.0)
     assert s.table(s.read()[0]).rows == Rows(keys)
     put(s, ["given"])
@@ -225,10 +228,10 @@ def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
     for turn in range(3):
         index = (np.arange(count) // 8).astype("<u4").tobytes()
         rows = Rows(
-            names.mint_many(1, 2, turn * count, count),
+            names.mint_many(2, turn * count, count),
             None,
             index,
-            names.mint_many(1, 3, turn * count, count // 8),
+            names.mint_many(3, turn * count, count // 8),
         )
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}

@@ -14,6 +14,7 @@ from dataplane.errors import DataplaneError, PartitionGone, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
+from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster
 from dataplane.peer.doubts import Doubts
@@ -76,6 +77,7 @@ class Near:
             space=self.space,
             roster=SEEDS,
             unanswered={},
+            heirs=Heirs(),
             address=HERE,
             incarnation=1,
             now=lambda: 0.0,
@@ -172,15 +174,18 @@ def test_a_refusal_lets_go_unless_an_earlier_attempt_is_in_doubt() -> None:
     asyncio.run(scenario())
 
 
-def test_a_peer_that_is_lost_is_asked_no_more() -> None:
+@pytest.mark.parametrize("had_shards", [True, False])
+def test_a_peer_that_is_lost_is_asked_no_more(had_shards: bool) -> None:
     async def scenario() -> None:
         near = Near()
         near.far.loses.add("requests")
         with pytest.raises(Unavailable):
             await near.hand_over()
         near.host.roster = Roster.from_seeds([HERE])
+        if had_shards:
+            near.host.heirs._enter(TO, Owner(HERE, 1), 2)
         await near.ended()
         assert len(near.doubts) == 0
-        assert len(near.lent) == 1  # until its heir says what it holds, or nobody is
+        assert len(near.lent) == had_shards  # until its heir says what it holds
 
     asyncio.run(scenario())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dataplane.memory.admission import Admission
+from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.heirs import Heirs
@@ -36,7 +37,7 @@ def lent_ranges(**host: Any) -> tuple[Grants, Any]:
     start = int(granted["offset"][0])
     written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
     ranges = space.commit(1, written, np.ones(2, "<u4"), Admission.OPEN)
-    me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), **host)
+    me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(pump=lambda: None)
     mesh = SimpleNamespace(handlers={})
     grants = Grants(me, mesh, None, room)  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = Grants(SimpleNamespace(owner=HEIR), way, None, None)  # type: ignore[arg-type]
+    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent()), way, None, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])

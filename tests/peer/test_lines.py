@@ -10,6 +10,7 @@ import numpy as np
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
+from dataplane.metadata.reasons import Notices
 from dataplane.peer.room import Room
 from dataplane.wire.records import U8
 
@@ -27,7 +28,7 @@ async def settled() -> None:
 
 async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
     space = Space(16 * PAGE)
-    host: Any = SimpleNamespace(space=space, now=lambda: 0.0)
+    host: Any = SimpleNamespace(space=space, now=lambda: 0.0, notices=Notices())
     room = Room(host)
     held = [space.reserve(1, Admission.PULL, pages(4))[1] for _ in range(4)]
     order = []

@@ -37,6 +37,14 @@ class Plane:
             self.made.beat(owner, self.made.roster.epoch, synced=True)
         return self.made.roster
 
+    def give(self) -> Roster:
+        """All shards are empty, and who has none gets some."""
+        self.sync()
+        everything = b"\xff" * (self.made.roster.shards // 8)
+        for owner in [o for o in self.made.roster.owners if o.peer in self.made.roster.hosts]:
+            self.made.beat(owner, self.made.roster.epoch, synced=True, spare=everything)
+        return self.made.roster
+
     def lose(self, owner: Owner) -> tuple[Roster, Owner]:
         before = self.made.roster
         self.made.lost(owner)
@@ -174,16 +182,6 @@ async def test_nobody_is_waited_for_who_is_lost_with_all_it_knew() -> None:
 JOINER = Owner("tcp://10.0.1.1:7101", 50)
 
 
-async def test_a_peer_that_comes_asks_also_those_that_joined_before() -> None:
-    plane = Plane()
-    plane.made.beat(JOINER, (1, 1))
-    later = Owner("tcp://10.0.1.2:7101", 51)
-    plane.made.beat(later, (1, 1))
-    home = Home(later, Roster.from_seeds(SEEDS))
-    await home.turn(plane.made.roster)
-    assert JOINER.peer in home.others.asked
-
-
 @pytest.mark.parametrize("never_seen", [False, True])
 async def test_shards_that_were_anothers_under_a_missed_roster_are_asked_for(
     never_seen: bool,
@@ -192,7 +190,7 @@ async def test_shards_that_were_anothers_under_a_missed_roster_are_asked_for(
     plane = Plane()
     before = plane.made.roster
     plane.made.beat(JOINER, (1, 1))
-    joined = plane.made.roster
+    joined = plane.give()
     theirs = joined.primaries == joined.members.index(JOINER.peer)
     after, _ = plane.lose(JOINER)
     assert after.places_like(before)

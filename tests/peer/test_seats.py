@@ -1,4 +1,4 @@
-"""Homes of stages: what is told to them, in which order, and what becomes of their orders."""
+"""Homes of stages: what becomes of their orders."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-import pytest
-
-from dataplane.errors import StaleEpoch, Unavailable
+from dataplane.errors import Unavailable
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.reports import Reports
 from dataplane.peer.seats import Seats
 from dataplane.wire.messages import Body, Done, Want
-from dataplane.wire.peering import Counted, Demand, Order, Report, Settled, Supplied
+from dataplane.wire.peering import Demand, Order, Settled, Supplied
 from dataplane.wire.tables import Definition
-from tests.metadata.stores import put, take
+from tests.metadata.stores import put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 ROSTER = Roster.from_seeds([HERE, THERE])
@@ -82,7 +78,7 @@ def seats_of(name: str, wires: Wires) -> tuple[Seats, Entry]:
 def named(home: str) -> str:
     """A partition of which the stage's home is there."""
     names = (f"p{number}" for number in itertools.count())
-    return next(name for name in names if ROSTER.stage_home(name, "s") == home)
+    return next(name for name in names if ROSTER.home(name) == home)
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -95,84 +91,6 @@ async def settle_down() -> None:
     """Whatever can go on without an answer has gone on."""
     for _ in range(100):
         await asyncio.sleep(0)
-
-
-async def test_a_report_waits_for_the_one_before_so_that_the_home_keeps_the_newest() -> None:
-    wires = Wires()
-    seats, entry = seats_of(named(THERE), wires)
-    put(entry.store, ["a"])
-    first = asyncio.ensure_future(seats.tell(entry, "s"))
-    await until(lambda: len(wires.held) == 1)
-    put(entry.store, ["b", "c"])
-    second = asyncio.ensure_future(seats.tell(entry, "s"))
-    await settle_down()
-    kept: list[Counted] = []
-    while not (first.done() and second.done()):
-        # What was sent last arrives first, as the wait for a backup once let it.
-        body, answer = wires.held.pop()
-        assert isinstance(body, Report)
-        kept.append(body.counts)
-        answer.set_result(Done())
-        await settle_down()
-    assert [counts.ready_rows for counts in kept] == [1, 3]
-
-
-async def test_rows_that_came_are_told_before_rows_that_went_and_both_in_one_report() -> None:
-    wires = Wires()
-    roster = SimpleNamespace(stage_home=lambda partition, stage: THERE, epoch=ROSTER.epoch)
-    went, came = entry_of("went"), entry_of("came")
-    entries = {entry.name: entry for entry in (went, came)}
-    host = SimpleNamespace(address=HERE, roster=roster, entries=entries)
-    reports = Reports(host, wires, lambda entry, stages: None)  # type: ignore[arg-type]
-    for entry in (went, came):
-        put(entry.store, ["a", "b", "c"])
-        reports.changed(THERE, entry, "s")
-    for _ in range(2):
-        await until(lambda: bool(wires.held))
-        wires.held.pop()[1].set_result(Done())
-    take(went.store, "s", Want("rows", 2, 2))
-    reports.changed(THERE, went, "s")
-    put(came.store, ["d"])
-    reports.changed(THERE, came, "s")
-    put(came.store, ["e"])
-    reports.changed(THERE, came, "s")
-    await until(lambda: len(wires.held) == 2)
-    told = [(body.partition, body.counts.ready_rows) for body, _ in wires.held]  # type: ignore[attr-defined]
-    assert told == [(came.name, 5), (went.name, 1)]
-
-
-async def test_a_report_counts_under_the_roster_in_which_it_was_made() -> None:
-    wires = Wires()
-    seats, entry = seats_of(named(THERE), wires)
-    put(entry.store, ["a"])
-    told = asyncio.ensure_future(seats.tell(entry, "s"))
-    await until(lambda: len(wires.held) == 1)
-    assert wires.epochs == [ROSTER.epoch]  # a later home must not take it for this peer's rows
-    wires.held.pop()[1].set_result(Done())
-    await told
-
-
-async def test_a_report_is_refused_where_the_roster_changed_before_its_partition_was_known() -> (
-    None
-):
-    wires = Wires()
-    seats, entry = seats_of(named(HERE), wires)
-    caller = Caller(THERE, 2, epoch=ROSTER.epoch)
-    report = Report(entry.name, 1, "s", Counted(0, 0, 0, 0, 0, 0), True, None)
-    asked = asyncio.get_running_loop().create_future()
-
-    async def found(*which: Any) -> Entry:
-        await asked
-        return entry
-
-    seats.partitions.entry = found  # type: ignore[method-assign]
-    told = asyncio.ensure_future(wires.handlers[Report](caller, report))
-    await settle_down()
-    later = (ROSTER.epoch[0], ROSTER.epoch[1] + 1)
-    seats.host.roster = Roster.from_table(msgspec.structs.replace(ROSTER.table, epoch=later))
-    asked.set_result(None)
-    with pytest.raises(StaleEpoch):  # its sender may have taken rows over since it counted
-        await told
 
 
 async def test_a_claim_queues_anew_where_a_supplier_does_not_answer() -> None:

@@ -21,7 +21,6 @@ from dataplane.transport import tickets
 from dataplane.transport.bulk_frames import Ticket
 from dataplane.wire import objects
 from dataplane.wire.arrays import dtype_of
-from dataplane.wire.records import KEY
 from dataplane.wire.tables import Owner
 from tests.protocol.make_vectors import Vector, load, python_of
 
@@ -176,13 +175,11 @@ def first_roster(seeds: list[str], shards: int) -> dict[str, Any]:
     primaries = [max(hosts, key=row.__getitem__) for row in weight]
     ring = sorted(hosts, key=lambda host: hashed(members[host]))
     after = dict(zip(ring, ring[1:] + ring[:1], strict=True))
-    lowest = {host: [s for s in range(shards) if primaries[s] == host][:16] for host in hosts}
     return {
         "members": members,
         "epoch": [hashed("\n".join(members)) % 2**53, 1],
         "primaries": primaries,
         "backups": [0xFFFF if len(ring) == 1 else after[host] for host in primaries],
-        "minted": [s for s in range(shards) if s in lowest[primaries[s]]],
     }
 
 
@@ -190,11 +187,7 @@ def first_roster(seeds: list[str], shards: int) -> dict[str, Any]:
 def test_the_first_roster_follows_from_the_page(vector: Vector) -> None:
     told = first_roster(vector["seeds"], vector["shards"])
     assert told == {name: vector[name] for name in told}
-    partition, stage = vector["partition"], vector["stage"]
-    start = int.from_bytes(bytes.fromhex(vector["key"])[:8], "little")
-    found = [hashed(partition), hashed(f"{partition}\0{stage}"), mixed(start ^ hashed(partition))]
-    homes = [vector[name] for name in ("home_shard", "stage_home_shard", "directory_shard")]
-    assert homes == [number % vector["shards"] for number in found]
+    assert vector["bucket"] == hashed(vector["partition"]) % vector["shards"]
 
 
 @pytest.mark.parametrize("vector", ROSTERS, ids=[v["name"] for v in ROSTERS])
@@ -204,11 +197,7 @@ def test_a_peer_computes_the_roster_of_its_vector(vector: Vector) -> None:
     assert list(roster.epoch) == vector["epoch"]
     assert roster.primaries.tolist() == vector["primaries"]
     assert roster.backups.tolist() == vector["backups"]
-    assert roster.minted.nonzero()[0].tolist() == vector["minted"]
     assert not roster.in_sync.any() and not any(roster.incarnations)
     partition = vector["partition"]
-    assert roster.home(partition) == roster.address(vector["home_shard"])
-    home = roster.stage_home(partition, vector["stage"])
-    assert home == roster.address(vector["stage_home_shard"])
-    key = np.frombuffer(bytes.fromhex(vector["key"]), KEY)
-    assert roster.directory_shards(partition, key).tolist() == [vector["directory_shard"]]
+    assert roster.bucket(partition) == vector["bucket"]
+    assert roster.home(partition) == roster.address(vector["bucket"])

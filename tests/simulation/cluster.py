@@ -86,7 +86,7 @@ class Cluster:
         self.answer_loss = 0.0
         """how likely it is that a local connection breaks instead of bringing an answer"""
         self.on_extinct: list[Callable[[], None]] = []
-        """called when the last peer ended that was a member: what the plane had is gone"""
+        """called when the last seed ended that was a member: what the plane had is gone"""
         self.gone: Container[Owner] = ()
         """who is no member any more, whether it knows or, as a frozen one, not"""
         self.stalled: list[str] = []
@@ -191,7 +191,8 @@ class Cluster:
     def _ended(self, place: Place) -> None:
         if place.serves:
             place.serves = False
-            peers = [other.peer for other in self.places if other.serves]
+            # A keeper that starts again asks the seeds: who only joined is not known to any.
+            peers = [other.peer for other in self.places if other.serves and not other.joins]
             if all(peer is None or peer.host.owner in self.gone for peer in peers):
                 for tell in self.on_extinct:
                     tell()

@@ -140,7 +140,6 @@ class Client:
         self.name = name
         self.machine = cluster.loop.machine(name)
         self.peer: Peer | None = None
-        self.mint: list[int] = []
         self._session = 0
         self._anchor: Line | None = None
         self._line: Line | None = None
@@ -176,7 +175,7 @@ class Client:
         self.peer = self.place.peer
         self._anchor = Line(self, self.peer, self.place.machine)
         done = await self._hello(self._anchor, 0)
-        self._session, self.mint = done.session, done.mint
+        self._session = done.session
         self._ops = itertools.count(1)
 
     async def _hello(self, line: Line, session: int) -> m.HelloDone:

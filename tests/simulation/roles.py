@@ -207,8 +207,8 @@ class Producer(Role):
             group.names = [f"{name}-{i}" for i in range(GROUP_ROWS)]
             keys = [hash_name(row) for row in group.names]
         else:
-            shard, session = self.rng.choice(self.client.mint), zlib.crc32(name.encode())
-            keys = [mint(shard, session, number * GROUP_ROWS + i) for i in range(GROUP_ROWS)]
+            session = zlib.crc32(name.encode())
+            keys = [mint(session, number * GROUP_ROWS + i) for i in range(GROUP_ROWS)]
         group.rows = [Row(key, group) for key in keys]
         return group
 

@@ -25,14 +25,16 @@ def without(view: ColumnView, row: int) -> ColumnView:
     return ColumnView(Column("x", places.tobytes()), specs, view._base)
 
 
-def test_a_dense_column_is_a_view_and_a_shuffled_one_a_copy(arena: Any) -> None:
+def test_a_column_is_a_private_copy_and_a_view_where_that_is_asked_for(arena: Any) -> None:
     values = np.arange(60, dtype=np.float32).reshape(20, 3)
     view = arena.view(values)
-    dense = to_numpy(view)
+    dense = to_numpy(view, view=True)
     assert np.shares_memory(dense, arena.memory) and not dense.flags.writeable
-    assert same(dense, values)
+    own = to_numpy(view)
+    assert not np.shares_memory(own, arena.memory) and own.flags.writeable
+    assert same(dense, values) and same(own, values)
     rows = [3, 1, 4, 15, 9, 2, 6]
-    packed = to_numpy(view.take(rows))
+    packed = to_numpy(view.take(rows), view=True)
     assert not np.shares_memory(packed, arena.memory) and packed.flags.writeable
     assert same(packed, values[rows])
 

@@ -71,7 +71,7 @@ def _column(name: str, value: Any, rows: int) -> Column:
         raise ValueError(f"field {name!r} has {len(entries)} rows in a batch of {rows}")
     if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
         return Column([entry.detach() for entry in entries], [_told(e, 1) for e in entries])
-    packed = [{_WHOLE: _packed(entry)} for entry in entries]
+    packed = [{_WHOLE: packed_object(entry)} for entry in entries]
     return Column(packed, [OBJECT] * rows, dedup=any(map(_has_arrays, packed)))
 
 
@@ -91,36 +91,41 @@ def kind(told: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, int]:
     return getattr(torch, dtype), sizes, int(ragged)
 
 
-def _packed(value: Any) -> Any:
+def packed_object(value: Any) -> Any:
     """As the plane takes it; what it does not know it names with its path in the value."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR: value.detach()}
     if isinstance(value, NonTensorData):
-        return _packed(value.data)
+        return packed_object(value.data)
     if isinstance(value, np.ndarray) and value.dtype == object:
-        return {_ARRAY: [_packed(one) for one in value.ravel().tolist()], "shape": value.shape}
+        return {
+            _ARRAY: [packed_object(one) for one in value.ravel().tolist()],
+            "shape": value.shape,
+        }
     if isinstance(value, Mapping):
-        return {key: _packed(one) for key, one in value.items()}
+        return {key: packed_object(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_packed(one) for one in value]
+        return [packed_object(one) for one in value]
     if type(value) is tuple:
-        return tuple(_packed(one) for one in value)
+        return tuple(packed_object(one) for one in value)
     return value
 
 
-def _unpacked(value: Any) -> Any:
+def unpacked_object(value: Any) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
             return _private(value[_TENSOR])
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)
-            made[:] = [_unpacked(one) for one in value[_ARRAY]]
+            made[:] = [unpacked_object(one) for one in value[_ARRAY]]
             return made.reshape(value["shape"])
-        return {key: _unpacked(one) for key, one in value.items()}
+        return {key: unpacked_object(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_unpacked(one) for one in value]
+        return [unpacked_object(one) for one in value]
     if isinstance(value, tuple):
-        return tuple(_unpacked(one) for one in value)
+        return tuple(unpacked_object(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -158,7 +163,7 @@ class _Open:
 
 
 def _private(array: Any) -> torch.Tensor:
-    return _viewed(array).clone()
+    return array.clone() if isinstance(array, torch.Tensor) else _viewed(array).clone()
 
 
 def packed_field(entries: Sequence[Any], told: Sequence[str]) -> torch.Tensor | NonTensorStack:
@@ -167,7 +172,7 @@ def packed_field(entries: Sequence[Any], told: Sequence[str]) -> torch.Tensor | 
     if not all(one != OBJECT for one in told):
         return NonTensorStack(
             *(
-                _unpacked(entry[_WHOLE]) if one == OBJECT else _private(entry)
+                unpacked_object(entry[_WHOLE]) if one == OBJECT else _private(entry)
                 for entry, one in zip(entries, told, strict=True)
             )
         )

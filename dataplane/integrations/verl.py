@@ -1,0 +1,110 @@
+"""verl's DataProto as rows and back, for flows that use the plane itself instead of TransferQueue's
+surface (`dataplane.integrations.transfer_queue`, docs/verl.md).
+
+    verl.put(part, data, key=uids)
+    with part.claim("train", groups=4) as batch:
+        data = verl.dataproto(batch)
+
+Each row carries its put's `meta_info`. verl is imported when a DataProto is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import dataplane
+from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+__all__ = ["dataproto", "put"]
+
+META_INFO = "meta_info"
+_OBJECT = "object"
+
+
+def put(
+    part: dataplane.Partition,
+    data: DataProto,
+    *,
+    key: Sequence[str | int] | None = None,
+    group: Sequence[str | int] | None = None,
+    tags: Mapping[str, Any] | None = None,
+    dedup: Collection[str] = (),
+    replace: bool = False,
+) -> dataplane.Ref:
+    """Write the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
+    `meta_info` with each row. Arguments as of `Partition.put`.
+
+    ValueError where a name is in both, or is `meta_info`; InvalidValue names a value inside an
+    object that is none of None, numbers, texts, bytes, lists, tuples, dicts, arrays and tensors.
+    """
+    columns: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
+    if odd := sorted(({*columns} & {*data.non_tensor_batch}) | ({META_INFO} & {*columns})):
+        raise ValueError(f"{odd[0]!r} names two things of this DataProto")
+    for name, array in data.non_tensor_batch.items():
+        columns[str(name)] = [{_OBJECT: packed_object(one)} for one in array]
+    columns[META_INFO] = [packed_object(dict(data.meta_info))] * len(data)
+    objects = [*data.non_tensor_batch, *dedup]
+    return part.put(columns, key=key, group=group, tags=tags, dedup=objects, replace=replace)
+
+
+def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
+    """The fetched fields of rows as a DataProto; its tensors and arrays are private copies.
+
+    ValueError names a field whose rows have several shapes, and a key of `meta_info` that rows of
+    several puts have with different values.
+    """
+    from verl import DataProto
+
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, Any] = {}
+    for name in rows.fields:
+        if name == META_INFO:
+            continue
+        column = list(rows[name])
+        if column and isinstance(column[0], dict) and column[0].keys() == {_OBJECT}:
+            arrays[name] = _array([unpacked_object(one[_OBJECT]) for one in column])
+            continue
+        if len(shapes := {np.shape(one) for one in column}) > 1:
+            raise ValueError(
+                f"rows of field {name!r} have the shapes {sorted(shapes)}: a DataProto is dense; "
+                "pad them before the put, or read the field by `torch(...)`"
+            )
+        tensors[name] = rows.torch(name)
+    told = list(rows[META_INFO]) if META_INFO in rows.fields else []
+    meta_info = _joined([unpacked_object(one) for one in told])
+    return DataProto.from_dict(tensors, arrays or None, meta_info)
+
+
+def _array(values: list[Any]) -> Any:
+    """As non_tensor_batch has it: numbers of one dtype as such, everything else as objects."""
+    if values and isinstance(values[0], np.generic) and len({type(one) for one in values}) == 1:
+        return np.array(values)
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for info in infos:
+        for key, value in info.items():
+            if key in joined and not _same(joined[key], value):
+                raise ValueError(
+                    f"meta_info {key!r} differs between the puts of these rows: "
+                    f"{joined[key]!r:.80} and {value!r:.80}"
+                )
+            joined[key] = value
+    return joined
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+        return type(one) is type(other) and one.shape == other.shape and bool((one == other).all())
+    return type(one) is type(other) and bool(one == other)

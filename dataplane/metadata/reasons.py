@@ -1,0 +1,198 @@
+"""Why a call waits, as people are told it, and when they are told.
+
+Plain facts in, one sentence out; nothing here asks anybody. What a store knows of them comes from
+`looks.missing`, as a dict of these very names; several of them add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dataplane.errors import counted
+
+FIRST_S = 10.0
+"""A call that has waited for so long says what it waits for."""
+SOON_S = 1.0
+"""The same for a call that perhaps nobody but its own process can end."""
+MOST_S = 600.0
+"""Between two lines about the same wait, at most; each time it is twice as long."""
+SHOWN_LEASES = 3
+
+
+@dataclass(slots=True)
+class Facts:
+    """What keeps a stage's units (`rows` or `groups`) from a call.
+
+    ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
+    leaves them out. alone: rows without a group. lacking: field → rows without it. adders: field →
+    the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
+    puts that wait for room. silent: peers that did not say anything.
+    """
+
+    unit: str = "rows"
+    ready: int = 0
+    units: int = 0
+    excluded: int = 0
+    alone: int = 0
+    open_groups: int = 0
+    lacking: dict[str, int] = field(default_factory=dict)
+    adders: dict[str, str] = field(default_factory=dict)
+    leases: list[tuple[str, str, int, float]] = field(default_factory=list)
+    sealed: bool = False
+    producers: int = 0
+    silent: int = 0
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """What one more peer says."""
+        self.ready += told["ready"]
+        self.units += told["units"]
+        self.excluded += told["excluded"]
+        self.alone += told["alone"]
+        self.open_groups += told["open_groups"]
+        for name, rows in told["missing"].items():
+            self.lacking[name] = self.lacking.get(name, 0) + rows
+        self.adders |= told["adders"]
+        self.leases += [(who, stage, rows, age) for who, stage, rows, age in told["leases"]]
+        self.sealed |= told["sealed"]
+        self.producers += told["producers"]
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The same in figures, for a program."""
+        return {
+            "ready": self.ready,
+            "units": self.units,
+            "excluded": self.excluded,
+            "missing": self.lacking,
+            "leases": [[who, rows, age] for who, _, rows, age in self.leases],
+            "sealed": self.sealed,
+        }
+
+
+def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
+    """All of it in one sentence. wanted None: as many as fit a budget. me: how `leases` call the
+    process that asks."""
+    said = f"{facts.ready} of {facts.units} {facts.unit} ready"
+    parts = [said if wanted is None else f"{said}, {wanted} wanted"]
+    if facts.excluded:
+        one, many = f"ready {facts.unit[:-1]} is", f"ready {facts.unit} are"
+        parts.append(f"{counted(facts.excluded, one, many)} excluded by the filter")
+    parts += [_lacking(facts, name, stage) for name in facts.lacking]
+    if facts.unit == "groups":
+        if facts.open_groups:
+            parts.append(f"{counted(facts.open_groups, 'group is', 'groups are')} still open")
+        if facts.alone:
+            parts.append(f"{counted(facts.alone, 'row has', 'rows have')} no group")
+    parts += _leases(facts, stage, me)
+    if facts.producers:
+        parts.append(f"{counted(facts.producers, 'put waits', 'puts wait')} for room in the arena")
+    if facts.sealed:
+        left = facts.ready + len(facts.leases) + len(facts.lacking)
+        parts.append(
+            "the partition is sealed, so no new row comes"
+            if left
+            else "the partition is sealed and nothing that is left can come to this call"
+        )
+    if facts.silent:
+        parts.append(f"{counted(facts.silent, 'peer')} did not answer")
+    return "; ".join(parts)
+
+
+def _lacking(facts: Facts, name: str, stage: str) -> str:
+    said = (
+        f"{counted(facts.lacking[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
+    )
+    return f"{said} that stage {facts.adders[name]!r} adds" if name in facts.adders else said
+
+
+def _leases(facts: Facts, stage: str, me: str) -> list[str]:
+    said = []
+    for who, of, rows, age in sorted(facts.leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
+        holder = "this process" if who == me else who
+        where = "" if of == stage else f" for stage {of!r}"
+        said.append(f"{counted(rows, 'row')} leased by {holder}{where} for {age:.0f} s")
+    more = len(facts.leases) - len(said)
+    return [*said, f"and by {more} more"] if more > 0 else said
+
+
+def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
+    """Whether nobody but the process that asks could end its wait: it holds rows of this very
+    stage, nobody else holds any, and nobody else puts some. alone: no other client has anything to
+    do with the partition."""
+    holds = any(who == me and of == stage for who, of, _, _ in facts.leases)
+    others = any(who != me for who, _, _, _ in facts.leases) or facts.producers or facts.silent
+    return holds and not others and (facts.sealed or alone)
+
+
+OWN = "only this process itself could end this wait: ack, release or drop the batch it holds first"
+
+
+class Subject(NamedTuple):
+    """What calls wait for; those of equal ones are told in one line."""
+
+    kind: str
+    partition: str = ""
+    stage: str = ""
+    more: tuple[Any, ...] = ()
+
+
+class Notices:
+    """When a host says what its calls wait for: one line a subject, however many of them wait."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[Subject, _Known] = {}
+
+    def begin(self, subject: Subject, now: float) -> None:
+        known = self._subjects.setdefault(subject, _Known(now, now + FIRST_S))
+        known.waiting += 1
+
+    def end(self, subject: Subject) -> None:
+        known = self._subjects[subject]
+        known.waiting -= 1
+        if not known.waiting:
+            del self._subjects[subject]
+
+    def wait_s(self, subject: Subject, now: float) -> float:
+        """Until the next line is due."""
+        return max(0.0, self._subjects[subject].due - now)
+
+    def take(self, subject: Subject, now: float) -> int:
+        """How many wait, for the one of them that is to say it now; 0 for all others."""
+        known = self._subjects[subject]
+        if now < known.due:
+            return 0
+        known.gap_s = min(MOST_S, 2 * known.gap_s)
+        known.due = now + known.gap_s
+        return known.waiting
+
+    def said(self, subject: Subject, why: str) -> None:
+        """What the wait was found to be for."""
+        if subject in self._subjects:
+            self._subjects[subject].why = why
+
+    def waits(self, now: float) -> list[tuple[Subject, int, float, str]]:
+        """Every subject with how many wait, for how long somebody has, and why, where that was
+        looked for."""
+        return [(s, one.waiting, now - one.since, one.why) for s, one in self._subjects.items()]
+
+    def __len__(self) -> int:
+        return len(self._subjects)
+
+
+@dataclass(slots=True)
+class _Known:
+    since: float
+    due: float
+    gap_s: float = FIRST_S
+    waiting: int = 0
+    why: str = ""
+
+
+def added_up(unit: str, told: Iterable[Mapping[str, Any]], silent: int = 0) -> Facts:
+    """What several peers say."""
+    facts = Facts(unit, silent=silent)
+    for one in told:
+        facts.add(one)
+    return facts

@@ -1,0 +1,82 @@
+"""What a waiting call says in the log of its own process, and when: see `metadata.reasons`.
+
+A call that waits is inside of a `Telling`. One of those that wait for the same speaks for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dataplane.errors import DataplaneError, counted
+from dataplane.metadata import reasons
+from dataplane.peer.host import Host, call_notice
+
+ASK_S = 2.0
+"""How long the reason is looked for."""
+REST_S = 0.2
+
+Why = tuple[str, dict[str, Any]]
+"""For people, and the same in figures."""
+
+
+class Telling:
+    """Says what one call waits for, when that is due.
+
+    soon: its own process may be all that it waits for, which is to be said at once.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        what: str,
+        subject: reasons.Subject,
+        look: Callable[[float], Awaitable[Why]],
+        soon: bool = False,
+    ) -> None:
+        self._host = host
+        self._what = what
+        self._subject = subject
+        self._look = look
+        self._soon = soon
+        self._notice = call_notice.get()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._began = self._host.now()
+        self._host.notices.begin(self._subject, self._began)
+        self._arm(reasons.SOON_S if self._soon else reasons.FIRST_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._host.notices.end(self._subject)
+        for one in (self._timer, self._task):
+            if one is not None:
+                one.cancel()
+
+    def _arm(self, most_s: float) -> None:
+        left_s = self._host.notices.wait_s(self._subject, self._host.now())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(REST_S, min(left_s, most_s)), self._ring)
+
+    def _ring(self) -> None:
+        many = self._host.notices.take(self._subject, self._host.now())
+        if many or self._soon:
+            self._task = asyncio.ensure_future(self._tell(many))
+        else:
+            self._arm(math.inf)
+
+    async def _tell(self, many: int) -> None:
+        self._soon = False
+        try:
+            why, details = await self._look(ASK_S)
+        except DataplaneError as exc:
+            why, details = exc.message, {}
+        self._host.notices.said(self._subject, why)
+        if many or details.get("only_own"):
+            waited_s = self._host.now() - self._began
+            others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
+            self._notice(f"{self._what}{others} has waited {waited_s:.0f} s: {why}")
+        self._arm(math.inf)

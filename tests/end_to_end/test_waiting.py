@@ -1,0 +1,130 @@
+"""Nothing waits in silence: what a waiting call says in the log of its process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import dataplane
+from dataplane import Plane, aio, cli, tag
+from dataplane.metadata.reasons import FIRST_S
+from tests.end_to_end.conftest import PLANE, Cluster
+
+
+@pytest.fixture
+def plane(cluster: Cluster) -> Iterator[Plane]:
+    cluster.start("a")
+    with cluster.connect("a") as connected:
+        yield connected
+
+
+def lines(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno == logging.WARNING and what in record.message
+    ]
+
+
+def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": [1, 2]})
+    batch = part.claim("s", rows=2)
+    with pytest.raises(dataplane.ClaimTimeout) as caught:
+        part.claim("s", rows=1, timeout=FIRST_S / 2)
+    (line,) = lines(caplog, "claim of 1 (rows) for stage 's' of partition 'p'")
+    for text in (line, caught.value.message):
+        assert "2 rows leased by this process for" in text
+        assert "only this process itself could end this wait: ack, release or drop" in text
+    assert caught.value.details["only_own"] is True
+    batch.ack()
+
+
+def test_after_ten_seconds_one_of_all_waiting_calls_of_a_host_says_why(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = plane.partition("p", stages={"s": ["x"], "t": ["x", "y"]}, group_size=2)
+    part.put({"x": [1, 2]}, group="g", tags={"version": 1})
+    part.put({"x": [1]}, group="h", tags={"version": 9})
+    errors: list[BaseException] = []
+
+    def claim(stage: str, **call: object) -> None:
+        try:
+            part.claim(stage, groups=1, timeout=FIRST_S + 3, **call)  # type: ignore[arg-type]
+        except dataplane.ClaimTimeout as exc:
+            errors.append(exc)
+
+    async def by_await() -> None:
+        async with aio.connect("a", run=PLANE) as other:
+            with pytest.raises(dataplane.ClaimTimeout):
+                await (await other.partition("p")).claim("t", groups=1, timeout=FIRST_S + 3)
+
+    threads = [threading.Thread(target=claim, args=("t",)) for _ in range(3)]
+    filtered = {"where": tag("version") > 5}
+    threads.append(threading.Thread(target=claim, args=("s",), kwargs=filtered))
+    threads.append(threading.Thread(target=lambda: __import__("asyncio").run(by_await())))
+    threads.append(
+        threading.Thread(
+            target=lambda: pytest.raises(
+                dataplane.ClaimTimeout, part.wait, "t", groups=9, timeout=FIRST_S + 3
+            )
+        )
+    )
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (one,) = lines(caplog, "claim of 1 (groups) for stage 't'")
+    assert "and 3 others of this host" in one and "3 rows lack `y`, a field of 't'" in one
+    assert "1 group is still open" in one
+    (other,) = lines(caplog, "claim of 1 (groups) for stage 's'")
+    assert "1 ready group is excluded by the filter" in other
+    (waits,) = lines(caplog, "wait for stage 't'")
+    assert "9 wanted" in waits
+    assert len(errors) == 4 and all("excluded" in str(e) or "`y`" in str(e) for e in errors)
+
+
+def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a")
+    code = (
+        "import dataplane\n"
+        f"with dataplane.connect('a', run={PLANE!r}) as plane:\n"
+        f"    try: plane.partition('step-1').claim('s', rows=1, timeout={FIRST_S + 3})\n"
+        "    except dataplane.DataplaneError: pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "attaching to partition 'step-1' has waited 10 s: nobody has declared it" in done.stderr
+
+
+def test_status_has_a_line_a_stage_and_folds_what_is_drained(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = plane.partition("step-0", stages={"s": ["x"]})
+    old.put({"x": [1]})
+    old.seal()
+    for _batch in old.stream("s", rows=1):
+        pass
+    part = plane.partition("step-1", stages={"s": ["x"], "t": ["x", "y"]}, group_size=2)
+    part.put({"x": [1, 2, 3, 4]}, group=["g", "g", "h", "h"])
+    batch = part.claim("s", groups=1)
+    assert cli.main(["status", "--run", PLANE]) == 0
+    shown = capsys.readouterr().out
+    assert f"run {PLANE}" in shown.splitlines()[0]
+    assert "host a  [" in shown and "1 drained partition: step-0" in shown
+    assert "partition step-1  open, 4 rows, 2 groups" in shown
+    (line,) = [one for one in shown.splitlines() if one.startswith("    s  ")]
+    assert "2 ready (1 whole group) | 2 leased: 2 by pid" in line and "0.0 rows/s" in line
+    assert cli.main(["status", "--run", PLANE, "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["peers"]["a"]["everywhere"]["partitions"]["step-1"]["rows"] == 4
+    batch.ack()

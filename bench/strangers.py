@@ -26,7 +26,7 @@ import zmq
 import dataplane
 from bench import bounds
 from bench.options import whole
-from dataplane.launch import config, rundir
+from dataplane.launch import rundir, settings
 from dataplane.peer.gate import Gate
 from dataplane.transport.bulk_frames import CHALLENGE_BYTES, Join, Joined, decode_from_owner, encode
 from dataplane.transport.tickets import plane_key, proof
@@ -120,7 +120,7 @@ class Target:
             door.connect(str(path))
             welcome = frames.decode_reply(next_frame(door.makefile("rb").read)).body
         assert isinstance(welcome, Welcome)
-        token = config.find_token()
+        token = settings.of_variable("token-file")
         founding = tuple(stats["roster"]["founding"])
         return Target(
             stats["pid"],

@@ -15,19 +15,13 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dataplane import __version__
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
-from dataplane.launch import config, discovery, embedded, rundir, runs
-from dataplane.launch.bulk_tls import find_bulk_tls
-from dataplane.launch.config import PeerConfig
-from dataplane.launch.device import find_device_arena
-from dataplane.launch.metrics import find_metrics, parse_metrics
-from dataplane.launch.spill import find_spill, parse_spill
-from dataplane.launch.token import new_token, read_token
-from dataplane.launch.transport import find_transport, parse_transport
+from dataplane.launch import embedded, rundir, runs, settings
+from dataplane.launch.settings import PeerConfig
+from dataplane.launch.token import new_token
 
 _WATCH_PERIOD_S = 2.0
 _RATE_S = 0.5
@@ -37,6 +31,8 @@ _RATE_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = _parser().parse_args(argv)
+    if wrong := settings.unknown():
+        print(f"dataplane: {wrong}", file=sys.stderr)
     try:
         code: int = arguments.command(arguments)
         return code
@@ -56,22 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     peer = commands.add_parser("peer", help="run this host's peer until it is stopped")
-    peer.add_argument("--name", default="a", help="its name on this host (default: %(default)s)")
-    peer.add_argument("--listen", metavar="tcp://HOST:PORT", help="where other peers reach it")
-    peer.add_argument("--seeds", metavar="ADDR,ADDR", help="all peers' addresses, or none")
-    peer.add_argument("--join", action="store_true", help="join a plane that runs, as no seed")
-    peer.add_argument("--roster", metavar="etcd://HOST:PORT", help="let etcd keep the roster")
-    peer.add_argument("--arena", metavar="SIZE", help="memory for rows, such as 8GiB")
-    peer.add_argument("--spill", metavar="DIR[:SIZE]", help="where values go when it is full")
-    peer.add_argument("--device-arena", metavar="SIZE", help="GPU memory for rows, of each GPU")
-    peer.add_argument("--transport", metavar="T", help="auto, required:NAME, off:NAME,NAME or off")
-    peer.add_argument("--bulk-tls", action="store_true", help="encrypt values between hosts")
-    peer.add_argument("--metrics", metavar="HOST:PORT", help="show them to Prometheus there")
-    peer.add_argument("--token-file", metavar="F", help="the secret that all peers share")
-    peer.add_argument("--run", metavar="NAME", help="the run that it serves (default: default)")
-    peer.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
-    peer.add_argument("--linger", metavar="S", help="leave so long after the last client")
-    peer.add_argument("--linger-unread", metavar="S", help="... while rows are unread")
+    for one in settings.OF_PEERS:
+        told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
+        if one.is_switch:
+            action = argparse.BooleanOptionalAction
+            peer.add_argument(one.flag, dest=one.name, action=action, help=told)
+        else:
+            peer.add_argument(one.flag, dest=one.name, metavar=one.form, help=told)
     peer.add_argument("--starter", help=argparse.SUPPRESS)
     peer.set_defaults(command=_peer)
 
@@ -113,44 +100,13 @@ def _peer(arguments: argparse.Namespace) -> int:
 
 def peer_config(arguments: argparse.Namespace) -> PeerConfig:
     """The configuration that the arguments and, where they are silent, the variables give."""
-    run = runs.run_of_peer(arguments.run)
-    if arguments.seeds:
-        place = discovery.Place(config.parse_seeds(arguments.seeds), arguments.listen)
-    else:
-        place = discovery.find_place(run)
-    linger = arguments.linger or os.environ.get("DATAPLANE_LINGER")
-    unread = arguments.linger_unread or linger
-    arena_bytes = (
-        config.parse_size(arguments.arena) if arguments.arena else config.default_arena_bytes()
-    )
-    token = read_token(arguments.token_file) if arguments.token_file else config.find_token()
-    return PeerConfig(
-        run=run,
-        name=arguments.name,
-        listen=arguments.listen or place.listen,
-        seeds=place.seeds,
-        arena_bytes=arena_bytes,
-        run_dir=rundir.run_dir() if arguments.run_dir is None else arguments.run_dir,
-        linger_s=config.parse_seconds(linger) if linger else None,
-        linger_unread_s=config.parse_seconds(unread) if unread else None,
-        starter=rundir.parse_starter(arguments.starter) if arguments.starter else None,
-        join=arguments.join or (place.join and not arguments.listen),
-        roster=config.parse_roster(arguments.roster or os.environ.get("DATAPLANE_ROSTER", "")),
-        token=token,
-        spill=(
-            parse_spill(arguments.spill, arena_bytes)
-            if arguments.spill
-            else find_spill(arena_bytes)
-        ),
-        metrics=(
-            parse_metrics(arguments.metrics, token) if arguments.metrics else find_metrics(token)
-        ),
-        transport=(
-            parse_transport(arguments.transport) if arguments.transport else find_transport()
-        ),
-        bulk_tls=arguments.bulk_tls or find_bulk_tls(),
-        device_arena=find_device_arena(arguments.device_arena),
-    )
+    said = {one.name: getattr(arguments, one.name) for one in settings.OF_PEERS}
+    texts = {name: _SWITCH.get(text, text) for name, text in said.items()}
+    starter = rundir.parse_starter(arguments.starter) if arguments.starter else None
+    return embedded.peer_config(settings.by_hand(texts), os.environ, starter)
+
+
+_SWITCH = {True: "1", False: "0"}
 
 
 def _token(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
+from dataplane.launch import settings
 from dataplane.memory.device import Device, Located, Pool, PoolHandle, device_of
 from dataplane.wire.messages import Welcome
 
@@ -49,7 +50,7 @@ AUTO = Wish()
 
 def wish_of(given: str | None, environ: Mapping[str, str] = os.environ) -> Wish:
     """What is given, else DATAPLANE_DEVICES, else auto. InvalidCall for another word."""
-    mode: Any = given or environ.get("DATAPLANE_DEVICES") or "auto"
+    mode: Any = given or settings.of_variable("devices", environ) or "auto"
     if mode not in get_args(Mode):
         raise InvalidCall(f"devices= is auto, required or off, not {mode!r:.40}")
     return Wish(mode, _current_gpu())

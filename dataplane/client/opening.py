@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from dataplane.client.handshake import open_connection
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.session import Session
 from dataplane.errors import PeerLost, PeerNotFound
+from dataplane.launch import settings
 from dataplane.launch.embedded import attach
 from dataplane.memory.mapping import ReadMap, WriteMaps
 
@@ -38,6 +40,8 @@ def open_session(
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
     which; processes that this one starts from now on belong to the same run. visit: neither is so,
     for commands that only look."""
+    if not visit:
+        _warn_of_unknown()
     for attempt in range(_ATTEMPTS):
         attached = attach(run, name, fresh=fresh)
         fresh = fresh and not attached.began
@@ -74,6 +78,13 @@ def reconnect(kind: Callable[[Housekeeper], P], run: str, peer: str) -> P:
                 keeper = open_session(None, run)
             plane = _reconnected[known] = kind(keeper)
         return plane
+
+
+@functools.cache
+def _warn_of_unknown() -> None:
+    """Once a process: a variable whose name is wrong would do nothing, without a word."""
+    if wrong := settings.unknown():
+        log.warning("%s", wrong)
 
 
 def _connected(path: str) -> socket.socket:

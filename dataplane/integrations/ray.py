@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,16 +25,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import dataplane
 from dataplane.errors import AddressInUse, ConnectError, DataplaneError, InvalidConfig
-from dataplane.launch import discovery, embedded, rundir, runs
-from dataplane.launch.config import (
-    PeerConfig,
-    default_arena_bytes,
-    embedded_lingers,
-    is_loopback,
-    parse_size,
-)
-from dataplane.launch.spill import find_spill, parse_spill
-from dataplane.launch.token import new_token, read_token
+from dataplane.launch import discovery, embedded, rundir, runs, settings
+from dataplane.launch.settings import PeerConfig
+from dataplane.launch.token import new_token
+from dataplane.launch.values import is_loopback
 
 __all__ = ["Peers", "start"]
 
@@ -48,41 +42,69 @@ _PORTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the peers of a plane have in common. token: the secret itself, or None where
-    `token_file` names it on every host, or nobody needs one."""
+    """What the peers of a plane have in common. given: settings that `start` was called with.
+    variables: the driver's, which those of a node's workers win over. token: the secret itself, or
+    None where a file has it on every host, or nobody needs one."""
 
     plane: str
     seeds: tuple[str, ...]
-    arena: str | None = None
-    spill: str | None = None
-    token_file: str | None = None
+    given: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     token: str | None = field(default=None, repr=False)
 
+    @property
+    def has_token_file(self) -> bool:
+        return "token-file" in self.given or "DATAPLANE_TOKEN_FILE" in self.variables
 
-def start(
-    *,
-    arena: str | None = None,
-    spill: str | None = None,
-    token_file: str | None = None,
-    timeout: float = START_S,
-) -> Peers:
+
+def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
     """A peer on every living node of the Ray cluster that this driver is connected to.
 
-    arena, spill: of each, as `--arena` and `--spill` (default: DATAPLANE_ARENA and _SPILL there).
-    token_file: where every host has the cluster token (default: DATAPLANE_TOKEN_FILE of this
-    process); without one a new token is made and handed to the hosts through Ray. timeout: seconds.
-    Workers find their node's peer with `dataplane.connect()`. Raises ConnectError, InvalidConfig.
+    given: settings of the peers by name, `arena="64GiB", transport="required:nixl"`, as they are
+    written for `dataplane peer` (docs/settings.md); else the variables of a node's workers say
+    them, else this process's. token_file: where every host has the cluster token; without one a new
+    token is made and handed to the hosts through Ray. timeout: seconds. Workers find their node's
+    peer with `dataplane.connect()`. Raises ConnectError, InvalidConfig.
     """
     if not ray.is_initialized():
         raise InvalidConfig("ray is not initialised: call ray.init() before start()")
-    token_file = token_file or os.environ.get("DATAPLANE_TOKEN_FILE")
-    peers = Peers(Setup(runs.find_run().name, (), arena, spill, token_file), timeout)
+    texts = {name: text for name, text in map(_setting, given, given.values()) if text is not None}
+    for name in _SHARED:  # what cannot be read is told here, and not by every node
+        settings.value(name, settings.by_hand({name: texts.get(name)}, "{}="))
+    shared = [settings.SETTINGS[name].env for name in (*_SHARED, *_OF_NODES)]
+    variables = {name: os.environ[name] for name in shared if os.environ.get(name)}
+    peers = Peers(Setup(runs.find_run().name, (), texts, variables), timeout)
     try:
         peers.extend()
     except BaseException:
         peers.stop()
         raise
     return peers
+
+
+_SHARED = (
+    "arena",
+    "device-arena",
+    "transport",
+    "bulk-tls",
+    "metrics",
+    "roster",
+    "linger",
+    "linger-unread",
+)
+_OF_NODES = ("spill", "token-file")
+"""Settings whose text means something on the node only."""
+
+
+def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
+    """A setting as `start` is given it. InvalidConfig where it is none that peers could share."""
+    setting = name.replace("_", "-")
+    if setting not in (*_SHARED, *_OF_NODES):
+        known = ", ".join(one.replace("-", "_") for one in (*_SHARED, *_OF_NODES))
+        raise InvalidConfig(f"{name}= is no setting that start() takes: {known}, timeout")
+    if isinstance(text, bool):
+        text = "1" if text else "0"
+    return setting, text
 
 
 class Peers:
@@ -194,8 +216,8 @@ def _with_seeds(setup: Setup, seeds: Sequence[str]) -> Setup:
     """The first peers are the seeds. On loopback they need no token."""
     hosts = [seed.removeprefix("tcp://").rpartition(":")[0] for seed in seeds]
     alone = all(is_loopback(host) for host in hosts)
-    token = None if alone or setup.token_file else new_token()
-    return Setup(setup.plane, tuple(seeds), setup.arena, setup.spill, setup.token_file, token)
+    token = None if alone or setup.has_token_file else new_token()
+    return replace(setup, seeds=tuple(seeds), token=token)
 
 
 class Attendant:
@@ -247,30 +269,18 @@ class Attendant:
     def _config(
         self, setup: Setup, listen: str, joins: bool, token_file: Path | None
     ) -> PeerConfig:
-        arena_bytes = parse_size(setup.arena) if setup.arena else default_arena_bytes()
-        linger_s, linger_unread_s = embedded_lingers()
-        spill = parse_spill(setup.spill, arena_bytes) if setup.spill else find_spill(arena_bytes)
-        return PeerConfig(
-            run=setup.plane,
-            name=self._name,
-            listen=listen if setup.seeds else None,
-            seeds=setup.seeds,
-            join=joins,
-            arena_bytes=arena_bytes,
-            run_dir=rundir.run_dir(),
-            linger_s=linger_s,
-            linger_unread_s=linger_unread_s,
-            starter=runs.this_process(),
-            token=read_token(token_file) if token_file else None,
-            spill=spill,
-        )
+        own = {"run": setup.plane, "name": self._name, "seeds": ",".join(setup.seeds) or "none"}
+        own |= {"listen": listen, "join": "1" if joins else "0"} if setup.seeds else {}
+        own |= {"token-file": str(token_file)} if token_file else {}
+        given = settings.by_hand({**setup.given, **own}, "{}=")
+        return embedded.peer_config(given, {**setup.variables, **os.environ}, runs.this_process())
 
 
 @contextlib.contextmanager
 def _token_file(setup: Setup, path: Path) -> Iterator[Path | None]:
     """The file of the token that the peer reads at its start; one of ours goes again then."""
     if setup.token is None:
-        yield Path(setup.token_file) if setup.token_file and setup.seeds else None
+        yield None
         return
     path.unlink(missing_ok=True)
     path.touch(0o600, exist_ok=False)

@@ -38,7 +38,8 @@ from typing import Any
 import xxhash
 
 from dataplane.errors import ConnectError, InvalidConfig, SeedsMissing
-from dataplane.launch.config import is_loopback, parse_address, parse_seeds
+from dataplane.launch import settings
+from dataplane.launch.values import is_loopback, parse_address
 
 Environ = Mapping[str, str]
 
@@ -98,9 +99,9 @@ def find_place(run: str, environ: Environ = os.environ) -> Place:
 
 def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     """The seeds, and whether there are hosts besides theirs."""
-    given = environ.get("DATAPLANE_SEEDS")
-    if given:
-        return parse_seeds(given), False
+    said = settings.said_in(environ)
+    if "seeds" in said:
+        return settings.value("seeds", said) or (), False
     several = [job for job in jobs(environ) if job.several_hosts]
     if not several:
         return (), False

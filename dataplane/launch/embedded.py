@@ -18,26 +18,31 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import msgspec
+import xxhash
 
-from dataplane.errors import ConnectError, InvalidCall, PeerAmbiguous, PeerNotFound, RunMissing
-from dataplane.launch import discovery, rundir, runs
-from dataplane.launch.bulk_tls import find_bulk_tls
-from dataplane.launch.config import (
-    EMBEDDED,
-    PeerConfig,
-    default_arena_bytes,
-    embedded_lingers,
-    embedded_name,
-    find_token,
-    is_embedded,
+from dataplane.errors import (
+    ConnectError,
+    InvalidCall,
+    InvalidConfig,
+    PeerAmbiguous,
+    PeerNotFound,
+    RunMissing,
 )
-from dataplane.launch.metrics import find_metrics
-from dataplane.launch.spill import find_spill
-from dataplane.launch.transport import find_transport
+from dataplane.launch import discovery, rundir, runs, settings
+from dataplane.launch.settings import PeerConfig
+from dataplane.launch.values import (
+    AUTO,
+    Spill,
+    allowed_memory_bytes,
+    check_peer_name,
+    parse_address,
+)
 
+EMBEDDED = "embedded"
+"""The name of a peer that `connect()` started; see `embedded_name`."""
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
@@ -128,7 +133,7 @@ def attach(
     fresh: an embedded peer that another launch has left is ended before, and one of this process.
     InvalidCall where that is not this call's to end.
     """
-    peer_name = peer_name or environ.get("DATAPLANE_PEER") or None
+    peer_name = peer_name or settings.of_variable("peer", environ)
     base = rundir.run_dir(environ)
     belongs = runs.find_run(run, environ)
     if peer_name is not None and peer_name != EMBEDDED:
@@ -141,7 +146,7 @@ def attach(
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
-            config = embedded_config(belongs.name, base, environ)
+            config = embedded_config(belongs.name, environ)
             if config.seeds:
                 deadline = max(deadline, time.monotonic() + MEET_TIMEOUT_S)
             if peer is None:
@@ -221,7 +226,7 @@ def _names(folder: Path) -> list[str]:
     return [peer.name for peer in rundir.living_peers(folder)]
 
 
-def embedded_config(run: str, run_dir: Path, environ: Mapping[str, str]) -> PeerConfig:
+def embedded_config(run: str, environ: Mapping[str, str]) -> PeerConfig:
     """What the embedded peer is started with; everything that can be refused is refused here."""
     place = discovery.find_place(run, environ)
     seeds = place.seeds
@@ -238,26 +243,73 @@ def embedded_config(run: str, run_dir: Path, environ: Mapping[str, str]) -> Peer
             "by hand, dataplane peer --name ... --listen tcp://host:port --seeds ...",
             seeds=seeds,
         )
-    linger_s, linger_unread_s = embedded_lingers(environ)
-    arena_bytes = default_arena_bytes(environ)
-    token = find_token(environ)
+    given = settings.by_hand({"run": run, "name": embedded_name(place.listen)})
+    return peer_config(given, environ, runs.this_process(environ), place)
+
+
+def peer_config(
+    given: Mapping[str, settings.Said],
+    environ: Mapping[str, str] = os.environ,
+    starter: rundir.Starter | None = None,
+    place: discovery.Place | None = None,
+) -> PeerConfig:
+    """What a peer is started with: what is given by hand, else what variables say, else what a
+    launcher does. starter: who starts it by `connect()`, None where somebody does it by hand.
+    place: where it is in its plane, where the caller has found that."""
+    said = {**settings.said_in(environ, by_hand=starter is None), **given}
+    value = partial(settings.value, said=said)
+    run = runs.run_of_peer(given["run"].text if "run" in given else None, environ)
+    listen: str | None = value("listen")
+    if place is None and "seeds" in given:
+        place = discovery.Place(value("seeds") or (), listen)
+    elif place is None:
+        place = discovery.find_place(run, environ)
+    arena_bytes: int | None = value("arena")
+    if arena_bytes is None:
+        arena_bytes = allowed_memory_bytes() // 4
+    spill: Spill | None = value("spill")
+    linger_s, unread_s = value("linger"), value("linger-unread")
+    unread_s = linger_s if unread_s is None else unread_s
+    if starter is not None:
+        linger_s = settings.LINGER_S if linger_s is None else linger_s
+        unread_s = settings.LINGER_UNREAD_S if unread_s is None else unread_s
     return PeerConfig(
         run=run,
-        name=embedded_name(place.listen),
-        listen=place.listen,
-        join=place.join,
-        seeds=seeds,
+        name=value("name") or "a",
+        listen=listen or place.listen,
+        seeds=place.seeds,
         arena_bytes=arena_bytes,
-        run_dir=run_dir,
+        run_dir=value("run-dir") or rundir.run_dir(environ),
         linger_s=linger_s,
-        linger_unread_s=linger_unread_s,
-        starter=runs.this_process(environ),
-        token=token,
-        spill=find_spill(arena_bytes, environ),
-        metrics=find_metrics(token, environ),
-        transport=find_transport(environ),
-        bulk_tls=find_bulk_tls(environ),
+        linger_unread_s=unread_s,
+        starter=starter,
+        token=value("token-file"),
+        join=value("join") or (place.join and not listen),
+        roster=value("roster") or (),
+        spill=spill.beside(arena_bytes) if spill else None,
+        metrics=value("metrics"),
+        transport=value("transport") or AUTO,
+        bulk_tls=bool(value("bulk-tls")),
+        device_arena=value("device-arena"),
     )
+
+
+def embedded_name(listen: str | None) -> str:
+    """`embedded`, and in a plane of several hosts what tells it from those of the others."""
+    if listen is None:
+        return EMBEDDED
+    host, _ = parse_address(listen)
+    plain = f"{EMBEDDED}-{host}"
+    try:
+        check_peer_name(plain)
+    except InvalidConfig:
+        return f"{EMBEDDED}-{xxhash.xxh3_64_hexdigest(host.encode())}"
+    return plain
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a peer of this name was started by `connect()`."""
+    return name == EMBEDDED or name.startswith(f"{EMBEDDED}-")
 
 
 def answers(path: Path) -> bool:
@@ -380,28 +432,14 @@ def _spawn(config: PeerConfig, folder: Path) -> int:
 
 def command_line(config: PeerConfig) -> list[str]:
     """The command that starts this peer."""
-    command = [sys.executable, "-m", "dataplane", "peer", "--name", config.name]
-    command += ["--run", config.run, "--run-dir", str(config.run_dir)]
-    command += ["--arena", str(config.arena_bytes), "--seeds", ",".join(config.seeds) or "none"]
-    command += ["--listen", config.listen] if config.listen else []
-    command += ["--join"] if config.join else []
-    command += ["--token-file", str(config.token.path)] if config.token else []
-    command += ["--spill", config.spill.setting] if config.spill else []
-    command += ["--metrics", config.metrics.setting] if config.metrics else []
-    command += ["--transport", str(config.transport)]
-    command += ["--bulk-tls"] if config.bulk_tls else []
-    if config.starter is not None:
-        command += ["--starter", msgspec.json.encode(config.starter).decode()]
-    if config.linger_s is not None:
-        command += ["--linger", str(config.linger_s)]
-    if config.linger_unread_s is not None:
-        command += ["--linger-unread", str(config.linger_unread_s)]
-    return command
+    return [sys.executable, "-m", "dataplane", "peer", *config.arguments()]
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and a checkout that is imported without being installed."""
-    environment = dict(os.environ)
+    """Ours without settings, which are on its command line; and a checkout that is imported without
+    being installed."""
+    ours = {setting.env for setting in settings.TABLE} - {"DATAPLANE_RUN_DIR"}
+    environment = {name: text for name, text in os.environ.items() if name not in ours}
     home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):
         paths = [str(home), *filter(None, [environment.get("PYTHONPATH")])]

@@ -25,8 +25,8 @@ import msgspec
 import xxhash
 
 from dataplane.errors import InvalidConfig, PeerNameTaken
-from dataplane.launch.config import check_peer_name, check_run
-from dataplane.launch.private import private_dir
+from dataplane.launch import settings
+from dataplane.launch.values import check_peer_name, check_run, private_dir
 
 MAX_SOCKET_PATH_BYTES = 99
 """Linux takes 107; other systems 103."""
@@ -88,9 +88,10 @@ class LivingPeer:
 
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The run directory, made if missing; InvalidConfig unless it is private to the user."""
-    given, runtime = environ.get("DATAPLANE_RUN_DIR"), environ.get("XDG_RUNTIME_DIR")
-    if given:
-        path = Path(given).absolute()
+    given: Path | None = settings.of_variable("run-dir", environ)
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if given is not None:
+        path = given
     elif runtime and os.access(runtime, os.W_OK | os.X_OK):
         path = Path(runtime) / "dataplane"
     else:

@@ -23,9 +23,9 @@ from typing import Literal
 
 import xxhash
 
-from dataplane.launch import discovery, rundir
-from dataplane.launch.config import check_run
+from dataplane.launch import discovery, rundir, settings
 from dataplane.launch.rundir import Starter
+from dataplane.launch.values import check_run
 
 DEFAULT = "default"
 """The run of peers that are started by hand, where nothing names another."""
@@ -51,8 +51,8 @@ def find_run(given: str | None = None, environ: Mapping[str, str] = os.environ) 
     """The run of this process, see above."""
     if given is not None:
         return Run(check_run(given), "hand")
-    if variable := environ.get("DATAPLANE_RUN"):
-        return Run(check_run(variable), "variable")
+    if variable := settings.of_variable("run", environ):
+        return Run(variable, "variable")
     if launched := discovery.launchers_run(environ):
         return Run(launched, "launcher")
     return Run(_launch(environ), "launch")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.errors import DataplaneError, TransportMissing
-from dataplane.launch.transport import TransportChoice
+from dataplane.launch.values import TransportChoice
 from dataplane.peer.device_sampling import DeviceSampling
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.paths import FAILURES, REQUIRED_S, RETRY_S

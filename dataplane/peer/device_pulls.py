@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable, ValueTooLarge
-from dataplane.launch.transport import TransportChoice
+from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory

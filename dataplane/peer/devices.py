@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError, ValueTooLarge
-from dataplane.launch.device import DeviceMemory
+from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
+from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
 from dataplane.memory.host_memory import HostMemory
@@ -32,6 +32,24 @@ FULL_ADVICE = 'put them with overflow="host", or give the peer a larger --device
 def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
     """The books of a peer's memory, which has an arena of so much and these devices."""
     return HostMemory(arena_bytes) if devices else Space(arena_bytes)
+
+
+def devices_of(memory: DeviceMemory) -> list[Device]:
+    """The devices that give the memory. DeviceMissing where there is none, or no library for it."""
+    if memory.twins:
+        from dataplane.memory.device_twin import TwinDevice
+
+        numbers = range(memory.first, memory.first + memory.twins)
+        return [TwinDevice(f"twin:{number}") for number in numbers]
+    from dataplane.memory.device_cuda import CudaDevice
+
+    count = CudaDevice.count()
+    if not count:
+        raise DeviceMissing(
+            "--device-arena (or DATAPLANE_DEVICE_ARENA) asks for GPU memory, and this process sees "
+            "no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out"
+        )
+    return [CudaDevice(number) for number in range(min(count, MAX_DEVICES))]
 
 
 class Devices:

@@ -17,7 +17,7 @@ from socket import AF_INET, SOCK_STREAM, getaddrinfo
 import zmq
 
 from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
-from dataplane.launch.config import is_loopback, parse_address
+from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.gate import Gate
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import limits, peering

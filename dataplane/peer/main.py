@@ -20,7 +20,7 @@ import uvloop
 
 from dataplane.errors import InvalidConfig
 from dataplane.launch import rundir, runs
-from dataplane.launch.config import PeerConfig
+from dataplane.launch.settings import PeerConfig
 from dataplane.peer.peer import Peer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
-from dataplane.launch.transport import TransportChoice
+from dataplane.launch.values import TransportChoice
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.sampling import Sampling, Trial
 from dataplane.transport import registry

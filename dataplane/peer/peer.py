@@ -15,9 +15,8 @@ import secrets
 
 from dataplane.errors import PartitionGone
 from dataplane.launch import runs
-from dataplane.launch.config import LINGER_S, MIN_ARENA_BYTES, PeerConfig
-from dataplane.launch.device import devices_of
-from dataplane.launch.spill import Spill
+from dataplane.launch.settings import LINGER_S, PeerConfig
+from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.leftovers import arena_beside
 from dataplane.memory.spill_file import SpillFile
 from dataplane.metadata.operations import Operations
@@ -30,7 +29,7 @@ from dataplane.peer.claims import Claims
 from dataplane.peer.copying import Copying
 from dataplane.peer.credit import Credit
 from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.devices import Devices, memory_of
+from dataplane.peer.devices import Devices, devices_of, memory_of
 from dataplane.peer.door import Door
 from dataplane.peer.finishing import Finishing
 from dataplane.peer.gate import Gate

@@ -26,7 +26,7 @@ from dataplane.errors import (
     TransportMissing,
     Unavailable,
 )
-from dataplane.launch.transport import AUTO, TransportChoice
+from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place

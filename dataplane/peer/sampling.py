@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError
 from dataplane.launch.rundir import own_version
-from dataplane.launch.transport import TransportChoice
+from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
 from dataplane.peer.host import Caller, Host

@@ -1,6 +1,6 @@
 """What every transport must do, tried with real bulk workers: subclass `TransportConformance`.
 
-DATAPLANE_CONFORMANCE_MIB is the largest read that is tried, 64 unless set.
+TRANSPORT_CONFORMANCE_MIB is the largest read that is tried, 64 unless set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataplane.transport.renewals import MAX_RENEWALS
 from dataplane.wire.tables import Owner
 
 MIB = 1 << 20
-LARGEST_MIB = int(os.environ.get("DATAPLANE_CONFORMANCE_MIB", "64"))
+LARGEST_MIB = int(os.environ.get("TRANSPORT_CONFORMANCE_MIB", "64"))
 SIZES = (0, 1, 63, 64, 4095, 4096, 4097, 65_537, MIB, 8 * MIB + 1, LARGEST_MIB * MIB)
 STEPS = 24
 """A read is cancelled after so many turns of the event loop, one after another."""

@@ -11,8 +11,8 @@ import pytest
 
 from dataplane.cli import _parser, peer_config
 from dataplane.errors import ConnectError
-from dataplane.launch.config import check_peer_name, parse_seeds, parse_size
 from dataplane.launch.embedded import attach
+from dataplane.launch.values import check_peer_name, parse_seeds, parse_size
 
 helm = pytest.importorskip("helm_python", reason="make test-deploy brings it")
 schemas = pytest.importorskip("kubernetes_validate", reason="make test-deploy brings it")

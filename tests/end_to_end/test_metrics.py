@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import InvalidConfig, TokenMissing
-from dataplane.launch.metrics import parse_metrics
 from dataplane.launch.token import Token, new_token, read_token
+from dataplane.launch.values import parse_metrics
 from dataplane.peer.meters import MAX_LABELS, OTHER, ByLabel
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 from tests.end_to_end.scrape import free_address, page, scrape

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dataplane.errors import DataplaneError
 from dataplane.launch import embedded, rundir
-from dataplane.launch.config import PeerConfig
+from dataplane.launch.settings import PeerConfig
 
 
 def peer(folder: str, name: str) -> None:

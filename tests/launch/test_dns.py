@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from dataplane.errors import InvalidConfig, SeedsMissing
-from dataplane.launch.config import parse_seeds
 from dataplane.launch.dns import addresses_of, seeds_of
+from dataplane.launch.values import parse_seeds
 
 
 def answers(*sets: set[str]) -> Callable[[str], set[str]]:

@@ -169,7 +169,7 @@ def test_the_embedded_peers_command_carries_its_whole_configuration(
 
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://127.0.0.1:7101,tcp://192.0.2.7:7101")
     monkeypatch.setenv("DATAPLANE_ARENA", "64MiB")
-    config = embedded.embedded_config("p", run_dir, os.environ)
+    config = embedded.embedded_config("p", os.environ)
     assert config.linger_s == 5.0 and config.linger_unread_s == 300.0
     for name in ("DATAPLANE_SEEDS", "DATAPLANE_ARENA"):
         monkeypatch.delenv(name)
@@ -177,7 +177,7 @@ def test_the_embedded_peers_command_carries_its_whole_configuration(
     assert cli.peer_config(arguments) == config
     monkeypatch.setenv("DATAPLANE_LINGER", "never")
     with pytest.raises(InvalidConfig):
-        embedded.embedded_config("p", run_dir, os.environ)
+        embedded.embedded_config("p", os.environ)
 
 
 def test_an_embedded_peer_is_told_of_bulk_tls(
@@ -187,7 +187,7 @@ def test_an_embedded_peer_is_told_of_bulk_tls(
 
     pytest.importorskip("cryptography")
     monkeypatch.setenv("DATAPLANE_BULK_TLS", "1")
-    config = embedded.embedded_config("p", run_dir, os.environ)
+    config = embedded.embedded_config("p", os.environ)
     monkeypatch.delenv("DATAPLANE_BULK_TLS")
     arguments = cli._parser().parse_args(embedded.command_line(config)[3:])
     assert config.bulk_tls and cli.peer_config(arguments) == config

@@ -11,8 +11,8 @@ import pytest
 
 from dataplane import cli
 from dataplane.errors import InvalidConfig, TokenMissing
-from dataplane.launch import config, embedded, token
-from dataplane.launch.config import PeerConfig
+from dataplane.launch import embedded, settings, token
+from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import read_token
 
 SECRET = "correct-horse-battery-staple-and-more"
@@ -97,7 +97,7 @@ def test_an_embedded_peers_command_names_the_file_and_not_the_token(
     file: Path, run_dir: Path
 ) -> None:
     environ = {"DATAPLANE_TOKEN_FILE": str(file), "DATAPLANE_ARENA": "1MiB"}
-    command = embedded.command_line(embedded.embedded_config("p", run_dir, environ))
+    command = embedded.command_line(embedded.embedded_config("p", environ))
     assert command[command.index("--token-file") + 1] == str(file)
     assert not any(SECRET in part for part in command)
     found = cli.peer_config(cli._parser().parse_args(command[3:])).token
@@ -119,7 +119,7 @@ def test_an_address_that_nobody_can_dial_is_refused_with_a_token_too(file: Path)
 
 
 def test_the_variable_names_the_file(file: Path) -> None:
-    assert config.find_token({}) is None
-    found = config.find_token({"DATAPLANE_TOKEN_FILE": str(file)})
+    assert settings.of_variable("token-file", {}) is None
+    found = settings.of_variable("token-file", {"DATAPLANE_TOKEN_FILE": str(file)})
     assert found is not None and found.path == file
     assert token.MIN_TOKEN_BYTES == 32

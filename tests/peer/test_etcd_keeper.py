@@ -10,7 +10,7 @@ import pytest
 
 from bench.ports import free_addresses
 from dataplane.errors import Unavailable
-from dataplane.launch.config import parse_address
+from dataplane.launch.values import parse_address
 from dataplane.metadata.roster import Roster
 from dataplane.peer.etcd_keeper import EtcdKeeper
 from dataplane.transport.etcd import Kept

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import InvalidConfig, TransportMissing
-from dataplane.launch.transport import AUTO, parse_transport
+from dataplane.launch.values import AUTO, parse_transport
 from dataplane.peer.paths import candidates, chosen
 from dataplane.peer.sampling import Trial, pattern
 

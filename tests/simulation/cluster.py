@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from dataplane.launch.config import PeerConfig
+from dataplane.launch.settings import PeerConfig
 from dataplane.memory.arena import Arena
 from dataplane.peer import office, paths, sockets
 from dataplane.peer import peer as peer_module

@@ -1,0 +1,429 @@
+"""Every setting, in one table: its variable, its option, its default, and what it says.
+
+A setting `arena` is DATAPLANE_ARENA in the environment, `--arena` of `dataplane peer`, and `arena=`
+where a program starts peers. What is said by hand wins over a variable, and `none` takes back what
+a variable says. A peer gets its settings on its command line, however it is started, and reads no
+variable of ours where `connect()` or Ray starts it: so what was read once is what it runs with.
+docs/settings.md is made of this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from dataplane.errors import InvalidConfig
+from dataplane.launch import values
+from dataplane.launch.token import Token, read_token
+from dataplane.launch.values import (
+    AUTO,
+    MIN_ARENA_BYTES,
+    DeviceMemory,
+    MetricsAddress,
+    Spill,
+    TransportChoice,
+)
+
+if TYPE_CHECKING:
+    from dataplane.launch.rundir import Starter
+
+LINGER_S = 5.0
+LINGER_UNREAD_S = 300.0
+
+Read = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row. form: what a text of it looks like. default: in words. help: what it says.
+
+    read: a value of its text, InvalidConfig where it is none. text: the other way. of: "connect()",
+    "every peer", or "peers of connect()", whose variable is none of those that are started by hand.
+    field: of `PeerConfig`. variable, option: whether it has one.
+    """
+
+    name: str
+    form: str
+    default: str
+    help: str
+    read: Read
+    of: str = "every peer"
+    field: str = ""
+    text: Callable[[Any], str] = str
+    variable: bool = True
+    option: bool = True
+
+    @property
+    def env(self) -> str:
+        return "DATAPLANE_" + self.name.replace("-", "_").upper()
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off: an option without a value."""
+        return self.read is values.parse_yes
+
+
+def _devices(text: str) -> str:
+    if text not in ("auto", "required", "off"):
+        raise InvalidConfig(f"{text!r} is neither auto, required nor off")
+    return text
+
+
+TABLE = (
+    # which run, which peer
+    Setting(
+        "run",
+        "NAME",
+        "the launcher's, else the launch itself; of a peer that is started by hand: `default`",
+        "the run, whose plane has its name: runs never mix",
+        values.check_run,
+        of="connect() and every peer",
+        field="run",
+    ),
+    Setting(
+        "peer",
+        "NAME",
+        "the only one of the run on this host, or an embedded one that is started",
+        "the peer of this host to attach to; never starts one",
+        values.check_peer_name,
+        of="connect()",
+        option=False,
+    ),
+    Setting(
+        "devices",
+        "auto, required or off",
+        "auto",
+        "whether values on a GPU are seen in place",
+        _devices,
+        of="connect()",
+        option=False,
+    ),
+    Setting(
+        "run-dir",
+        "DIR",
+        "`$XDG_RUNTIME_DIR/dataplane`, else `/tmp/dataplane-UID`",
+        "sockets, locks and logs of this host's peers",
+        lambda text: Path(text).absolute(),
+        of="connect() and every peer",
+        field="run_dir",
+    ),
+    # a peer among others
+    Setting(
+        "name",
+        "NAME",
+        "a",
+        "its name, alone in its run",
+        values.check_peer_name,
+        field="name",
+        variable=False,
+    ),
+    Setting(
+        "listen",
+        "tcp://HOST:PORT",
+        "its seed",
+        "where other peers reach it",
+        lambda text: values.parse_address(text) and text.strip(),
+        field="listen",
+        variable=False,
+    ),
+    Setting(
+        "seeds",
+        "tcp://HOST:PORT,… or dns://NAME:PORT/COUNT",
+        "the launcher's, else this host alone",
+        "all founding peers, in one order on every host; `none`: this host alone, whatever "
+        "launchers say. dns: a name with an address of each of COUNT hosts, waited for up to 300 s",
+        values.parse_seeds,
+        field="seeds",
+        text=lambda seeds: ",".join(seeds) or "none",
+    ),
+    Setting(
+        "join",
+        "",
+        "off",
+        "it joins a plane that runs, as no seed",
+        values.parse_yes,
+        field="join",
+        variable=False,
+    ),
+    Setting(
+        "roster",
+        "etcd://HOST:PORT,…",
+        "the first seed",
+        "who keeps the roster",
+        values.parse_roster,
+        field="roster",
+        text=lambda servers: "etcd://" + ",".join(servers),
+    ),
+    Setting(
+        "token-file",
+        "FILE",
+        "none: loopback only",
+        "the secret that all peers of the run share",
+        read_token,
+        field="token",
+        text=lambda token: str(token.path),
+    ),
+    # memory
+    Setting(
+        "arena",
+        "SIZE",
+        "a quarter of the memory that the host or cgroup allows",
+        "memory for rows: 8GiB, 512MiB, bytes",
+        values.parse_size,
+        field="arena_bytes",
+    ),
+    Setting(
+        "spill",
+        "DIR[:SIZE]",
+        "none; SIZE: four arenas",
+        "where values go that a full arena has no room for",
+        values.parse_spill,
+        field="spill",
+    ),
+    Setting(
+        "device-arena",
+        "SIZE",
+        "none",
+        "GPU memory for rows, of each GPU that the peer sees",
+        values.parse_device_arena,
+        field="device_arena",
+    ),
+    # between hosts
+    Setting(
+        "transport",
+        "auto, required:NAME, off:NAME,… or off",
+        "auto",
+        "what may carry values between hosts",
+        values.parse_transport,
+        field="transport",
+    ),
+    Setting(
+        "bulk-tls",
+        "",
+        "off",
+        "values move between hosts through TLS, or not at all",
+        values.parse_yes,
+        field="bulk_tls",
+    ),
+    Setting(
+        "metrics",
+        "HOST:PORT",
+        "none",
+        "where Prometheus reads the peer's metrics",
+        values.parse_metrics,
+        field="metrics",
+    ),
+    # life
+    Setting(
+        "linger",
+        "SECONDS",
+        "5, and 300 while rows are unread; by hand: it stays until it is stopped",
+        "how long it stays after its last client",
+        values.parse_seconds,
+        of="peers of connect()",
+        field="linger_s",
+    ),
+    Setting(
+        "linger-unread",
+        "SECONDS",
+        "that of linger where it is given, else 300",
+        "the same, while rows are unread",
+        values.parse_seconds,
+        of="peers of connect()",
+        field="linger_unread_s",
+    ),
+)
+
+SETTINGS = {setting.name: setting for setting in TABLE}
+OF_PEERS = [setting for setting in TABLE if setting.option]
+"""What `dataplane peer` takes, and whoever starts peers otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A text, and where it was said: `--arena`, `arena=`, `DATAPLANE_ARENA`."""
+
+    text: str
+    where: str
+
+
+def by_hand(texts: Mapping[str, str | None], where: str = "--{}") -> dict[str, Said]:
+    """What is said by hand, without what is not: None. where: how it is said there."""
+    return {n: Said(text, where.format(n)) for n, text in texts.items() if text is not None}
+
+
+def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, Said]:
+    """What variables say. by_hand: to a peer that somebody starts by hand."""
+    return {
+        one.name: Said(text, one.env)
+        for one in TABLE
+        if one.variable
+        and not (by_hand and one.of == "peers of connect()")
+        and (text := environ.get(one.env))
+    }
+
+
+def value(name: str, said: Mapping[str, Said]) -> Any:
+    """The value of a setting, None where nobody says it or `none` is said. InvalidConfig names
+    what was said, where, and what is expected."""
+    one, setting = said.get(name), SETTINGS[name]
+    if one is None or (one.text.strip().lower() == "none" and setting.form != "NAME"):
+        return None
+    try:
+        return setting.read(one.text)
+    except InvalidConfig as exc:
+        details = {"setting": one.where, "value": one.text, **exc.details}
+        raise InvalidConfig(f"{one.where}: {exc.message}", **details) from exc
+
+
+def of_variable(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """The value of a setting as its variable says it; None where that is not set."""
+    return value(name, said_in(environ))
+
+
+def unknown(environ: Mapping[str, str] = os.environ) -> str:
+    """What is wrong with names of variables that look like ours and are none; "" where nothing is.
+    Kubernetes sets some of its own for a Service that is called dataplane."""
+    known = [setting.env for setting in TABLE if setting.variable]
+    told = []
+    for name in sorted(environ):
+        if name.startswith("DATAPLANE_") and name not in known and not _OF_A_SERVICE.search(name):
+            near = difflib.get_close_matches(name, known, 1, 0)
+            told.append(f"{name} is no setting, did you mean {near[0]}?")
+    return " ".join(told)
+
+
+_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?(_|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """Everything that one peer needs to know before it starts; what each setting says is in the
+    table. () for this host alone in seeds, and for the first seed in roster; None in linger_s for
+    ever. starter: who started it by `connect()`.
+    """
+
+    run: str
+    name: str
+    listen: str | None
+    seeds: tuple[str, ...]
+    arena_bytes: int
+    run_dir: Path
+    linger_s: float | None = None
+    linger_unread_s: float | None = None
+    starter: Starter | None = None
+    token: Token | None = None
+    join: bool = False
+    roster: tuple[str, ...] = ()
+    spill: Spill | None = None
+    metrics: MetricsAddress | None = None
+    transport: TransportChoice = AUTO
+    bulk_tls: bool = False
+    device_arena: DeviceMemory | None = None
+
+    @property
+    def arena_name(self) -> str:
+        """What the arena is called in /proc: alike for all lives of one peer, and for no other."""
+        place = xxhash.xxh3_64_hexdigest(os.fsencode(self.run_dir.resolve()))
+        return f"dataplane-{self.run}-{self.name}-{place}"
+
+    def arguments(self) -> list[str]:
+        """The arguments of `dataplane peer` that say all of it."""
+        said: list[str] = []
+        for setting in OF_PEERS:
+            found = getattr(self, setting.field)
+            if setting.is_switch:
+                said += [setting.flag] if found else []
+            elif found not in (None, ()) or setting.name == "seeds":
+                said += [setting.flag, setting.text(found)]
+        if self.starter is not None:
+            said += ["--starter", msgspec.json.encode(self.starter).decode()]
+        return said
+
+    def __post_init__(self) -> None:
+        values.check_run(self.run)
+        values.check_peer_name(self.name)
+        for seed in self.seeds:
+            values.parse_address(seed)
+        if self.listen is not None:
+            values.check_listen(self.listen, self.token)
+        if self.metrics is not None:
+            values.check_metrics(self.metrics, self.token)
+        self._check_own_seed()
+        if self.bulk_tls:
+            self._check_bulk_tls()
+        if self.arena_bytes < MIN_ARENA_BYTES:
+            raise InvalidConfig(
+                f"an arena of {self.arena_bytes} bytes is too small: give at least "
+                f"{MIN_ARENA_BYTES >> 20}MiB (--arena or DATAPLANE_ARENA)",
+                arena_bytes=self.arena_bytes,
+                minimum=MIN_ARENA_BYTES,
+            )
+        if self.arena_bytes > (allowed := values.allowed_memory_bytes()):
+            raise InvalidConfig(
+                f"an arena of {self.arena_bytes} bytes is more than the {allowed} bytes of memory "
+                "that this host or cgroup allows: give less (--arena or DATAPLANE_ARENA)",
+                arena_bytes=self.arena_bytes,
+                allowed_bytes=allowed,
+            )
+
+    def _check_bulk_tls(self) -> None:
+        """InvalidConfig where TLS cannot be had as the rest is set, or as things are installed."""
+        if self.transport.required:
+            raise InvalidConfig(
+                f"{self.transport.required} moves bytes unencrypted: give --transport "
+                f"{self.transport} or --bulk-tls (DATAPLANE_BULK_TLS), not both",
+                transport=self.transport.required,
+            )
+        if find_spec("cryptography") is None:
+            raise InvalidConfig(
+                "--bulk-tls (DATAPLANE_BULK_TLS) makes certificates with cryptography, which is "
+                "not installed: pip install 'dataplane[tls]'"
+            )
+
+    def _check_own_seed(self) -> None:
+        """The other peers reach this one at its seed, so one of the seeds must be its address."""
+        seeds = ", ".join(self.seeds) or "none"
+        if self.seeds and self.listen is None:
+            raise InvalidConfig(
+                f"which of the seeds ({seeds}) is this peer? Say so with --listen tcp://host:port"
+            )
+        own = None if self.listen is None else values.endpoint(self.listen)
+        is_seed = own is None or own in map(values.endpoint, self.seeds)
+        if self.join and (is_seed or not self.seeds):
+            raise InvalidConfig(
+                f"a peer that joins is none of the seeds ({seeds}): give it the seeds of the plane "
+                "that runs, and --listen with an address of its own"
+            )
+        if not is_seed and not self.join:
+            raise InvalidConfig(
+                f"{self.listen} is not one of the seeds ({seeds}): name every peer of the plane "
+                "in --seeds, this one too, alike for all of them, or add this one to a plane that "
+                "runs with --join",
+                listen=self.listen,
+                seeds=self.seeds,
+            )
+
+
+def page() -> str:
+    """The table as docs/settings.md has it, in Markdown."""
+    lines = ["| variable | option | value | says | default | of |", "|---|---|---|---|---|---|"]
+    for one in TABLE:
+        variable = f"`{one.env}`" if one.variable else "–"
+        option = f"`{one.flag}`" if one.option else "–"
+        form = f"`{one.form}`" if one.form else "1 or 0"
+        lines.append(f"| {variable} | {option} | {form} | {one.help} | {one.default} | {one.of} |")
+    return "\n".join(lines) + "\n"

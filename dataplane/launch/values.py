@@ -1,0 +1,390 @@
+"""What the values of settings are, and how each is read from its text.
+
+Reading never looks at variables: which text is meant, and where it came from, `settings` knows. A
+text that cannot be read is InvalidConfig, which says what is expected. `str` of a value is a text
+that reads as the same value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.errors import InvalidConfig, TokenMissing
+from dataplane.launch.dns import SCHEME, seeds_of
+from dataplane.launch.token import Token
+
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS[f"{_letter}IB"] = _UNITS[_letter] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})/?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+MIN_ARENA_BYTES = 1 << 20
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `8GiB`, `8G` (both binary), `8GB` (decimal), `1.5GiB`, `4096`."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise InvalidConfig(f"{text!r} is not a size: write 8GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * unit)
+
+
+def parse_yes(text: str) -> bool:
+    """1, true, yes, on; 0, false, no, off."""
+    word = text.strip().lower()
+    if word not in (*_YES, *_NO):
+        raise InvalidConfig(f"{text!r} is neither 1 nor 0")
+    return word in _YES
+
+
+def parse_seconds(text: str) -> float:
+    """A duration of zero or more seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidConfig(f"{text!r} is not a duration: write a number of seconds")
+    return seconds
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`."""
+    match = _ADDRESS.fullmatch(address.strip())
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise InvalidConfig(f"{address!r} is not an address: write tcp://host:port")
+    return match[1].strip("[]"), int(match[2])
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    host, port = parse_address(address)
+    return "127.0.0.1" if host.lower() == "localhost" else host.lower(), port
+
+
+def parse_roster(text: str) -> tuple[str, ...]:
+    """`host:port` of each server of `etcd://host:port,host:port`; nothing: ()."""
+    servers = tuple(one.strip() for one in text.removeprefix("etcd://").split(",") if one.strip())
+    if text and not (text.startswith("etcd://") and servers):
+        raise InvalidConfig(f"{text!r} keeps no roster: write etcd://host:port,host:port")
+    for server in servers:
+        parse_address(f"tcp://{server}")
+    return servers
+
+
+def parse_seeds(text: str) -> tuple[str, ...]:
+    """Comma-separated addresses in the plane's order; `none` or nothing: (). Those that
+    `dns://NAME:PORT/COUNT` has, which may take time: SeedsMissing."""
+    if text.strip().lower() == "none":
+        return ()
+    if text.strip().startswith(SCHEME):
+        return seeds_of(text)
+    seeds = tuple(seed.strip() for seed in text.split(",") if seed.strip())
+    for seed in seeds:
+        parse_address(seed)
+    return seeds
+
+
+def check_listen(address: str, token: Token | None) -> None:
+    """TokenMissing where other machines could reach the address and peers prove nothing.
+
+    InvalidConfig for an address that stands for all of a host's: nobody can be reached there.
+    """
+    host, _ = parse_address(address)
+    if is_loopback(host):
+        return
+    if token is None:
+        raise TokenMissing(
+            f"{address} can be reached from other machines, so its peers need a cluster token: "
+            "make one, dataplane token > F (or head -c 32 /dev/urandom | base64 > F; chmod 600 F), "
+            "and start every peer with --token-file F or DATAPLANE_TOKEN_FILE=F. Slurm: put F in "
+            "the home directory that all nodes share; Ray: copy F to every node and name it in "
+            "runtime_env's env_vars; Kubernetes: mount a Secret with defaultMode 0400. Peers of "
+            "one machine need none on tcp://127.0.0.1:port",
+            address=address,
+        )
+    if host in ("0.0.0.0", "::"):
+        raise InvalidConfig(
+            f"other peers cannot reach {address}: listen on this host's own name or address, the "
+            "one that the seeds have",
+            address=address,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine's loopback; names other than localhost are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def check_peer_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidConfig(
+            f"{name!r} cannot name a peer: use up to 32 letters, digits, '.', '_' and '-'"
+        )
+
+
+def check_run(name: str) -> str:
+    """The name, if it can be one; InvalidConfig otherwise."""
+    named = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200
+    if not named:
+        raise InvalidConfig(f"{name!r} cannot name a run: use 1 to 200 printable characters")
+    return name
+
+
+def allowed_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The smallest of the host's memory and the limits of this process's cgroups (v1 or v2)."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    limits = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        # Limits of the ancestors hold too. In a container the path may be the host's: then only
+        # the root of the mount is there.
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            text = _read(folder / name).strip()
+            if text.isdigit():
+                limits.append(int(text))
+            if folder == base:
+                break
+    return limits
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# the transport
+
+_CHOICE = re.compile(r"auto|off|required:([a-z0-9_-]+)|off:([a-z0-9_-]+(?:,[a-z0-9_-]+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
+    """required: the only one allowed. off: those that are not. only_tcp: no other is."""
+
+    required: str | None = None
+    off: frozenset[str] = frozenset()
+    only_tcp: bool = False
+
+    def __str__(self) -> str:
+        if self.required:
+            return f"required:{self.required}"
+        if self.only_tcp:
+            return "off"
+        return "off:" + ",".join(sorted(self.off)) if self.off else "auto"
+
+    def allows(self, name: str) -> bool:
+        if self.required:
+            return name == self.required
+        return not self.only_tcp and name not in self.off
+
+
+AUTO = TransportChoice()
+
+
+def parse_transport(text: str) -> TransportChoice:
+    """InvalidConfig for what is none of the forms above."""
+    match = _CHOICE.fullmatch(text.strip().lower())
+    if match is None:
+        raise InvalidConfig(
+            f"{text!r} chooses no transport: write auto, required:nixl, off:nixl,ucx or off"
+        )
+    required, off = match.groups()
+    if match[0] == "off" or required == "tcp":
+        return TransportChoice(only_tcp=True)
+    return TransportChoice(required, frozenset(off.split(",")) if off else frozenset())
+
+
+# where values go that the arena has no room for
+
+ARENAS = 4
+"""Without a SIZE: this many times the arena."""
+MIN_SPILL_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """base: the DIR that was given. size_bytes: the most of its disk that one peer takes; 0, until
+    the arena is known: `ARENAS` times that."""
+
+    base: Path
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.base}:{self.size_bytes}" if self.size_bytes else str(self.base)
+
+    def beside(self, arena_bytes: int) -> Spill:
+        """With its size, at a peer that has such an arena."""
+        return self if self.size_bytes else Spill(self.base, _pages(ARENAS * arena_bytes))
+
+    def folder(self) -> Path:
+        """Where the peer's file goes; made if missing. InvalidConfig unless it is private."""
+        path = self.base / f"dataplane-spill-{os.getuid()}"
+        return private_dir(path, "spill", "--spill or DATAPLANE_SPILL")
+
+
+def parse_spill(text: str) -> Spill:
+    """`/scratch`, `/scratch:500GiB`. InvalidConfig where no file can be made there."""
+    given, colon, size = text.rpartition(":")
+    size_bytes = parse_size(size) if colon else 0
+    base = Path(given if colon else text).absolute()
+    if not base.is_dir():
+        raise InvalidConfig(
+            f"{base} is no directory to spill to: make it, or give another, DIR[:SIZE]",
+            path=str(base),
+        )
+    if colon and size_bytes < MIN_SPILL_BYTES:
+        raise InvalidConfig(
+            f"{size_bytes} bytes are too few to spill to: give at least {MIN_SPILL_BYTES >> 20}MiB",
+            size_bytes=size_bytes,
+            minimum=MIN_SPILL_BYTES,
+        )
+    spill = Spill(base, _pages(size_bytes))
+    spill.folder()
+    return spill
+
+
+def _pages(nbytes: int) -> int:
+    return nbytes // _PAGE_BYTES * _PAGE_BYTES
+
+
+# metrics
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    """host: a name, an address, or `0.0.0.0` or `::` for all of the host's."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_metrics(text: str) -> MetricsAddress:
+    """`127.0.0.1:9464`, `[::]:9464`. InvalidConfig for anything else."""
+    try:
+        host, port = parse_address(f"tcp://{text}")
+    except InvalidConfig:
+        raise InvalidConfig(
+            f"{text!r} is no address for metrics: write HOST:PORT, such as 127.0.0.1:9464"
+        ) from None
+    return MetricsAddress(host, port)
+
+
+def check_metrics(metrics: MetricsAddress, token: Token | None) -> None:
+    """TokenMissing where other machines could read them and the plane has no token.
+
+    Whoever reaches the address reads them: there is no secret on it. So it is loopback, unless the
+    plane has a token and thereby was meant to be seen by other machines.
+    """
+    if token is None and not is_loopback(metrics.host):
+        raise TokenMissing(
+            f"metrics on {metrics} can be read from other machines, and this plane has no token: "
+            "give a loopback address, 127.0.0.1:PORT, or a cluster token (--token-file or "
+            "DATAPLANE_TOKEN_FILE)",
+            address=str(metrics),
+        )
+
+
+# memory of devices
+
+MIN_BYTES = 1 << 20
+MAX_DEVICES = 16
+_TWIN = re.compile(r"twin(?:@([0-9]))?")
+_SEVERAL = re.compile(r"([1-9])x(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """nbytes: of each device. twins: how many in host memory, instead of the GPUs, from `first`:
+    for tests and trials on machines without a GPU, nothing else ever chooses them."""
+
+    nbytes: int
+    twins: int = 0
+    first: int = 0
+
+    def __str__(self) -> str:
+        if not self.twins:
+            return str(self.nbytes)
+        number = f"@{self.first}" if self.first else ""
+        several = f"{self.twins}x" if self.twins > 1 else ""
+        return f"twin{number}:{several}{self.nbytes}"
+
+
+def parse_device_arena(text: str) -> DeviceMemory:
+    """`2GiB`: so much of each GPU that the peer sees. `twin:64MiB`: of the twin in host memory,
+    `twin:2x64MiB` of two of them, `twin@1:64MiB` of the second, as if another peer had the first.
+    InvalidConfig for anything else."""
+    head, colon, tail = text.partition(":")
+    twin = _TWIN.fullmatch(head)
+    if colon and twin is None:
+        raise InvalidConfig(
+            f"{text!r} is no device arena: write a size such as 2GiB, which each GPU gives, or "
+            "twin:64MiB for a stand-in in host memory"
+        )
+    twins, first = 0, 0
+    if twin is not None and colon:
+        first = int(twin[1] or 0)
+        several = _SEVERAL.fullmatch(tail)
+        twins, tail = (int(several[1]), several[2]) if several else (1, tail)
+    memory = DeviceMemory(parse_size(tail if colon else text), twins, first)
+    if memory.nbytes < MIN_BYTES:
+        raise InvalidConfig(
+            f"a device arena of {memory.nbytes} bytes is too small: give at least "
+            f"{MIN_BYTES >> 20}MiB",
+            nbytes=memory.nbytes,
+            minimum=MIN_BYTES,
+        )
+    return memory
+
+
+def private_dir(path: Path, what: str, setting: str, *, parents: bool = False) -> Path:
+    """The directory, made if missing. InvalidConfig unless it is private to the user; `what` it is
+    for and which `setting` names another are said then."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=parents)
+        found = path.lstat()
+    except OSError as exc:
+        raise InvalidConfig(
+            f"the {what} directory {path} cannot be made: {exc.strerror}; set {setting} to a "
+            "directory that this user can write",
+            path=str(path),
+        ) from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InvalidConfig(
+            f"{path} must be a directory of uid {os.getuid()} that nobody else can enter "
+            f"(mode 0700, it is {stat.filemode(found.st_mode)} of uid {found.st_uid}): "
+            f"remove it, chmod it, or set {setting}",
+            path=str(path),
+        )
+    return path

@@ -131,11 +131,13 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def check_peer_name(name: str) -> None:
+def check_peer_name(name: str) -> str:
+    """The name, if it can be one; InvalidConfig otherwise."""
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
             f"{name!r} cannot name a peer: use up to 32 letters, digits, '.', '_' and '-'"
         )
+    return name
 
 
 def check_run(name: str) -> str:

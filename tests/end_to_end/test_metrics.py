@@ -12,7 +12,7 @@ import pytest
 
 from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch.token import Token, new_token, read_token
-from dataplane.launch.values import parse_metrics
+from dataplane.launch.values import check_metrics, parse_metrics
 from dataplane.peer.meters import MAX_LABELS, OTHER, ByLabel
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 from tests.end_to_end.scrape import free_address, page, scrape
@@ -138,16 +138,18 @@ def token(tmp_path: Path) -> Token:
 def test_without_a_token_metrics_stay_on_loopback(token: Token) -> None:
     for text in ("0.0.0.0:9464", "node1:9464", "[::]:9464"):
         with pytest.raises(TokenMissing, match="no token"):
-            parse_metrics(text, None)
-        assert parse_metrics(text, token).setting == text
-    assert parse_metrics("127.0.0.1:9464", None).port == 9464
-    assert parse_metrics("[::1]:9464", None).host == "::1"
+            check_metrics(parse_metrics(text), None)
+        check_metrics(parse_metrics(text), token)
+        assert str(parse_metrics(text)) == text
+    assert parse_metrics("127.0.0.1:9464").port == 9464
+    assert parse_metrics("[::1]:9464").host == "::1"
+    check_metrics(parse_metrics("[::1]:9464"), None)
 
 
 @pytest.mark.parametrize("text", ["9464", "host", "host:99999", "http://host:1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match="HOST:PORT"):
-        parse_metrics(text, None)
+        parse_metrics(text)
 
 
 def test_names_that_users_choose_are_labels_up_to_a_bound() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import ClientClosed
-from dataplane.launch.config import is_embedded
+from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Caller, Host
 from dataplane.wire.messages import Request
 

@@ -169,11 +169,14 @@ def test_fresh_ends_what_another_launch_left_and_once(launch: Launch) -> None:
 
 def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
     """As a cell of a notebook does that is run again."""
+    planes = []
     for _ in range(2):
         plane = dataplane.connect(run="cell", fresh=True)
+        planes.append(plane)
         plane.partition("p", {"s": ["x"]}).put({"x": [1]}, key=["k"])
         assert len(plane.partition("p").rows()) == 1
-    plane.close()
+    for plane in planes:
+        plane.close()
     with pytest.raises(dataplane.InvalidCall, match="leave one of them out"):
         dataplane.connect("a", run="cell", fresh=True)
 

@@ -186,7 +186,7 @@ def prompts(count: int, mark: str) -> TensorDict:
 def digest(value: Any) -> Any:
     """Values as short plain JSON."""
     if isinstance(value, torch.Tensor):
-        rows = value.unbind() if value.is_nested else value
+        rows = value.unbind() if value.is_nested else [value]
         found = hashlib.sha256()
         for row in rows:
             found.update(row.contiguous().numpy().tobytes())
@@ -275,7 +275,7 @@ def main(count: int, media_bytes: int) -> None:
     before, peak, done = memory_bytes(), [0], threading.Event()
 
     def look() -> None:
-        while not done.wait(0.2):
+        while not done.wait(1):
             peak[0] = max(peak[0], memory_bytes())
 
     looking = threading.Thread(target=look)

@@ -223,6 +223,31 @@ class Fields:
                 records.append(leaves[out])
         return np.concatenate(rows), joined(records, VALUE)
 
+    def largest_at(self, slots: Array, mask: int) -> tuple[Array, Array]:
+        """Who has the largest value of each of these rows, of the fields in `mask`, as a number for
+        `owner`, and its bytes. The leaves of a value count together, for the owner of the first."""
+        most, owners = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
+        for bit in (bit for bit in self._values if mask >> bit & 1):
+            values = self._values[bit][slots]
+            there = self.present[slots] >> np.uint64(bit) & np.uint64(1)
+            nbytes = values["nbytes"].astype(np.int64) * there.astype(np.int64)
+            owner = values["owner"]
+            if bit in self._leaves:
+                counts, leaves = self._leaves[bit].gather(slots)
+                some = counts > 0
+                first = (np.cumsum(counts) - counts)[some]
+                if len(first):
+                    nbytes[some] = np.add.reduceat(leaves["nbytes"].astype(np.int64), first)
+                    owner[some] = leaves["owner"][first]
+            larger = nbytes > most
+            most[larger], owners[larger] = nbytes[larger], owner[larger]
+        return owners, most
+
+    @property
+    def owners(self) -> Sequence[Owner]:
+        """By their numbers."""
+        return self._known.owners
+
     def released(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and how many of each (u4)."""
         if not self._released:

@@ -2,8 +2,9 @@
 
 Sans-I/O: reports and demands in, instructions out. Holds soft state only: the latest counts of each
 peer and the claims that wait. Rows go from the supplying peer straight to the claimant's; the home
-learns how many. Within a lane: first come, first served, but that a claim whose own peer can meet
-it goes before one whose cannot, NEAR_TURNS times at most; across lanes: round robin.
+learns how many. Within a lane: first come, first served, but that a claim on whose host all lies
+that it wants goes before one on whose host nothing does, NEAR_TURNS times at most; across lanes:
+round robin.
 A peer's reports must arrive here in the order in which it made them.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dataplane.errors import ProtocolError
@@ -34,8 +35,8 @@ MAX_WATCHED = 32
 """Filters whose counts are kept up to date; the one that was wanted longest ago goes first."""
 
 NEAR_TURNS = 8
-"""How often a lane's head lets a claim go first that its own peer can meet: where whoever writes
-and whoever reads share hosts, rows then stay where they are."""
+"""How often a lane's head lets a claim go first that lies nearer: where whoever writes and whoever
+reads share hosts, rows then stay where they are."""
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
 
@@ -70,10 +71,16 @@ class _Demand:
 
 
 class StageHome:
-    """Waiting claims of one stage. `peers` are all that may hold rows."""
+    """Waiting claims of one stage. `peers` are all that may hold rows; `near` says of a lane's
+    first ready units how many lie at which peer."""
 
-    def __init__(self, peers: Iterable[str]) -> None:
+    def __init__(
+        self,
+        peers: Iterable[str],
+        near: Callable[[Lane], Mapping[str, int]] = lambda lane: {},
+    ) -> None:
         self._peers = set(peers)
+        self._near = near
         self._sealed = False
         self._lanes: OrderedDict[Lane, OrderedDict[ClaimId, _Demand]] = OrderedDict()
         self._demands: dict[ClaimId, _Demand] = {}
@@ -244,20 +251,22 @@ class StageHome:
         return self._order_budget(head)
 
     def _head(self, lane: Lane) -> _Demand:
-        """The oldest claim, or one behind it whose own peer has all that it wants."""
-        queue, tally = self._lanes[lane], self._tallies[lane.where]
+        """The oldest claim, or one behind it on whose host all lies that it wants."""
+        queue = self._lanes[lane]
         head = next(iter(queue.values()))
-        own = tally.ready_at(head.claim.peer, lane.unit)
-        settled = own or head.parts or head.held or head.told or head.needed_bytes
+        settled = head.parts or head.held or head.told or head.needed_bytes
         if settled or lane.budget_tag is not None or head.passed_over >= NEAR_TURNS:
             return head
-        if not tally.ready(lane.unit):
+        if len(queue) == 1 or self._tallies[lane.where].ready(lane.unit) <= 0:
             return head
-        for near in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
-            if not near.held and tally.ready_at(near.claim.peer, lane.unit) >= near.least:
+        near = self._near(lane)
+        if near.get(head.claim.peer):
+            return head
+        for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
+            if not other.held and near.get(other.claim.peer, 0) >= other.least:
                 head.passed_over += 1
-                queue.move_to_end(near.claim, last=False)
-                return near
+                queue.move_to_end(other.claim, last=False)
+                return other
         return head
 
     def _is_met(self, head: _Demand) -> bool:

@@ -45,6 +45,8 @@ class Lane:
         self._buffer: Array = np.zeros(_SMALLEST, np.uint64)
         self._head = self._tail = _SMALLEST // 2
         self._inside: Array = np.zeros(capacity if matches else 0, np.uint8)
+        self.passed_over = 0
+        """how often its first unit stayed when others were taken that lay nearer"""
         self.count = 0  # exact for a filtered lane; the plain lane's is the number of ready units
 
     def __len__(self) -> int:

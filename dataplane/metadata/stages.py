@@ -34,7 +34,7 @@ class Stage:
     ) -> None:
         self.name = name
         self.fields = fields
-        self._mask = mask
+        self.mask = mask
         self._all_groups = groups
         self._group_of = group_of
         self._test = test
@@ -91,12 +91,12 @@ class Stage:
         """Fields of these rows were written; `present` are their fields now."""
         if len(slots) == 1:
             if (
-                present.item() & self._mask == self._mask
+                present.item() & self.mask == self.mask
                 and self.rows.state.item(slots.item()) == PENDING
             ):
                 self.make_ready(slots, front=False)
             return
-        mask = np.uint64(self._mask)
+        mask = np.uint64(self.mask)
         done = (present & mask) == mask
         newly = slots[done & (self.rows.state[slots] == PENDING)]
         if len(newly):

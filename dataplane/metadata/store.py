@@ -6,6 +6,7 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -176,7 +177,7 @@ class Store:
         credit: PullCredit | None = None,
         sealed: bool = False,
     ) -> Taken:
-        """Lease ready units, oldest first.
+        """Lease ready units, oldest first but that near ones may go before (see `takes`).
 
         `count` of them, or at least `minimum`; any number up to `count` when `partial`, or when
         the whole partition is `sealed`; else nothing. A budget takes what fits the sum of its tag
@@ -186,6 +187,14 @@ class Store:
         """
         found = self._state.stage(stage)
         return takes.take(self._state, found, want, holder, now, lease_ms, partial, sealed, credit)
+
+    def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
+        """Of the first ready units, how many have their largest value at which peer (address)."""
+        found = self._state.stage(stage)
+        if len(self._state.fields.owners) < 2 or not found.units(unit).ready(where):
+            return Counter()
+        ids, _ = found.units(unit).lane(where).first(takes.NEAR_UNITS)
+        return Counter(takes.hosts_of(self._state, found, unit, ids))
 
     def finish(
         self,

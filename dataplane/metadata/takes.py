@@ -1,7 +1,9 @@
 """Taking ready units from a lane under a lease.
 
 A take is met from the front of one lane, whole or not at all unless it may be partial; what it
-costs depends on the units taken, never on how many rows there are.
+costs depends on the units taken, never on how many rows there are. Of the first ready units, those
+whose largest value lies on the claimant's host go first, eight times past the oldest at most: where
+writers and readers share hosts, rows stay where they are.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from dataplane.metadata.state import State
 from dataplane.wire.messages import Want
 
 _FIRST_LOOK = 64
+NEAR_UNITS = 64
+"""How far into a lane units are looked for that lie near whoever claims."""
+NEAR_TURNS = 8
+"""How often others may be taken past a lane's oldest unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Taken:
 @dataclass(frozen=True, slots=True)
 class _Picked:
     ids: Array
-    last: int
+    last: int  # position up to which all of the lane was picked; -1: not its first units
     amount: float
     blocked: bool
     nbytes: int = 0
@@ -68,8 +74,11 @@ def take(
         least = 1 if partial or sealed else max(1, min(want.minimum, want.count))
         if ready < least or want.count < 1:
             return Taken()
-        ids, positions = lane.first(min(ready, want.count))
-        picked = _Picked(ids, int(positions[-1]), 0.0, False)
+        if credit is not None and ready > want.count and len(state.fields.owners) > 1:
+            picked = _near(state, stage, want, lane, credit.address)
+        else:
+            ids, positions = lane.first(min(ready, want.count))
+            picked = _Picked(ids, int(positions[-1]), 0.0, False)
     else:
         least = 1
         picked = _within_budget(state, stage, want, lane)
@@ -115,6 +124,28 @@ def _lease(
     return lease
 
 
+def _near(state: State, stage: Stage, want: Want, lane: Lane, address: str) -> _Picked:
+    """`want.count` units of a lane that has more: the near ones first, else the oldest."""
+    ids, positions = lane.first(max(NEAR_UNITS, want.count))
+    far = np.array([peer != address for peer in hosts_of(state, stage, want.unit, ids)])
+    if lane.passed_over >= NEAR_TURNS:
+        far[0] = False
+    chosen = np.sort(np.argsort(far, kind="stable")[: want.count])
+    lane.passed_over = lane.passed_over + 1 if chosen[0] else 0
+    oldest = int(chosen[-1]) == len(chosen) - 1
+    return _Picked(ids[chosen], int(positions[chosen[-1]]) if oldest else -1, 0.0, False)
+
+
+def hosts_of(state: State, stage: Stage, unit: str, ids: Array) -> list[str]:
+    """The address of the peer that has the largest value of each unit, of the stage's fields."""
+    slots, counts = _rows_of(state, unit, ids)
+    owners, nbytes = state.fields.largest_at(slots, stage.mask or ~0)
+    if counts is not None:
+        of = np.repeat(np.arange(len(ids)), counts)
+        owners = owners[np.lexsort((nbytes, of))][np.cumsum(counts) - 1]
+    return [state.fields.owners[number].peer for number in owners.tolist()]
+
+
 def _within_budget(state: State, stage: Stage, want: Want, lane: Lane) -> _Picked:
     """As many units from the front as fit the sum of a tag, and at most `count` if that is set."""
     assert want.budget_tag is not None
@@ -148,12 +179,15 @@ def _within_credit(
     if fitting == len(picked.ids):
         return replace(picked, nbytes=int(sums[-1]))
     enough = min(max(want.minimum, fitting + 1), len(picked.ids))
-    ids, positions = lane.first(fitting)
+    ids = picked.ids[:fitting]
     amount = 0.0
     if want.budget_tag is not None:
         taken, _ = _rows_of(state, want.unit, ids)
         amount = float(state.tags.numbers(want.budget_tag, taken).sum())
-    last, nbytes = (int(positions[-1]), int(sums[fitting - 1])) if fitting else (-1, 0)
+    last, nbytes = -1, 0
+    if fitting:
+        nbytes = int(sums[fitting - 1])
+        last = -1 if picked.last < 0 else int(lane.first(fitting)[1][-1])
     return _Picked(ids, last, amount, False, nbytes, int(sums[enough - 1]))
 
 

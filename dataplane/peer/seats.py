@@ -115,7 +115,11 @@ class Seats:
             entry = await self.partitions.entry(partition, generation, stage)
             seat = self._seats.get(key)
             if seat is None:
-                seat = Seat(entry, stage, StageHome([self.host.address]))
+                store = entry.store
+                home = StageHome(
+                    [self.host.address], lambda lane: store.near(stage, lane.unit, lane.filter)
+                )
+                seat = Seat(entry, stage, home)
                 seat.home.sealed(entry.sealed)
                 self._seats[key] = seat
         self._refresh(seat)

@@ -382,30 +382,33 @@ def test_progress_and_repr_show_what_a_claim_waits_for() -> None:
     assert repr(home) == "<StageHome open, 2 claims in 1 lanes>"
 
 
-def test_a_claim_whose_own_peer_can_meet_it_goes_before_the_head() -> None:
-    home = StageHome("abc")
-    home.demand(claim(1, "a"), rows(2))
-    home.demand(claim(2, "b"), rows(2))
-    home.demand(claim(3, "c"), rows(2))
-    home.report("c", PLAIN, has(2), False)
-    assert orders(home.instructions()) == [(3, "c", 2)]
+def near(**units: int) -> StageHome:
+    return StageHome("p", lambda lane: units)
 
 
-def test_a_near_claim_that_its_peer_cannot_meet_in_full_waits_its_turn() -> None:
-    home = StageHome("ab")
+def test_a_claim_on_whose_host_all_lies_goes_before_the_head() -> None:
+    home = near(c=2)
+    for number, peer in enumerate("abc", 1):
+        home.demand(claim(number, peer), rows(2))
+    home.report("p", PLAIN, has(2), False)
+    assert orders(home.instructions()) == [(3, "p", 2)]
+
+
+def test_a_near_claim_that_its_host_cannot_meet_in_full_waits_its_turn() -> None:
+    home = near(b=1)
     home.demand(claim(1, "a"), rows(1))
     home.demand(claim(2, "b"), rows(2))
-    home.report("b", PLAIN, has(1), False)
-    assert orders(home.instructions()) == [(1, "b", 1)]
+    home.report("p", PLAIN, has(1), False)
+    assert orders(home.instructions()) == [(1, "p", 1)]
 
 
 def test_a_head_is_passed_over_so_often_and_no_more() -> None:
-    home = StageHome("ab")
+    home = near(b=1)
     home.demand(claim(0, "a"), rows(1))
     served = []
     for number in range(1, NEAR_TURNS + 2):
         home.demand(claim(number, "b"), rows(1))
-        home.report("b", PLAIN, has(1), False)
+        home.report("p", PLAIN, has(1), False)
         ((met, peer, units),) = orders(home.instructions())
         home.supplied(claim(met, "a" if met == 0 else "b"), peer, units, 0.0, False)
         home.instructions()

@@ -12,9 +12,10 @@ from dataplane.errors import (
 )
 from dataplane.metadata import names
 from dataplane.metadata.credit import PullCredit
-from dataplane.metadata.takes import Taken
+from dataplane.metadata.store import Store
+from dataplane.metadata.takes import NEAR_TURNS, Taken
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Column
+from dataplane.wire.tables import Column, Owner
 from tests.metadata.stores import (
     OWNERS,
     SPECS,
@@ -188,3 +189,55 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     assert (owner, ranges["range"].tolist(), counts.tolist()) == (OWNERS[0], [50], [1])
     assert s.counts("train").ready_rows == 1
     assert s.counts("reward").ready_rows == 1
+
+
+def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:
+    """Rows whose tokens lie at a peer."""
+    columns = [Column("tokens", values(len(keys), first=keys[0]))]
+    s.put(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {}, now=0.0)
+
+
+def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
+    want = Want(unit, count, count)  # type: ignore[arg-type]
+    return keys_of(s, take(s, "reward", want, credit=PullCredit(peer, lambda: 1 << 30)))
+
+
+def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> None:
+    s = store()
+    at("a", s, [1, 2, 3])
+    at("b", s, [4, 5])
+    at("a", s, [6])
+    assert s.near("reward", "rows", None) == {"a": 4, "b": 2}
+    assert near(s, "b", 2) == [4, 5]
+    assert near(s, "b", 1) == [1]
+    assert near(s, "c", 2) == [2, 3]
+    assert near(s, "a", 1) == [6]
+
+
+def test_a_group_lies_where_its_largest_value_does() -> None:
+    s = store(group_size=2)
+    at("a", s, [1, 2], [1, 1])
+    at("b", s, [3, 4], [2, 2])
+    small = [Column("reward", values(2, nbytes=4, first=90))]
+    s.put(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}, now=0.0)
+    assert s.near("reward", "groups", None) == {"a": 1, "b": 1}
+    assert near(s, "b", 1, "groups") == [3, 4]
+
+
+def test_the_oldest_row_is_passed_over_so_often_and_no_more() -> None:
+    s = store()
+    at("a", s, [1])
+    at("b", s, list(range(2, 30)))
+    taken = [near(s, "b", 1)[0] for _ in range(NEAR_TURNS + 2)]
+    assert taken == [*range(2, 2 + NEAR_TURNS), 1, 2 + NEAR_TURNS]
+
+
+def test_near_rows_are_cut_to_the_credit_and_the_others_stay() -> None:
+    s = store()
+    at("a", s, [1])
+    at("b", s, [2, 3, 4])
+    want = Want("rows", 3, 1)
+    taken = take(s, "reward", want, credit=PullCredit("c", lambda: 20_480))
+    assert keys_of(s, taken) == [1]
+    rest = take(s, "reward", Want("rows", 3, 3), credit=PullCredit("b", lambda: 0))
+    assert keys_of(s, rest) == [2, 3, 4]

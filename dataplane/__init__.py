@@ -14,6 +14,7 @@ if sys.platform != "linux":
 from dataplane import errors
 from dataplane.client.batch import Batch, Rows
 from dataplane.client.changes import Dropped
+from dataplane.client.loader import Loader
 from dataplane.client.partition import Partition
 from dataplane.client.plane import Plane, connect
 from dataplane.client.ref import Ref
@@ -102,6 +103,7 @@ __all__ = [
     "InvalidValue",
     "LeaseExpired",
     "LimitExceeded",
+    "Loader",
     "NotFetched",
     "Partition",
     "PartitionConflict",

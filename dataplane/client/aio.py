@@ -94,12 +94,66 @@ def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
         opening.result().close("connecting was cancelled")
 
 
-class Plane:
+class Runs:
+    """Carries operations of a session out on whatever loop runs; a cancelled task's call ends at
+    the peer too."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Carry out the steps of an operation on the running loop, and return its result."""
+        outcome: Any = None
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = operation.throw(failure) if failure else operation.send(outcome)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            finally:
+                # An error that this frame kept would keep the frames of its traceback, this one
+                # and the caller's, and so the batches in them, until the collector runs.
+                outcome, failure = None, None
+            try:
+                outcome = await self._perform(step)
+            except BaseException as exc:
+                failure = exc
+
+    async def _perform(self, step: Step) -> Any:
+        return await (self._call(step) if isinstance(step, Call) else offload(step))
+
+    async def _call(self, step: Call) -> Body:
+        """On another connection to the same incarnation of the peer where one breaks."""
+        session, began = self._session, time.monotonic()
+        connection = session.connections.idle() or await _further(session, step.deadline_s)
+        outgoing: Outgoing | None = None
+        try:
+            outgoing = Outgoing(session, step, began)
+            while True:
+                try:
+                    return await exchange(
+                        connection,
+                        outgoing.frame,
+                        outgoing.rid,
+                        outgoing.limit_s(),
+                        outgoing.grace_s,
+                    )
+                except PeerLost as exc:
+                    outgoing.broke(exc)
+                connection = await _further(session, outgoing.limit_s())
+        finally:
+            session.connections.give_back(connection)
+            if outgoing is not None:
+                outgoing.done()
+
+
+class Plane(Runs):
     """One client of the plane. An async context manager; `await plane.close()` otherwise."""
 
     def __init__(self, keeper: Housekeeper) -> None:
         self._keeper = keeper
-        self._session = keeper.session
+        super().__init__(keeper.session)
         weakref.finalize(self, keeper.desert).atexit = False
 
     @property
@@ -185,54 +239,6 @@ class Plane:
     def __repr__(self) -> str:
         state = " closed" if self._session.closed else ""
         return f"<aio.Plane {self.name!r} at peer {self.peer!r}{state}>"
-
-    # carrying operations out
-
-    async def run(self, operation: Operation[T]) -> T:
-        """Carry out the steps of an operation on the running loop, and return its result."""
-        outcome: Any = None
-        failure: BaseException | None = None
-        while True:
-            try:
-                step = operation.throw(failure) if failure else operation.send(outcome)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            finally:
-                # An error that this frame kept would keep the frames of its traceback, this one
-                # and the caller's, and so the batches in them, until the collector runs.
-                outcome, failure = None, None
-            try:
-                outcome = await self._perform(step)
-            except BaseException as exc:
-                failure = exc
-
-    async def _perform(self, step: Step) -> Any:
-        return await (self._call(step) if isinstance(step, Call) else offload(step))
-
-    async def _call(self, step: Call) -> Body:
-        """On another connection to the same incarnation of the peer where one breaks."""
-        session, began = self._session, time.monotonic()
-        connection = session.connections.idle() or await _further(session, step.deadline_s)
-        outgoing: Outgoing | None = None
-        try:
-            outgoing = Outgoing(session, step, began)
-            while True:
-                try:
-                    return await exchange(
-                        connection,
-                        outgoing.frame,
-                        outgoing.rid,
-                        outgoing.limit_s(),
-                        outgoing.grace_s,
-                    )
-                except PeerLost as exc:
-                    outgoing.broke(exc)
-                connection = await _further(session, outgoing.limit_s())
-        finally:
-            session.connections.give_back(connection)
-            if outgoing is not None:
-                outgoing.done()
 
 
 async def _further(session: Session, limit_s: float | None) -> Connection:

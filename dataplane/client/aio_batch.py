@@ -141,19 +141,26 @@ class Batch(LeasedRows, Converting):
         """Bring more fields here."""
         await self._run(self._more(fields, timeout))
 
-    async def add(self, *, timeout: float | None = DEFAULT_TIMEOUT_S, **columns: Any) -> None:
-        """Add fields, one value a row. Copied at once; stored together with the ack."""
-        await self._run(self.lease.add(columns, timeout))
+    async def add(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        **named: Any,
+    ) -> None:
+        """As `dataplane.Batch.add`. Copied at once; stored together with the ack."""
+        await self._run(self._add(columns, named, timeout))
 
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """The stage is done with these rows; what was added is stored with it, or nothing is."""
-        await self._run(self.lease.finish("ack", timeout=timeout))
+        await self._run(self._finish("ack", timeout))
 
     async def release(
         self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
         """Give the rows back to their stage, as they were claimed."""
-        await self._run(self.lease.finish("release", tags=tags, timeout=timeout))
+        await self._run(self._finish("release", timeout, tags))
 
     async def drop(
         self,

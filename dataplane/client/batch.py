@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments, convert
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
-from dataplane.client.lease import Lease
+from dataplane.client.lease import Lease, Outcome, positions
 from dataplane.client.ragged import Padding, Side
 from dataplane.client.reads import read_rows
 from dataplane.client.rows import Names, TagValues
 from dataplane.client.selection import Selection
 from dataplane.client.tensors import Each, Form, Layout
-from dataplane.errors import DataplaneError, NotFetched
+from dataplane.client.values import by_name
+from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claimed, Fetched
 from dataplane.wire.tables import Table
@@ -127,6 +129,9 @@ class LeasedRows(Selection):
     def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
         super().__init__(handle, claimed.table, handle.session.pinned(claimed.pin))
         self.lease = Lease(handle, stage, claimed)
+        self._of: LeasedRows | None = None
+        self._at: npt.NDArray[np.intp] | None = None
+        self._outcome = ""
 
     @property
     def stage(self) -> str:
@@ -134,8 +139,36 @@ class LeasedRows(Selection):
 
     @property
     def state(self) -> str:
-        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`."""
-        return self.lease.state
+        """`leased`, `acked`, `released`, `dropped`, `expired` or `finished`; of a part, what became
+        of its rows."""
+        if self._at is None:
+            return self.lease.state
+        if len(self.lease.open_among(self._at)):
+            return "leased"
+        return self._outcome or self.lease.state.replace("leased", "finished")
+
+    def _become_part(self, of: Selection, at: npt.NDArray[np.intp]) -> None:
+        super()._become_part(of, at)
+        assert isinstance(of, LeasedRows)
+        self._of, self._at, self._outcome = of, at if of._at is None else of._at[at], ""
+
+    def _add(
+        self, given: Mapping[str, Any] | None, named: dict[str, Any], timeout: float | None
+    ) -> Operation[None]:
+        columns = {} if given is None else dict(by_name(given))
+        yield from self.lease.add({**columns, **named}, timeout, self._at)
+
+    def _finish(
+        self, outcome: Outcome, timeout: float | None, tags: TagValues | None = None
+    ) -> Operation[None]:
+        self._check()
+        yield from self.lease.finish(outcome, self._at, tags, timeout)
+        self._outcome = {"ack": "acked", "release": "released", "drop": "dropped"}[outcome]
+
+    def _check(self) -> None:
+        """LeaseExpired where these rows are finished."""
+        if self._at is not None and self.lease.state == "leased" and self.state != "leased":
+            raise LeaseExpired(f"the rows of this part were {self.state}", stage=self.stage)
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         """More fields: under the lease, and once that has ended by the rows' keys."""
@@ -147,6 +180,13 @@ class LeasedRows(Selection):
                     "is acked",
                     fields=sorted(added),
                 )
+            if self._of is not None:  # for all of them at once
+                missing = [name for name in fields if name not in self._of]
+                if missing:
+                    yield from self._of._more(missing, timeout)
+                for name in fields:
+                    self._admit(*self._of._found(name))
+                return
             done: Fetched = yield from self.lease.fetch(fields, timeout)
             self._admit(done.table, self._handle.session.pinned(done.pin))
         else:
@@ -156,15 +196,20 @@ class LeasedRows(Selection):
         self, rows: Sequence[int] | None, groups: Names | None, timeout: float | None
     ) -> Operation[None]:
         self.lease.check()
-        at = self.lease.positions(rows, groups, self._table)
-        if at is None or len(at):
+        if rows is None and groups is None:
+            yield from self._finish("drop", timeout)
+            return
+        at = positions(rows, groups, self._table, len(self))
+        if self._at is not None:
+            at = self._at[at]
+        if len(at := self.lease.open_among(at)):
             yield from self.lease.finish("drop", at, timeout=timeout)
 
     def __repr__(self) -> str:
-        lease = self.lease
-        state = lease.state
-        if state == "leased" and lease.open_rows < len(self):
-            state = f"leased, {lease.open_rows} left"
+        lease, state = self.lease, self.state
+        left = len(lease.open_among(self._at))
+        if state == "leased" and left < len(self):
+            state = f"leased, {left} left"
         added = f", added {', '.join(lease.added)}" if lease.added else ""
         fields = ", ".join(self.fields) or "no fields"
         return (
@@ -177,7 +222,9 @@ class Batch(LeasedRows, Converting):
     """Rows that a stage leased. They go back unless the batch is acked or dropped.
 
     As a context manager it acks at the end of the body and releases when the body raised. What was
-    fetched stays readable after either. Not for several threads at once.
+    fetched stays readable after either. `batch[0:16]` and `batch.rows([…])` are parts, with the
+    same methods for their rows; the batch itself then acks what is left. Not for several threads
+    at once.
     """
 
     def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
@@ -191,25 +238,33 @@ class Batch(LeasedRows, Converting):
     def _bring(self, field: str) -> None:
         self.fetch(field)
 
-    def add(self, *, timeout: float | None = DEFAULT_TIMEOUT_S, **columns: Any) -> None:
-        """Add fields, one value a row. Copied at once; stored together with the ack.
+    def add(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        **named: Any,
+    ) -> None:
+        """Add fields, one value a row: by name, as a mapping, or as a TensorDict. Copied at once;
+        stored together with the ack.
 
         FieldExists for a field that was added before; LeaseExpired once the lease has ended.
         """
-        self._run(self.lease.add(columns, timeout))
+        self._run(self._add(columns, named, timeout))
 
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """The stage is done with these rows; what was added is stored with it, or nothing is."""
-        self._run(self.lease.finish("ack", timeout=timeout))
+        self._run(self._finish("ack", timeout))
 
     def release(
         self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
         """Give the rows back to their stage, as they were claimed; what was added is forgotten.
 
-        tags: set on the rows (of the whole batch), for example to count attempts.
+        tags: set on the rows, for example to count attempts.
         """
-        self._run(self.lease.finish("release", tags=tags, timeout=timeout))
+        self._run(self._finish("release", timeout, tags))
 
     def drop(
         self,

@@ -1,7 +1,8 @@
 """A lease and what was added under it, until ack, release or drop. Operations without I/O.
 
 Positions of rows are those of the claim and stay so when some rows were dropped. Added values lie
-in the arena at once and travel with the ack, in one message.
+in the arena at once and travel with the ack of their rows, in one message for all rows to which the
+same was added.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments
-from dataplane.client.carrying import landed
+from dataplane.client.carrying import carries, landed
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -48,11 +49,12 @@ from dataplane.wire.messages import (
     Want,
 )
 from dataplane.wire.records import EXTENT, KEY, U4
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["ack", "release", "drop"]
+Index = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,15 @@ def claim(
     return claimed
 
 
+@dataclass(slots=True, eq=False)
+class Added:
+    """Values that wait for the ack of their rows."""
+
+    at: Index
+    """positions of the rows, ascending"""
+    written: Written
+
+
 class Lease:
     """What a claim handed out. Its rows go back when it dies without ack."""
 
@@ -144,8 +155,9 @@ class Lease:
         self.state = "leased"
         self._open: npt.NDArray[np.bool_] | None = None
         """per row whether it was neither finished nor dropped; None: all are open"""
-        self._added: list[Written] = []
-        self._lost: set[str] = set()
+        self._added: list[Added] = []
+        self._lost: list[tuple[Index, set[str]]] = []
+        """rows and fields of acks that failed"""
         self._abandoned = False
 
     @property
@@ -158,7 +170,14 @@ class Lease:
     @property
     def added(self) -> list[str]:
         """Fields that wait for the ack."""
-        return [name for part in self._added for name in part.fields]
+        return list(dict.fromkeys(name for one in self._added for name in one.written.fields))
+
+    def open_among(self, rows: Index | None) -> Index:
+        """Those of these rows (None: of all) that are open."""
+        rows = np.arange(self.n, dtype=np.intp) if rows is None else rows
+        if self.state != "leased":
+            return rows[:0]
+        return rows if self._open is None else rows[self._open[rows]]
 
     def check(self) -> None:
         if self.state != "leased":
@@ -168,10 +187,15 @@ class Lease:
                 stage=self.stage,
             )
 
-    def add(self, columns: Mapping[str, Any], timeout: float | None) -> Operation[None]:
-        """Copy new fields of all rows into the arena. They are there for others after the ack."""
+    def add(
+        self, columns: Mapping[str, Any], timeout: float | None, rows: Index | None = None
+    ) -> Operation[None]:
+        """Copy new fields of all rows, or of those at `rows`, into the arena. They are there for
+        others after the ack."""
         self.check()
-        twice = set(columns) & set(self.added)
+        at = np.arange(self.n, dtype=np.intp) if rows is None else np.sort(rows)
+        there = (one.written.fields for one in self._added if _meet(one.at, at))
+        twice = set(columns) & {name for names in there for name in names}
         if twice:
             raise FieldExists(
                 f"{', '.join(sorted(twice))} was already added to this batch: fields are "
@@ -180,10 +204,11 @@ class Lease:
             )
         if (devices := self.handle.session.devices) is not None:
             devices.tell_of_host_copies(columns, "what is added to a batch always is")
-        riding = sum(len(part.carried) for part in self._added)
+        riding = sum(len(one.written.carried) for one in self._added)
         deadline = Deadline(timeout)
-        written = yield from write_columns(self.handle, columns, self.n, deadline, riding)
-        size = sum(part_bytes(part) for part in [*self._added, written])
+        written = yield from write_columns(self.handle, columns, len(at), deadline, riding)
+        parts = [*(one.written for one in self._added), written]
+        size = sum(map(part_bytes, parts))
         if size > MAX_FRAME_BYTES // 2:
             self.handle.session.keep(written.extents)
             raise InvalidRows(
@@ -191,8 +216,12 @@ class Lease:
                 "fewer rows at a time",
                 size=size,
             )
-        self._added.append(written)
-        self._lost.difference_update(columns)
+        if rows is not None:  # values are in the order of the rows as they were given
+            written, _ = written.take(np.argsort(rows, kind="stable"))
+        self._added.append(Added(at, written))
+        for lost, names in self._lost:
+            if _meet(lost, at):
+                names.difference_update(columns)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
         """More fields of the rows."""
@@ -202,32 +231,31 @@ class Lease:
     def finish(
         self,
         outcome: Outcome,
-        rows: npt.NDArray[np.intp] | None = None,
+        rows: Index | None = None,
         tags: TagValues | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Operation[None]:
-        """End the lease for all rows that are still open, or for those at `rows`.
+        """End the lease for all rows that are still open, or for those at `rows`. tags: of all, or
+        of those at `rows`.
 
         Only ack takes what was added along. Releasing a lease that has ended already is no error.
         """
         self.check()
-        given = tag_columns(tags, self.n)
-        at = rows
-        if at is None and self._open is not None:
-            at = np.flatnonzero(self._open)
-        left = self.n if at is None else len(at)
-        if left == self.n:
-            at = None
-        body = Finish(
-            self.id,
-            outcome,
-            None if at is None else at.astype(U4).tobytes(),
-            tags=take_tags(given, at),
-        )
-        if not left:
-            self._end("finished")
-        elif outcome == "ack":
-            yield from self._ack(body, at, timeout)
+        given = tag_columns(tags, self.n if rows is None else len(rows))
+        at = self.open_among(rows)
+        if rows is None:
+            given = take_tags(given, None if len(at) == self.n else at)
+        else:
+            order = np.argsort(rows)
+            order = order[np.isin(rows[order], at)]
+            at, given = rows[order], take_tags(given, order)
+        body = self._finish_of(outcome, at, given)
+        if not len(at):
+            if rows is None:
+                self._end("finished")
+            return
+        if outcome == "ack":
+            yield from self._ack(at, timeout)
         elif outcome == "release" and not given:
             with contextlib.suppress(LeaseExpired):  # its rows went back before
                 yield from self._send(body, timeout)
@@ -235,30 +263,59 @@ class Lease:
             yield from self._send(body, timeout)
         self._closed_rows(outcome, rows)
 
-    def _ack(
-        self, body: Finish, at: npt.NDArray[np.intp] | None, timeout: float | None
-    ) -> Operation[None]:
-        session = self.handle.session
-        if self._lost:
+    def _finish_of(self, outcome: Outcome, at: Index, tags: dict[str, list[Scalar]]) -> Finish:
+        index = None if len(at) == self.n else at.astype(U4).tobytes()
+        return Finish(self.id, outcome, index, tags=tags)
+
+    def _ack(self, at: Index, timeout: float | None) -> Operation[None]:
+        """One message for all rows to which the same was added; rows of one that failed stay."""
+        lost = {name for rows, names in self._lost if _meet(rows, at) for name in names}
+        if lost:
             raise InvalidCall(
-                f"what was added as {', '.join(sorted(self._lost))} went with an ack that failed: "
+                f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
                 "add it again, or release the batch",
-                fields=sorted(self._lost),
+                fields=sorted(lost),
             )
-        if self._added:
-            written = beside(self._added)
-            unused = np.zeros(0, EXTENT)
-            if at is not None:
-                written, unused = written.take(at)
+        apart = self._alike(at)
+        for rows in apart:
+            yield from self._ack_alike(rows, timeout)
+            if len(apart) > 1:
+                self._closed_rows("ack", rows)
+
+    def _alike(self, at: Index) -> list[Index]:
+        """These rows, by what was added to them."""
+        has = np.array([np.isin(at, one.at) for one in self._added])
+        if not len(has) or has.all():
+            return [at]
+        _, which = np.unique(has, axis=1, return_inverse=True)
+        return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
+
+    def _ack_alike(self, at: Index, timeout: float | None) -> Operation[None]:
+        session, parts = self.handle.session, []
+        for one in [one for one in self._added if _meet(one.at, at)]:
+            local = np.searchsorted(one.at, at)
+            left = np.setdiff1d(self.open_among(one.at), at)
+            self._added.remove(one)
+            written, unused = one.written, np.zeros(0, EXTENT)
+            if len(left):
+                written, rest = one.written.divide(local, session.writes.view)
+                kept = np.setdiff1d(one.at, at)
+                self._added.append(Added(kept, rest))
+            elif len(local) < len(one.at):
+                written, unused = one.written.take(local)
+            parts.append(written)
+            session.keep(unused)
+        body = self._finish_of("ack", at, {})
+        if parts:
             # From here on the values belong to this one message, whatever becomes of it; should
             # it fail, an ack without them must not pass for one with them.
-            self._lost.update(self.added)
-            self._added = []
-            session.keep(unused)
+            written = beside(parts)
+            going = (at, set(written.fields))
+            self._lost.append(going)
             done = yield from self._ack_with(body, written, timeout)
+            self._lost = [one for one in self._lost if one is not going]
         else:
             done = yield from self._send(body, timeout)
-        self._lost.clear()
         if isinstance(done, PutDone):
             session.keep(np.frombuffer(done.extents, EXTENT))
             if done.kept:
@@ -271,11 +328,12 @@ class Lease:
 
     def _ack_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
         """Once more where what the message carries finds no room."""
-        try:
-            return (yield from self._send(_with(body, written), timeout))
-        except BackPressure:
-            if not written.carried:
-                raise
+        if not written.carried or carries(self.handle, len(written.carried)):
+            try:
+                return (yield from self._send(_with(body, written), timeout))
+            except BackPressure:
+                if not written.carried:
+                    raise
         deadline = Deadline(timeout)
         generation = yield from self.handle.attach(deadline)
         written = yield from landed(self.handle, generation, written, lambda: True, deadline)
@@ -291,7 +349,7 @@ class Lease:
             raise
         return reply if isinstance(reply, PutDone) else expect(reply, Done, body)
 
-    def _closed_rows(self, outcome: Outcome, rows: npt.NDArray[np.intp] | None) -> None:
+    def _closed_rows(self, outcome: Outcome, rows: Index | None) -> None:
         if rows is not None:
             if self._open is None:
                 self._open = np.ones(self.n, np.bool_)
@@ -304,25 +362,9 @@ class Lease:
         session = self.handle.session
         self.state = state
         session.leases.discard(self.id)
-        for part in self._added:
-            session.keep(part.extents)
+        for one in self._added:
+            session.keep(one.written.extents)
         self._added = []
-
-    def positions(
-        self, rows: Sequence[int] | None, groups: Names | None, table: Table
-    ) -> npt.NDArray[np.intp] | None:
-        """Which rows `drop(rows=…)` or `drop(groups=…)` means; None: all that are open."""
-        if rows is not None and groups is not None:
-            raise InvalidCall("give rows= or groups=, not both")
-        if rows is not None:
-            index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
-            if len(index) and (index[0] < 0 or index[-1] >= self.n):
-                raise InvalidRows(f"rows={rows!r}: positions in this batch are 0 to {self.n - 1}")
-        elif groups is not None:
-            index = group_positions(table, groups)
-        else:
-            return None
-        return index if self._open is None else index[self._open[index]]
 
     def give_back(self, timeout: float | None) -> Operation[None]:
         """Release what is held; the rows are back when this returns, also where `abandon` has
@@ -339,10 +381,26 @@ class Lease:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":
             self.state, self._abandoned = "released", True
-            self.handle.session.abandon(self.id, [part.extents for part in self._added])
+            self.handle.session.abandon(self.id, [one.written.extents for one in self._added])
 
     def __del__(self) -> None:
         self.abandon()
+
+
+def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
+    """Which rows of n `drop(rows=…)` or `drop(groups=…)` means."""
+    if rows is not None and groups is not None:
+        raise InvalidCall("give rows= or groups=, not both")
+    if groups is not None:
+        return group_positions(table, groups)
+    index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
+    if len(index) and (index[0] < 0 or index[-1] >= n):
+        raise InvalidRows(f"rows={rows!r}: positions in this batch are 0 to {n - 1}")
+    return index
+
+
+def _meet(one: Index, other: Index) -> bool:
+    return bool(np.isin(one, other).any())
 
 
 def _with(body: Finish, written: Written) -> Finish:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from dataplane.client.batch import Batch, Rows, Run
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
+from dataplane.client.loader import Loader
 from dataplane.client.losses import Lost
 from dataplane.client.putting import put
 from dataplane.client.ref import Ref
@@ -164,6 +165,42 @@ class Partition:
             self._handle,
             stage,
             Demand(rows, groups, budget, min, where, unit),
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
+        )
+
+    def loader(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        collate: Callable[[Batch], Any] | None = None,
+        prefetch: int = 1,
+        batches: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Loader:
+        """As `stream`, for a training loop: a thread has the next `prefetch` batches ready while
+        the body works on one.
+
+        collate: is called there with each batch, and what it returns is what the loop gets, such as
+        `lambda batch: batch.tensordict(device="cuda")`; `loader.batch` is the batch itself.
+        """
+        return Loader(
+            self._run,
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            collate,
+            prefetch,
             batches,
             fields=fields,
             timeout=timeout,

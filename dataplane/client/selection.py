@@ -6,9 +6,9 @@ made on first use, are read-only, and keep their bytes pinned for as long as any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,11 @@ from dataplane.client.ref import Ref
 from dataplane.client.rows import group_names, row_groups, row_name, row_names
 from dataplane.client.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
 from dataplane.client.views import ColumnView
-from dataplane.errors import InvalidCall, NotFetched
+from dataplane.errors import InvalidCall, InvalidRows, NotFetched
 from dataplane.memory.mapping import Pin
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
-from dataplane.wire.tables import Column, Name, Scalar, Table
+from dataplane.wire.tables import Column, Name, Rows, Scalar, Table
 
 Index = npt.NDArray[np.intp]
 
@@ -98,8 +98,15 @@ class Selection:
 
     # values
 
-    def __getitem__(self, field: str) -> ColumnView:
-        """One entry a row. NotFetched where the field is not here and cannot be had by waiting."""
+    @overload
+    def __getitem__(self, field: str) -> ColumnView: ...
+    @overload
+    def __getitem__(self, field: slice) -> Self: ...
+    def __getitem__(self, field: str | slice) -> Any:
+        """One entry a row; of a slice, the part that has only those rows. NotFetched where the
+        field is not here and cannot be had by waiting."""
+        if isinstance(field, slice):
+            return self.rows(np.arange(self._n)[field])
         view = self._views.get(field)
         if view is None:
             if field not in self._fetched:
@@ -109,6 +116,40 @@ class Selection:
 
     def __contains__(self, field: object) -> bool:
         return field in self._fetched
+
+    def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
+        """The part that has only the rows at these positions, in this order, without a copy.
+
+        A part of a batch is of the same lease: `add`, `ack`, `release` and `drop` are then of its
+        rows. InvalidRows for a position that is none, or is there twice.
+        """
+        at = np.asarray(positions)
+        at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
+        if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
+            raise InvalidRows(f"rows({positions!r:.80}): give positions in {self!r}")
+        at = at.astype(np.intp)
+        at = np.where(at < 0, at + self._n, at)
+        if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
+            raise InvalidRows(
+                f"rows({positions!r:.80}): positions are 0 to {self._n - 1}, each once"
+            )
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__)
+        for name in ("keys", "group_ids", "tags", "_group_rows"):
+            part.__dict__.pop(name, None)
+        part._become_part(self, at)
+        return part
+
+    def _become_part(self, of: Selection, at: Index) -> None:
+        """The rows at these positions of another, with what was fetched of them."""
+        self._rows, self._n = _rows_at(of._rows, at), len(at)
+        tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
+        self._table = Table(self._rows, [], [], [], tags)
+        self._views, self._offsets = {}, Offsets()
+        self._fetched = {
+            name: (_picked(source, at), table, pin)
+            for name, (source, table, pin) in of._fetched.items()
+        }
 
     def groups(self) -> Iterator[Group]:
         """The groups in order of their first rows, each with its own columns. A row without group
@@ -172,6 +213,11 @@ class Selection:
         for source in table.columns:
             self._fetched[source.field] = (source, table, pin)
             self._views.pop(source.field, None)
+
+    def _found(self, field: str) -> tuple[Table, Pin]:
+        """A fetched field as a table of its own."""
+        source, table, pin = self._fetched[field]
+        return Table(self._rows, [source], table.specs, table.owners), pin
 
     def _view(self, field: str) -> ColumnView:
         source, table, pin = self._fetched[field]
@@ -244,6 +290,22 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.id!r}: {len(self)} rows of {self._of.partition!r}>"
+
+
+def _rows_at(rows: Rows, at: Index) -> Rows:
+    n = len(rows.keys) // KEY.itemsize
+    names = None if rows.names is None else [rows.names[i] for i in at.tolist()]
+    keys = column(rows.keys, KEY, n)[at].tobytes()
+    if not rows.group_index:
+        return Rows(keys, names)
+    index = column(rows.group_index, U4, n)[at]
+    used = np.unique(index[index != NO_GROUP])
+    renumbered = np.full(len(at), NO_GROUP, U4)
+    here = index != NO_GROUP
+    renumbered[here] = np.searchsorted(used, index[here])
+    group_keys = column(rows.group_keys, KEY)[used].tobytes()
+    group_ids = None if rows.group_names is None else [rows.group_names[i] for i in used.tolist()]
+    return Rows(keys, names, renumbered.tobytes(), group_keys, group_ids)
 
 
 def _aligned(table: Table, keys: bytes) -> Table:

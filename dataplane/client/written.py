@@ -7,7 +7,7 @@ are shared with earlier values. Joining keeps the records right. Pure columns, n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,6 +129,28 @@ class Written:
             digest_index=renumber[self.digest_index[kept]],
             carried=b"".join(part for index, part in self.riding() if index in own),
         ), unused
+
+    def divide(self, rows: Index, read: Callable[[int, int], Records]) -> tuple[Written, Written]:
+        """Of these rows, and of the others. What both have values in goes with the first as a copy,
+        which rides, since a range is named by one message only. read: bytes of the arena."""
+        n = len(self.cells[0].values)
+        others = np.setdiff1d(np.arange(n, dtype=np.intp), rows)
+        (first, _), (second, _) = self.take(rows), self.take(others)
+        both = np.isin(first.ranges["offset"], second.ranges["offset"])
+        both &= first.ranges["offset"] != CARRIED
+        if not both.any():
+            return first, second
+        own = dict(first.riding())
+        parts, ranges = [], first.ranges.copy()
+        for index, (offset, length) in enumerate(first.ranges.tolist()):
+            if both[index]:
+                part = read(offset, length).tobytes()
+                own[index] = part + bytes(
+                    int(padded(first.ranges["length"][index : index + 1])[0]) - length
+                )
+            parts.append(own.get(index, b""))
+        ranges["offset"][both] = CARRIED
+        return replace(first, ranges=ranges, carried=b"".join(parts)), second
 
     def riding(self) -> Iterator[tuple[int, bytes]]:
         """Which of `ranges` ride, and their bytes, padded."""

@@ -91,3 +91,92 @@ async def test_a_tensordict_is_made_on_a_loop(cluster: Cluster) -> None:
             assert torch.equal(pair[0], made["ids"])
             with pytest.raises(dataplane.InvalidCall, match="mask=True goes with"):
                 await batch.torch("ids", mask=True)
+
+
+def test_a_part_of_a_batch_is_what_its_rows_are(hosts: Hosts) -> None:
+    here, there = hosts.partition({"train": ["ids"]}, group_size=2, free="drop")
+    data = rollouts([1, 2, 3, 4])
+    here.put(data, key=["a", "b", "c", "d"], group=[0, 0, 1, 1], tags={"n": [1, 2, 3, 4]})
+    with there.claim("train", groups=2) as batch:
+        part = batch[1:3]
+        assert isinstance(part, dataplane.Batch) and len(part) == 2
+        assert (part.keys, part.tags["n"]) == (batch.keys[1:3], batch.tags["n"][1:3])
+        assert part.group_ids == batch.group_ids[1:3]
+        assert [len(group) for group in part.groups()] == [1, 1]
+        assert [len(row) for row in part["ids"]] == [len(row) for row in batch["ids"]][1:3]
+        assert part.torch("position_ids", "jagged").shape[:2] == (2, 3)  # fetched for all of it
+        assert "position_ids" in batch
+        back = batch.rows([3, 0])
+        assert back.keys == [batch.keys[3], batch.keys[0]] and back[:1].keys == back.keys[:1]
+        assert len(batch.rows([True, False, True, False])) == 2
+        assert len(batch.tensordict(["ids"])[1:3]) == len(part.tensordict(["ids"])) == 2
+        for wrong in ([4], [0, 0], [0.5], [[1]]):
+            with pytest.raises(dataplane.InvalidRows, match="positions"):
+                batch.rows(wrong)
+    read = here.get(["a", "b", "c"])
+    assert read[1:].keys == ["b", "c"] and read[1:].tensordict(["score"])["score"].tolist() == [
+        1,
+        2,
+    ]
+
+
+def test_parts_of_a_batch_are_acked_and_released_alone(hosts: Hosts) -> None:
+    here, there = hosts.partition({"train": ["x"], "after": ["y"]}, free="acked")
+    here.put({"x": list(range(8))}, key=list(range(8)))
+    batch = there.claim("train", rows=8)
+    first, second, third = batch[0:3], batch[3:5], batch.rows([6, 5])
+    first.add(y=[10 * x for x in first["x"]])
+    first.ack()
+    assert (first.state, second.state, batch.state) == ("acked", "leased", "leased")
+    with pytest.raises(dataplane.LeaseExpired, match="this part were acked"):
+        first.ack()
+    second.release(tags={"tried": [1, 2]})
+    again = there.claim("train", rows=2)
+    assert sorted(again["x"]) == sorted(second["x"]) and sorted(again.tags["tried"]) == [1, 2]
+    third.add({"y": [x * 10 for x in third["x"]]})
+    with pytest.raises(dataplane.FieldExists):
+        batch.rows([6]).add(y=[1])
+    batch.rows([7]).add(TensorDict({"y": torch.tensor([70])}, [1]))
+    batch.ack()
+    again.add(y=[x * 10 for x in again["x"]])
+    again.ack()
+    assert (batch.state, third.state) == ("acked", "acked")
+    done = there.claim("after", rows=7)
+    assert sorted(int(y) for y in done["y"]) == sorted(10 * int(key) for key in done.keys)
+    left = [key for key in batch.keys if key not in done.keys]
+    assert here.get(left, ["x"])["x"][0] == left[0]
+    done.ack()
+
+
+@pytest.mark.parametrize("size", [1, 300, 3000])
+def test_what_was_added_to_a_batch_is_acked_in_parts(hosts: Hosts, size: int) -> None:
+    here, there = hosts.partition({"train": ["x"], "after": ["y", "z"]})
+    n = 40
+    here.put({"x": list(range(n))}, key=list(range(n)))
+    with there.claim("train", rows=n) as batch:
+        keys = [int(key) for key in batch.keys]
+        batch.add(y=[torch.full((size,), key) for key in keys])
+        batch.add(z=[{"of": key, "a": torch.full((3,), key)} for key in keys])
+        for start in range(0, n - 10, 10):
+            batch[start : start + 10].ack()
+        batch.rows([n - 1, n - 3]).release()
+    with there.claim("after", rows=n - 2) as done:
+        for key, y, z in zip(done.keys, done["y"], done["z"], strict=True):
+            assert y.tolist() == [key] * size
+            assert z["of"] == key and z["a"].tolist() == [key] * 3
+        assert set(keys) - set(done.keys) == {keys[n - 1], keys[n - 3]}
+    there.claim("train", rows=2).release()
+
+
+async def test_parts_are_acked_on_a_loop(cluster: Cluster) -> None:
+    cluster.start("a")
+    async with aio.connect("a", run="test") as plane:
+        part = await plane.partition("p", {"train": ["x"]})
+        await part.put({"x": list(range(4))})
+        batch = await part.claim("train", rows=4)
+        async with batch[:2] as first:
+            await first.add({"y": [1, 2]})
+            assert (await first.tensordict(["x"]))["x"].tolist() == list(first["x"])
+        assert (first.state, batch.state) == ("acked", "leased")
+        await batch.rows([2, 3]).release()
+        assert batch.state == "released"

@@ -1,0 +1,141 @@
+"""A loader: the next batch is there while this one trains, and every row is trained once."""
+
+from __future__ import annotations
+
+import gc
+import pickle  # noqa: S403
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import dataplane
+from tests.end_to_end.conftest import Cluster, until
+
+
+def filled(
+    plane: dataplane.Plane, n: int, name: str = "p", **definition: Any
+) -> dataplane.Partition:
+    part = plane.partition(name, {"train": ["x"]}, **definition)
+    part.put({"x": [[i] * (1 + i % 3) for i in range(n)]}, key=list(range(n)))
+    part.seal()
+    return part
+
+
+def test_every_row_is_trained_once_and_the_next_batch_is_ready(cluster: Cluster) -> None:
+    cluster.start("a")
+    with dataplane.connect("a", run="test") as plane:
+        part = filled(plane, 10)
+        seen: list[int] = []
+        loader = part.loader("train", rows=4, collate=lambda batch: batch.tensordict())
+        for data in loader:
+            assert loader.batch is not None and loader.batch.state == "leased"
+            seen += [int(key) for key in loader.batch.keys]
+            assert data["x"].is_nested and data.batch_size == (len(loader.batch),)
+            if len(seen) == 4:  # the next is leased while this one trains
+                until(lambda: plane.stats()["leases"] == 2, "the next is leased")
+        assert sorted(seen) == list(range(10)) and loader.batch is None
+        assert part.stats()["rows"] == 0
+        assert not [t for t in threading.enumerate() if t.name == "dataplane-loader"]
+
+
+def test_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> None:
+    cluster.start("a")
+    with dataplane.connect("a", run="test") as plane:
+        part = filled(plane, 6)
+        for _ in part.loader("train", rows=2, prefetch=2):
+            break
+        with part.loader("train", rows=6) as loader:
+            assert len(next(iter(loader))) == 6
+        with pytest.raises(ZeroDivisionError), part.loader("train", rows=3) as loader:
+            for _ in loader:
+                raise ZeroDivisionError
+        loader = part.loader("train", rows=2, batches=1)
+        assert [len(batch) for batch in loader] == [2]
+        assert part.stats()["rows"] == 4
+        with part.claim("train", rows=4) as batch:
+            assert len(batch) == 4
+
+
+def test_a_claim_that_waits_is_taken_back(cluster: Cluster) -> None:
+    cluster.start("a")
+    with dataplane.connect("a", run="test") as plane:
+        part = plane.partition("p", {"train": ["x"]})
+        part.put({"x": [1, 2, 3]})
+        loader = part.loader("train", rows=2)
+        loop = iter(loader)
+        next(loop)
+        until(lambda: plane.stats()["waiting_claims"] == 1, "the next is claimed")
+        loader.close()
+        until(lambda: plane.stats()["waiting_claims"] == 0, "the claim is taken back")
+        part.claim("train", rows=3).ack()
+        assert list(loop) == []
+
+
+def test_what_fails_in_the_thread_is_raised_in_the_loop(cluster: Cluster) -> None:
+    cluster.start("a")
+    with dataplane.connect("a", run="test") as plane:
+        part = filled(plane, 2)
+        with pytest.raises(dataplane.NotFetched), part.loader("train", rows=3, min=1) as loader:
+            for _ in loader:
+                raise dataplane.NotFetched("from the body")
+
+        def wrong(batch: dataplane.Batch) -> Any:
+            raise KeyError("collate")
+
+        with pytest.raises(KeyError, match="collate"):
+            for _ in part.loader("train", rows=2, collate=wrong):
+                pass
+        gc.collect()
+        part.claim("train", rows=2, timeout=10).ack()
+        with pytest.raises(dataplane.InvalidCall, match="exactly one of rows"):
+            part.loader("train")
+
+
+def test_a_loader_goes_on_exactly_behind_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start("a")
+    before: list[list[Any]] = []
+    with dataplane.connect("a", run="test") as plane:
+        part = filled(plane, 12, free="drop")
+        loader = part.loader("train", rows=2)
+        for batch in loader:
+            before.append(batch.keys)
+            if len(before) == 3:
+                until(lambda: plane.stats()["leases"] == 2, "the next is leased")
+                state = loader.state_dict()
+                plane.checkpoint(tmp_path / "saved")
+                break
+        assert pickle.loads(pickle.dumps(state)) == state  # noqa: S301
+        part.drop()
+        plane.restore(tmp_path / "saved")
+        again = plane.partition("p").loader("train", rows=2)
+        again.load_state_dict(state)
+        after = [batch.keys for batch in again]
+        assert after == [[6, 7], [8, 9], [10, 11]] and before == [[0, 1], [2, 3], [4, 5]]
+        assert again.state_dict()["batches"] == 6
+        with pytest.raises(dataplane.InvalidCall, match="none of this loader"):
+            again.load_state_dict({**state, "stage": "other"})
+
+
+class Workers(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    def __iter__(self) -> Any:
+        with dataplane.connect("a", run="test") as plane:
+            yield from plane.partition("p").loader("train", rows=1)
+
+
+def test_in_a_dataloaders_workers_it_says_why_not(cluster: Cluster) -> None:
+    cluster.start("a")
+    with dataplane.connect("a", run="test") as plane:
+        part = filled(plane, 2)
+        with pytest.raises(dataplane.InvalidCall, match="belongs into the training process"):
+            list(DataLoader(Workers(str(cluster.run_dir)), num_workers=1, batch_size=None))
+        with pytest.raises(dataplane.InvalidCall, match="belongs into the training process"):
+            pickle.dumps(part.loader("train", rows=1))
+        part.claim("train", rows=2).ack()
+    assert torch.utils.data.get_worker_info() is None

@@ -1,16 +1,19 @@
-"""Every example runs."""
+"""Every example runs, twice in a row and two at a time, and so does the README's block."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def run(command: list[str]) -> str:
@@ -28,8 +31,33 @@ LAUNCHED = {"grpo_torchrun": TORCHRUN}
 NEEDS = {"grpo_ray": "ray"}
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_runs(example: Path, run_dir: Path) -> None:
+def command(example: Path) -> list[str]:
     if (needs := NEEDS.get(example.stem)) and importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed: `make test-{needs}` does it")
-    assert run([sys.executable, *LAUNCHED.get(example.stem, []), str(example)])
+    return [sys.executable, *LAUNCHED.get(example.stem, []), str(example)]
+
+
+EXAMPLES = pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem
+)
+
+
+@EXAMPLES
+def test_an_example_runs_twice_in_a_row(example: Path, run_dir: Path) -> None:
+    for _ in range(2):
+        assert run(command(example))
+
+
+@EXAMPLES
+def test_an_example_runs_twice_at_once(example: Path, run_dir: Path) -> None:
+    launch = command(example)
+    with ThreadPoolExecutor() as both:
+        first, second = both.map(run, [launch, launch])
+    assert first and second
+
+
+def test_the_readmes_quick_start_runs_twice_at_once(run_dir: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    with ThreadPoolExecutor() as both:
+        first, second = both.map(run, [[sys.executable, "-c", block]] * 2)
+    assert first == second != ""

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
+.PHONY: chaos coverage fuzz soak surface example-grpo bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -27,6 +27,10 @@ test-packages:
 # The same where sudo asks for a password.
 system-packages:
 	@$(PACKAGES) --ask iproute2 etcd-server chromium
+
+# A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill trainer"`, see examples/grpo_tiny.
+example-grpo: $(VENV)/.examples-installed
+	$(BIN)/python examples/grpo_tiny/run.py $(GRPO)
 
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json

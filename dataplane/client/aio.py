@@ -204,6 +204,11 @@ class Plane(Runs):
         """What this peer holds, as nested dicts."""
         return await self.run(core.stats(None, timeout))
 
+    async def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
+        """As `dataplane.Plane.metrics`."""
+        stats = await self.run(core.stats(None, timeout))
+        return self._session.tally.take(stats)
+
     async def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -48,8 +49,8 @@ from dataplane.wire.messages import (
     PutDone,
     Want,
 )
-from dataplane.wire.records import EXTENT, KEY, U4
-from dataplane.wire.tables import Scalar, Table
+from dataplane.wire.records import EXTENT, KEY, PLACE, U4, VALUE
+from dataplane.wire.tables import Scalar, Table, volume
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +129,14 @@ def claim(
         timeout_ms=milliseconds(timeout),
         lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
     )
-    claimed = yield from wait_for(body, Claimed, timeout)
+    began = time.monotonic()
+    try:
+        claimed = yield from wait_for(body, Claimed, timeout)
+    finally:
+        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
     session.leased(claimed.lease)
-    rows = claimed.table.rows
+    rows, nbytes = claimed.table.rows, volume(claimed.table.columns, PLACE)
+    session.tally.of_stage(stage, claims=1, rows=len(rows.keys) // KEY.itemsize, bytes=nbytes)
     session.familiar.note(rows.group_keys or rows.keys)
     return claimed
 
@@ -218,6 +224,9 @@ class Lease:
             )
         if rows is not None:  # values are in the order of the rows as they were given
             written, _ = written.take(np.argsort(rows, kind="stable"))
+        tally = self.handle.session.tally
+        tally.of_stage(self.stage, added_bytes=volume(written.columns(), VALUE))
+        tally.add("copy", bytes=written.copied_bytes)
         self._added.append(Added(at, written))
         for lost, names in self._lost:
             if _meet(lost, at):

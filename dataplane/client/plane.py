@@ -117,6 +117,16 @@ class Plane:
         """What this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
         return self.run(core.stats(None, timeout))
 
+    def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
+        """What this client did since it was last asked, and how its peer stands: a flat dict of
+        floats, for `wandb.log` or TensorBoard, once a step. docs/metrics.md has each of them.
+
+        Per stage `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows`, …; of puts and gets the
+        same; bytes that were copied or pulled; the arena. Costs as `stats` does.
+        """
+        stats = self.run(core.stats(None, timeout))
+        return self._session.tally.take(stats)
+
     def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> None:

@@ -6,6 +6,7 @@ message would leave rows that a second try puts twice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +45,7 @@ def put(
     timeout: float | None,
 ) -> Operation[Ref]:
     """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
-    session, deadline = handle.session, Deadline(timeout)
+    session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
     if overflow not in (None, "host"):
         raise InvalidCall(f"overflow= is None or 'host', not {overflow!r:.40}")
     columns = by_name(columns)
@@ -89,6 +90,7 @@ def put(
         ]
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(identity.familiar_keys())
+    session.tally.add("put", wait_s=time.monotonic() - began)
     return ref(generation=generation)
 
 

@@ -17,7 +17,7 @@ from dataplane.metadata.where import Where
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
-from dataplane.wire.tables import Column, Definition, Name, Rows, Spec, Table
+from dataplane.wire.tables import Column, Definition, Name, Rows, Spec, Table, volume
 
 Found = tuple[Table, Pin]
 
@@ -125,8 +125,10 @@ def _pages(
 
 
 def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
-    pin = handle.session.pinned(*(page.pin for page in pages))
-    return join_tables([page.table for page in pages]), pin
+    session, table = handle.session, join_tables([page.table for page in pages])
+    rows = len(table.rows.keys) // KEY.itemsize
+    session.tally.add("get", rows=rows, bytes=volume(table.columns, PLACE))
+    return table, session.pinned(*(page.pin for page in pages))
 
 
 def join_tables(tables: list[Table]) -> Table:

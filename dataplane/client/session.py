@@ -21,6 +21,7 @@ from dataplane.client.connection import Connection, Connections
 from dataplane.client.devices import Devices
 from dataplane.client.direct import DirectCopies
 from dataplane.client.extents import Leftovers
+from dataplane.client.tally import Tally
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.names import mint_many
@@ -63,6 +64,7 @@ class Session:
         """the device arenas of the peer, where it has some and this client looks at them"""
         self.leftovers = Leftovers()
         self.familiar = Familiar()
+        self.tally = Tally()
         self.leases: set[int] = set()
         self.closed: str | None = None
         self.bell = Bell()

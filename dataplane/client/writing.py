@@ -35,8 +35,8 @@ from dataplane.client.written import Written, beside, written_of
 from dataplane.errors import BackPressure, DataplaneError, PutIncomplete, ValueTooLarge
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
-from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
-from dataplane.wire.tables import Scalar
+from dataplane.wire.records import EXTENT, KEY, RANGE, U8, VALUE, column
+from dataplane.wire.tables import Scalar, volume
 
 RUN_BYTES = 256 << 20
 """Values of about so many bytes go with one message, but no more than a quarter of the share. Long
@@ -195,6 +195,9 @@ class Putting:
             session.pinned(written.pin)  # nobody keeps it, so it is released
             raise
         session.keep(column(reply.extents, EXTENT))
+        rows = len(self.identity) if index is None else len(index)
+        session.tally.add("put", rows=rows, bytes=volume(body.columns, VALUE))
+        session.tally.add("copy", bytes=written.copied_bytes)
 
     def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""

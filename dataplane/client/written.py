@@ -102,6 +102,11 @@ class Written:
         return int(self.extents["length"].sum())
 
     @property
+    def copied_bytes(self) -> int:
+        """What was copied, into the arena or the message: not what is shared with other values."""
+        return int(self.ranges["length"].sum())
+
+    @property
     def fields(self) -> list[str]:
         return [c.field for c in self.cells]
 

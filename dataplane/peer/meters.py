@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
-
-import numpy as np
 
 from dataplane.peer import rows as rowset
 from dataplane.wire import messages as m
 from dataplane.wire.records import PLACE, VALUE
-from dataplane.wire.tables import Column
+from dataplane.wire.tables import volume
 
 MAX_LABELS = 64
 OTHER = "other"
@@ -31,8 +28,6 @@ BOUNDS_S: tuple[float, ...] = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.0
 BOUNDS_S += (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0, 300.0)
 """Upper ends of the histograms' buckets: a local claim takes under a millisecond, one that waits
 for rows may take minutes."""
-_NBYTES = slice(8, 16)
-"""where records of both kinds, VALUE and PLACE, have it"""
 
 
 class ByLabel:
@@ -83,24 +78,12 @@ class Meters:
                 self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
             self.put_rows += rowset.count(request.rows)
-            self.put_bytes += _nbytes(request.columns, VALUE)
+            self.put_bytes += volume(request.columns, VALUE)
         elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
             self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
-            self.claimed_bytes.add(request.stage, _nbytes(answer.table.columns, PLACE))
+            self.claimed_bytes.add(request.stage, volume(answer.table.columns, PLACE))
 
 
 def _carries(request: m.Body) -> bool:
     """Then its client reserves room now, and only that may fail."""
     return isinstance(request, m.Put | m.Finish) and bool(request.carried)
-
-
-def _nbytes(columns: Iterable[Column], dtype: np.dtype[np.void]) -> int:
-    """Bytes of all values of these columns, objects and their leaves."""
-    total = 0
-    for column in columns:
-        for part in (column.values, column.leaves):
-            if len(part) == dtype.itemsize:  # one row: without numpy's cost per operation
-                total += int.from_bytes(part[_NBYTES], "little")
-            elif part:
-                total += int(np.frombuffer(part, dtype)["nbytes"].sum())
-    return total

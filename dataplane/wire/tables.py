@@ -5,9 +5,11 @@ Everything that is per row is a raw column (see `records`), so that neither side
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from dataplane.wire.limits import MAX_SPECS_PER_MESSAGE
 
@@ -111,6 +113,22 @@ class Column(msgspec.Struct, array_like=True):
     values: bytes
     leaf_counts: bytes = b""
     leaves: bytes = b""
+
+
+_NBYTES = slice(8, 16)
+"""where records of both kinds, VALUE and PLACE, have it"""
+
+
+def volume(columns: Iterable[Column], dtype: np.dtype[np.void]) -> int:
+    """Bytes of all values of these columns, objects and their leaves. dtype: VALUE or PLACE."""
+    total = 0
+    for column in columns:
+        for part in (column.values, column.leaves):
+            if len(part) == dtype.itemsize:  # one row: without numpy's cost per operation
+                total += int.from_bytes(part[_NBYTES], "little")
+            elif part:
+                total += int(np.frombuffer(part, dtype)["nbytes"].sum())
+    return total
 
 
 class Rows(msgspec.Struct, array_like=True):

@@ -1,0 +1,69 @@
+"""What one client did since it was last asked: `plane.metrics()`. Sums, without I/O.
+
+Counted where operations end, so that both shells count alike: a few additions a call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+_OF_ARENA = ("size", "used", "pinned", "cached", "spilled")
+_OF_PEER = ("pulled_bytes", "carried_bytes")
+
+
+class Tally:
+    """For any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._stages: set[str] = set()
+        self._before: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def add(self, what: str, **amounts: float) -> None:
+        """what: "put", "get" or "copy"."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
+
+    def of_stage(self, stage: str, **amounts: float) -> None:
+        """As `add`, of what this client does for a stage."""
+        self._stages.add(stage)
+        self.add(f"stage/{stage}", **amounts)
+
+    def take(self, stats: dict[str, Any]) -> dict[str, float]:
+        """The sums since the last call, rates, and figures of the peer's `stats`, flat."""
+        with self._lock:
+            now = time.monotonic()
+            seconds, self._since = max(now - self._since, 1e-9), now
+            sums, self._sums = self._sums, Counter()
+            stages = sorted(self._stages)
+            told = {name: float(stats[name]) for name in _OF_PEER}
+            moved = sum(told.values()) - sum(self._before.get(name, 0.0) for name in told)
+            first, self._before = not self._before, told
+        taken: dict[str, float] = {"seconds": seconds}
+        for what, names in {
+            "put": ("rows", "bytes", "wait_s"),
+            "get": ("rows", "bytes"),
+            "copy": ("bytes",),
+            **{f"stage/{s}": ("claims", "rows", "bytes", "added_bytes", "wait_s") for s in stages},
+        }.items():
+            taken |= {f"{what}/{name}": float(sums[f"{what}/{name}"]) for name in names}
+            if "rows" in names:
+                taken[f"{what}/rows_per_s"] = sums[f"{what}/rows"] / seconds
+        for stage in stages:
+            taken[f"stage/{stage}/behind_rows"] = _behind(stats, stage)
+        taken["peer/pulled_bytes"] = 0.0 if first else moved
+        arena = stats["arena"]
+        taken |= {f"arena/{name}_bytes": float(arena[f"{name}_bytes"]) for name in _OF_ARENA}
+        taken["arena/used"] = arena["used_bytes"] / max(1, arena["size_bytes"])
+        return taken
+
+
+def _behind(stats: dict[str, Any], stage: str) -> float:
+    stages = (partition["stages"].get(stage) for partition in stats["partitions"].values())
+    return float(sum(figures["outstanding_rows"] for figures in stages if figures))

@@ -1,0 +1,75 @@
+"""`plane.metrics()`: what a client did since it was last asked, flat."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import aio
+from tests.end_to_end.conftest import PLANE, Cluster
+
+ROW_BYTES = 8 * 1024
+
+
+def test_a_steps_figures_are_of_what_was_done_since_the_last_ones(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"train": ["x"]})
+        part.put({"x": np.zeros((6, 1024))})
+        with part.claim("train", rows=4) as batch:
+            batch.add(loss=np.zeros((4, 1024)))
+        part.get(fields=["x"])
+        first = plane.metrics()
+        assert all(type(value) is float for value in first.values())
+        assert first["put/rows"] == 6
+        assert first["put/bytes"] == 6 * ROW_BYTES
+        assert first["stage/train/claims"] == 1
+        assert first["stage/train/rows"] == 4
+        assert first["stage/train/bytes"] == 4 * ROW_BYTES
+        assert first["stage/train/added_bytes"] == 4 * ROW_BYTES
+        assert first["stage/train/behind_rows"] == 2
+        assert first["copy/bytes"] == 10 * ROW_BYTES
+        assert first["get/rows"] == 2
+        assert 0 < first["arena/used"] < 1
+        second = plane.metrics()
+        assert second.keys() == first.keys()
+        assert second["put/rows"] == second["stage/train/rows"] == second["copy/bytes"] == 0
+        assert second["stage/train/behind_rows"] == 2
+
+
+def test_a_claim_that_ends_in_a_timeout_has_waited_too(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"train": ["x"]})
+        with pytest.raises(dataplane.ClaimTimeout):
+            part.claim("train", rows=1, timeout=0.2)
+        figures = plane.metrics()
+        assert 0.2 <= figures["stage/train/wait_s"] <= figures["seconds"]
+        assert figures["stage/train/claims"] == 0
+
+
+def test_what_is_brought_from_another_host_is_counted_from_the_second_call_on(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as a, cluster.connect("b") as b:
+        part = a.partition("p", {"train": ["x"]})
+        assert b.metrics()["peer/pulled_bytes"] == 0
+        part.put({"x": np.zeros((6, 1024))})
+        assert len(b.partition("p").claim("train", rows=6)["x"]) == 6
+        assert b.metrics()["peer/pulled_bytes"] >= 6 * ROW_BYTES
+
+
+def test_aio_tells_the_same(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> dict[str, float]:
+        async with aio.connect("a", run=PLANE) as plane:
+            part = await plane.partition("p", {"train": ["x"]})
+            await part.put({"x": [1, 2]})
+            return await plane.metrics()
+
+    cluster.start("a")
+    monkeypatch.setenv("DATAPLANE_RUN_DIR", str(cluster.run_dir))
+    assert asyncio.run(main())["put/rows"] == 2

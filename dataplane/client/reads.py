@@ -125,10 +125,12 @@ def _pages(
 
 
 def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
-    session, table = handle.session, join_tables([page.table for page in pages])
+    session = handle.session
+    pin = session.pinned(*(page.pin for page in pages))
+    table = join_tables([page.table for page in pages])
     rows = len(table.rows.keys) // KEY.itemsize
     session.tally.add("get", rows=rows, bytes=volume(table.columns, PLACE))
-    return table, session.pinned(*(page.pin for page in pages))
+    return table, pin
 
 
 def join_tables(tables: list[Table]) -> Table:

@@ -239,7 +239,7 @@ class Session:
         """In a forked child: nothing of the parent's session may be used. Its windows of granted
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
-        self.leftovers, self.familiar = Leftovers(), Familiar()
+        self.leftovers, self.familiar, self.tally = Leftovers(), Familiar(), Tally()
         self.devices = None
         self.direct.poison()
         self.closed = (

@@ -10,6 +10,9 @@ import time
 from collections import Counter
 from typing import Any
 
+MAX_STAGES = 64
+OTHER = "other"
+"""Stages have figures of their own, up to so many; the others are counted together."""
 _OF_ARENA = ("size", "used", "pinned", "cached", "spilled")
 _OF_PEER = ("pulled_bytes", "carried_bytes")
 
@@ -27,13 +30,19 @@ class Tally:
     def add(self, what: str, **amounts: float) -> None:
         """what: "put", "get" or "copy"."""
         with self._lock:
-            for name, amount in amounts.items():
-                self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
+            self._add(what, amounts)
 
     def of_stage(self, stage: str, **amounts: float) -> None:
         """As `add`, of what this client does for a stage."""
-        self._stages.add(stage)
-        self.add(f"stage/{stage}", **amounts)
+        with self._lock:
+            if stage not in self._stages and len(self._stages) >= MAX_STAGES:
+                stage = OTHER
+            self._stages.add(stage)
+            self._add(f"stage/{stage}", amounts)
+
+    def _add(self, what: str, amounts: dict[str, float]) -> None:
+        for name, amount in amounts.items():
+            self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
 
     def take(self, stats: dict[str, Any]) -> dict[str, float]:
         """The sums since the last call, rates, and figures of the peer's `stats`, flat."""

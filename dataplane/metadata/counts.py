@@ -1,7 +1,6 @@
 """What one store reports about one lane: how many units are ready, may come, or are not yet done.
 
-Written by the stores, read by the homes. Plain figures, so that a report is cheap to coalesce: the
-latest one of a peer replaces the one before.
+Told by the stores, read by the homes.
 """
 
 from __future__ import annotations

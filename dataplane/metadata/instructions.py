@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dataplane.metadata.counts import Lane
 from dataplane.wire.messages import Want
 
 
@@ -16,11 +15,10 @@ class ClaimId:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`peer` grants up to `want_remaining` to the claim; `exact`: all of it (or its minimum), which
-    completes the claim, or nothing. It grants no more than the claim's peer may pull."""
+    """Grant up to `want_remaining` to the claim; `exact`: all of it (or its minimum), which
+    completes the claim, or nothing. No more than the claim's peer may pull."""
 
     claim: ClaimId
-    peer: str
     want_remaining: Want
     exact: bool
     credit_bytes: int = 0
@@ -28,19 +26,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The claim has all it gets: `units`. told: by the grant itself; otherwise grants may still be
-    on their way to it."""
+    """The claim has all it gets. told: by the grant itself."""
 
     claim: ClaimId
-    units: int
     told: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """The claim gives back all that it was granted so far, and goes on waiting."""
-
-    claim: ClaimId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +41,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Unmeetable:
-    """A budget smaller than any unit that is next in line at the peers."""
+    """A budget smaller than any unit that is next in line."""
 
     claim: ClaimId
 
@@ -66,13 +55,4 @@ class Starved:
     needed_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Peers (or the one named) report this lane's counts at once and whenever they change."""
-
-    lane: Lane
-    on: bool
-    peer: str | None = None
-
-
-Instruction = Order | Complete | Return | Ended | Unmeetable | Starved | Watch
+Instruction = Order | Complete | Ended | Unmeetable | Starved

@@ -394,16 +394,10 @@ class Claims:
             waiting.settled.set_result(outcomes.COMPLETE)
         return Granted(True)
 
-    async def _settled(self, caller: Caller, body: Settled) -> Body:
+    def _settled(self, caller: Caller, body: Settled) -> Body:
         waiting = self._waiting.get(body.number)
         if waiting is None or waiting.settled.done():
             return Done()
-        if body.outcome != "return":
-            waiting.needed_bytes = self.credit.promised(body.number) + body.needed_bytes
-            waiting.settled.set_result(body.outcome)
-            return Done()
-        parts, waiting.parts = waiting.parts, []
-        self.credit.back(body.number)
-        for handed in parts:
-            await self.supplying.release(handed.part, waiting.entry)
+        waiting.needed_bytes = self.credit.promised(body.number) + body.needed_bytes
+        waiting.settled.set_result(body.outcome)
         return Done()

@@ -1,7 +1,7 @@
-"""The homes of stages that sit at this peer, and what this peer tells the homes elsewhere.
+"""The homes of stages that sit at this peer, which are those of the shards that it serves.
 
-A home holds soft state only (`metadata.homes`): who has how much ready, which claims wait. Its
-instructions are carried out here. What this peer itself tells homes elsewhere is in `reports`.
+A home holds soft state only (`metadata.homes`): which claims wait. Its instructions are carried out
+here.
 """
 
 from __future__ import annotations
@@ -9,22 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from dataplane.errors import ClaimTimeout, DataplaneError, PartitionGone, StaleEpoch, StreamEnd
-from dataplane.metadata.counts import Counts, Lane
+from dataplane.metadata.counts import Counts
 from dataplane.metadata.homes import StageHome
 from dataplane.metadata.instructions import (
     ClaimId,
     Complete,
     Ended,
     Order,
-    Return,
     Starved,
     Unmeetable,
-    Watch,
 )
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
@@ -32,7 +27,6 @@ from dataplane.peer.partitions import Partitions
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Wait
 from dataplane.wire.peering import Demand, Settled, Supplied, Withdraw
-from dataplane.wire.tables import Where
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +41,18 @@ class Seat:
     stage: str
     home: StageHome
     demands: dict[ClaimId, Demand] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
-    returning: dict[ClaimId, asyncio.Task[object]] = field(default_factory=dict)
-    """claims that give back what they hold: nothing more is granted to them before that is done"""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
     """the partition is gone, or its claims queue elsewhere: what was ordered before ends here"""
 
     @property
-    def lost(self) -> int:
-        """Rows that the stage never had and never will."""
-        return self.counts.lost_rows
+    def counts(self) -> Counts:
+        """As they are now."""
+        return self.entry.store.counts(self.stage)
 
-
-def _lane(where: Where | None) -> Lane:
-    """The lane that a filter's figures are reported under, whatever the unit."""
-    return Lane("rows", b"" if where is None else msgspec.msgpack.encode(where))
+    def look(self) -> None:
+        """Let the home see what changed."""
+        self.home.changed(self.entry.sealed and self.entry.store.sealing)
 
 
 class Seats:
@@ -71,8 +61,6 @@ class Seats:
         self.mesh = mesh
         self.partitions = partitions
         self._seats: dict[SeatKey, Seat] = {}
-        self.watched: dict[SeatKey, list[Where]] = {}
-        """filters of which figures are kept"""
         partitions.on_phase.append(self._on_phase)
         mesh.handlers |= {
             Demand: self._demand,
@@ -85,7 +73,7 @@ class Seats:
         for stage in stages:
             seat = self._seats.get((entry.name, entry.generation, stage))
             if seat is not None:
-                self._refresh(seat)
+                seat.look()
                 self._pump(seat)
 
     def is_hungry(self, entry: Entry, stage: str) -> bool:
@@ -100,7 +88,6 @@ class Seats:
         for seat in self._seats.values():
             self._close(seat, "moved")
         self._seats.clear()
-        self.watched.clear()
 
     def _close(self, seat: Seat, outcome: str) -> None:
         seat.closed = True
@@ -115,25 +102,13 @@ class Seats:
             entry = await self.partitions.entry(partition, generation, stage)
             seat = self._seats.get(key)
             if seat is None:
-                store = entry.store
                 home = StageHome(
-                    [self.host.address], lambda lane: store.near(stage, lane.unit, lane.filter)
+                    lambda where: entry.store.counts(stage, where),
+                    lambda lane: entry.store.near(stage, lane.unit, lane.filter),
                 )
-                seat = Seat(entry, stage, home)
-                seat.home.sealed(entry.sealed)
-                self._seats[key] = seat
-        self._refresh(seat)
+                seat = self._seats[key] = Seat(entry, stage, home)
+        seat.look()
         return seat
-
-    def _refresh(self, seat: Seat) -> None:
-        """The figures as they are now."""
-        entry, here = seat.entry, self.host.address
-        key = (entry.name, entry.generation, seat.stage)
-        for where in [None, *self.watched.get(key, [])]:
-            counts = entry.store.counts(seat.stage, where)
-            if where is None:
-                seat.counts = counts
-            seat.home.report(here, _lane(where), counts, entry.store.sealing)
 
     async def _demand(self, caller: Caller, body: Demand) -> Body:
         seat = await self._seat(body.partition, body.generation, body.stage)
@@ -156,7 +131,7 @@ class Seats:
         return Done()
 
     def _pump(self, seat: Seat) -> None:
-        """Carry out what the home decided. Supplied orders come back here with new figures."""
+        """Carry out what the home decided. What came of an order is told to it."""
         if seat.closed or self.host.silent:  # what it orders here would be refused, again and again
             return
         seat.changed.set()
@@ -165,47 +140,37 @@ class Seats:
             match instruction:
                 case Order():
                     self.mesh.spawn(self._order(seat, instruction))
-                case Complete(claim, _, told):
+                case Complete(claim, told):
                     if told:
                         seat.demands.pop(claim, None)
                     else:
                         self._settle(seat, claim, "complete")
                 case Ended(claim):
-                    self._settle(seat, claim, "lost" if seat.lost else "ended")
+                    self._settle(seat, claim, "lost" if seat.counts.lost_rows else "ended")
                 case Unmeetable(claim):
                     self._settle(seat, claim, "unmeetable")
                 case Starved(claim, needed_bytes):
                     self._settle(seat, claim, "starved", needed_bytes)
-                case Return(claim):
-                    body = Settled(claim.number, "return")
-                    seat.returning[claim] = self._tell(claim, body)
-                case Watch():
-                    self._watch(seat, instruction)
-                    self._refresh(seat)
-                    asyncio.get_running_loop().call_soon(self._pump, seat)
 
     def _settle(self, seat: Seat, claim: ClaimId, outcome: str, needed_bytes: int = 0) -> None:
         seat.demands.pop(claim, None)
         self._tell(claim, Settled(claim.number, outcome, needed_bytes))  # type: ignore[arg-type]
 
-    def _tell(self, claim: ClaimId, body: Settled) -> asyncio.Task[Any]:
+    def _tell(self, claim: ClaimId, body: Settled) -> None:
         """Until the claim's peer has heard it: the claim waits for nothing else."""
 
         def find() -> str | None:
             return claim.peer if claim.peer in self.host.roster.members else None
 
-        return self.mesh.spawn(self.mesh.insist(find, body))
+        self.mesh.spawn(self.mesh.insist(find, body))
 
     async def _order(self, seat: Seat, order: Order) -> None:
-        """One supplier leases to the claim. What one that does not answer supplied is not known:
-        the claim gives back what it has, and queues anew."""
+        """Lease to the claim. What came of an order that is not answered is not known: the claim
+        gives back what it has, and queues anew."""
         demand = seat.demands.get(order.claim)
         entry = seat.entry
         reply = Supplied(0, 0, False)
         unknown = False
-        returning = seat.returning.pop(order.claim, None)
-        if returning is not None:
-            await asyncio.wait([returning])
         if demand is not None:
             body = peering.Order(
                 entry.name,
@@ -222,41 +187,26 @@ class Seats:
                 order.credit_bytes,
             )
             try:
-                reply = await self.mesh.call(order.peer, body)
+                reply = await self.mesh.call(self.host.address, body)
             except DataplaneError as exc:
-                log.warning("%s could not supply stage %r: %s", order.peer, seat.stage, exc)
+                log.warning("stage %r could not be supplied: %s", seat.stage, exc)
                 unknown = not isinstance(exc, StaleEpoch | PartitionGone)
         if reply.ended:
             seat.demands.pop(order.claim, None)
             seat.home.withdraw(order.claim)
+        elif unknown and order.claim in seat.demands:
+            seat.home.withdraw(order.claim)
+            self._settle(seat, order.claim, "moved")
         seat.home.supplied(
             order.claim,
-            order.peer,
             reply.units,
             reply.amount,
             reply.blocked,
             reply.nbytes,
             reply.needed_bytes,
         )
-        if unknown and order.claim in seat.demands:
-            seat.home.withdraw(order.claim)
-            self._settle(seat, order.claim, "moved")
-        self._refresh(seat)
+        seat.look()
         self._pump(seat)
-
-    # lanes with a filter
-
-    def _watch(self, seat: Seat, watch: Watch) -> None:
-        """The home wants figures of this filter too, or no longer."""
-        where = watch.lane.filter
-        if where is None:
-            return
-        key = (seat.entry.name, seat.entry.generation, seat.stage)
-        watched = self.watched.setdefault(key, [])
-        if watch.on and where not in watched:
-            watched.append(where)
-        elif not watch.on and where in watched:
-            watched.remove(where)
 
     def _is_in_force(self, seat: Seat) -> bool:
         return self._seats.get((seat.entry.name, seat.entry.generation, seat.stage)) is seat
@@ -264,7 +214,7 @@ class Seats:
     # waiting without claiming
 
     async def _wait(self, caller: Caller, body: Wait) -> Body:
-        """Until the figures of all peers together satisfy it; StreamEnd when they never can.
+        """Until the figures satisfy it; StreamEnd when they never can.
 
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
@@ -306,9 +256,5 @@ class Seats:
                 del self._seats[key]
                 self._close(seat, "dropped")
             else:
-                seat.home.sealed(entry.sealed)
-                self._refresh(seat)
+                seat.look()
                 self._pump(seat)
-        if phase == "dropped":
-            for key in [k for k in self.watched if k[:2] == entry.key]:
-                del self.watched[key]

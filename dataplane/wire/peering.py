@@ -166,15 +166,12 @@ class Supplied(Body, tag=116):
 class Settled(Body, tag=117):
     """From a stage's home to the claim's peer: all of it was granted, or no row can come.
 
-    `return`: what was granted so far goes back, the claim goes on waiting. `lost`: no row can come,
-    and some were lost with their peer. `starved`: what is next needs `needed_bytes` beyond what was
-    granted, more than the claim's credit: it queues again when its peer may pull so much. `moved`:
-    the home is another one, ask there."""
+    `lost`: no row can come, and some were lost with their peer. `starved`: what is next needs
+    `needed_bytes` beyond what was granted, more than the claim's credit: it queues again when its
+    peer may pull so much. `moved`: the home is another one, ask there."""
 
     number: int
-    outcome: Literal[
-        "complete", "ended", "lost", "unmeetable", "dropped", "return", "starved", "moved"
-    ]
+    outcome: Literal["complete", "ended", "lost", "unmeetable", "dropped", "starved", "moved"]
     needed_bytes: int = 0
 
 

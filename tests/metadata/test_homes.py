@@ -1,34 +1,30 @@
-"""The home of a stage: whom it orders from, when it completes, and that no claim waits in vain."""
+"""The home of a stage: what it orders, when a claim completes, and that none waits in vain."""
 
 from __future__ import annotations
 
 import pytest
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.counts import Counts, Lane
-from dataplane.metadata.homes import MAX_WATCHED, NEAR_TURNS, StageHome
+from dataplane.metadata.counts import Counts
+from dataplane.metadata.homes import NEAR_TURNS, StageHome
 from dataplane.metadata.instructions import (
     ClaimId,
     Complete,
     Ended,
     Instruction,
     Order,
-    Return,
     Starved,
     Unmeetable,
-    Watch,
 )
 from dataplane.wire.messages import Want
-
-PLAIN = Lane("rows")
 
 
 def rows(count: int, minimum: int | None = None, where: list[object] | None = None) -> Want:
     return Want("rows", count, count if minimum is None else minimum, where)
 
 
-def budget(total: float) -> Want:
-    return Want("rows", 0, 0, None, "length", total)
+def budget(total: float, tag: str = "length") -> Want:
+    return Want("rows", 0, 0, None, tag, total)
 
 
 def has(ready: int, remaining: int | None = None, outstanding: int | None = None) -> Counts:
@@ -41,376 +37,297 @@ def claim(number: int, peer: str = "a") -> ClaimId:
     return ClaimId(peer, number)
 
 
-def orders(instructions: list[Instruction]) -> list[tuple[int, str, int]]:
-    """(claim's number, supplying peer, units) of every order."""
+def orders(instructions: list[Instruction]) -> list[tuple[int, int]]:
+    """(claim's number, units) of every order."""
     return [
-        (one.claim.number, one.peer, one.want_remaining.count)
+        (one.claim.number, one.want_remaining.count)
         for one in instructions
         if isinstance(one, Order)
     ]
 
 
+class Shard:
+    """Figures by filter, and a home that reads them. near: units by the peer where they lie."""
+
+    def __init__(self, **near: int) -> None:
+        self._figures: dict[str, Counts] = {}
+        self.home = StageHome(lambda where: self._figures[str(where)], lambda lane: near)
+        self.has(0)
+
+    def has(
+        self,
+        ready: int,
+        remaining: int | None = None,
+        outstanding: int | None = None,
+        *,
+        where: list[object] | None = None,
+        sealed: bool = False,
+    ) -> StageHome:
+        self._figures[str(where)] = has(ready, remaining, outstanding)
+        self.home.changed(sealed)
+        return self.home
+
+
 def test_a_claim_is_ordered_only_when_it_can_be_met_in_full() -> None:
-    home = StageHome("ab")
+    shard = Shard()
+    home = shard.has(7)
     home.demand(claim(1), rows(8))
-    home.report("a", PLAIN, has(3), False)
-    home.report("b", PLAIN, has(4), False)
     assert orders(home.instructions()) == []
-    home.report("b", PLAIN, has(5), False)
-    assert orders(home.instructions()) == [(1, "a", 3), (1, "b", 5)]
-    home.supplied(claim(1), "a", 3, 0.0, False)
-    assert home.instructions() == []
-    home.supplied(claim(1), "b", 5, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 8)]
+    shard.has(9)
+    (order,) = home.instructions()
+    assert order == Order(claim(1), rows(8), exact=True)
+    shard.has(1)
+    home.supplied(claim(1), 8, 0.0, False)
+    assert home.instructions() == [Complete(claim(1), told=True)]
     assert not home.hungry
 
 
-def test_the_claimants_own_peer_supplies_first_and_then_the_fullest() -> None:
-    home = StageHome("abcd")
-    for peer, ready in zip("abcd", (2, 9, 2, 30), strict=True):
-        home.report(peer, PLAIN, has(ready), False)
-    home.demand(claim(1, "c"), rows(8))
-    assert orders(home.instructions()) == [(1, "c", 2), (1, "d", 6)]
-
-
-def test_an_order_that_one_peer_can_meet_alone_is_all_or_nothing() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(8), False)
-    home.demand(claim(1), rows(8))
-    (order,) = home.instructions()
-    assert isinstance(order, Order) and order.exact
-    assert order.want_remaining == rows(8)
-
-
 def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
-    home = StageHome("a")
+    shard = Shard()
+    home = shard.has(4)
     home.demand(claim(1), rows(8))
     home.demand(claim(2), rows(2))
-    home.report("a", PLAIN, has(4), False)
     assert orders(home.instructions()) == []  # the second would overtake the first
-    home.report("a", PLAIN, has(10), False)
-    assert orders(home.instructions()) == [(1, "a", 8)]
-    home.supplied(claim(1), "a", 8, 0.0, False)
+    shard.has(10)
+    assert orders(home.instructions()) == [(1, 8)]
+    shard.has(2)
+    home.supplied(claim(1), 8, 0.0, False)
     out = home.instructions()
-    assert out[0] == Complete(claim(1), 8, told=True)
-    assert orders(out) == [(2, "a", 2)]
+    assert out[0] == Complete(claim(1), told=True)
+    assert orders(out) == [(2, 2)]
 
 
-def test_a_supplier_that_gave_less_leaves_the_head_with_what_it_holds() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(4), False)
-    home.report("b", PLAIN, has(4), False)
+def test_an_order_that_came_too_late_is_given_again_when_there_is_enough() -> None:
+    shard = Shard()
+    home = shard.has(8)
     home.demand(claim(1), rows(8))
-    home.instructions()
-    home.supplied(claim(1), "a", 4, 0.0, False)
-    home.supplied(claim(1), "b", 1, 0.0, False)
-    assert home.instructions() == [Watch(PLAIN, True, "b")]  # its counts were wrong: ask again
-    home.report("b", PLAIN, has(0), False)
+    assert orders(home.instructions()) == [(1, 8)]
+    shard.has(3)  # others took some before
+    home.supplied(claim(1), 0, 0.0, False)
     assert home.instructions() == []
-    home.report("a", PLAIN, has(2), False)  # it holds partial grants, so anything helps
-    assert orders(home.instructions()) == [(1, "a", 2)]
-    home.supplied(claim(1), "a", 2, 0.0, False)
-    home.report("b", PLAIN, has(7), False)
-    assert orders(home.instructions()) == [(1, "b", 1)]
-    home.supplied(claim(1), "b", 1, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 8)]
+    shard.has(8)
+    assert orders(home.instructions()) == [(1, 8)]
 
 
-def test_units_are_not_ordered_twice_from_counts_that_are_older_than_the_grant() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(5), False)
+def test_units_are_not_ordered_twice() -> None:
+    home = Shard().has(5)
     home.demand(claim(1), rows(4))
-    home.demand(claim(2), rows(4))
-    home.instructions()
-    home.supplied(claim(1), "a", 4, 0.0, False)
-    assert orders(home.instructions()) == []
+    home.demand(claim(2), budget(100.0))
+    (first, second) = home.instructions()
+    assert isinstance(first, Order) and isinstance(second, Order)
+    assert second.want_remaining.budget == 100.0
+    home.demand(claim(3), budget(1.0, "other"))
+    assert home.instructions() == []  # four and one of the five are on their way
 
 
 def test_a_minimum_is_enough() -> None:
-    home = StageHome("a")
+    shard = Shard()
+    home = shard.has(2)
     home.demand(claim(1), rows(8, minimum=3))
-    home.report("a", PLAIN, has(2), False)
     assert orders(home.instructions()) == []
-    home.report("a", PLAIN, has(5), False)
+    shard.has(5)
     (order,) = home.instructions()
     assert isinstance(order, Order)
     assert order.want_remaining == rows(5, minimum=3)
-    home.supplied(claim(1), "a", 5, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 5, told=True)]
+    home.supplied(claim(1), 5, 0.0, False)
+    assert home.instructions() == [Complete(claim(1), told=True)]
 
 
 def test_a_grant_that_completes_its_claim_says_so_whatever_the_counts_say_later() -> None:
-    home = StageHome("a")
-    home.sealed(True)
-    home.report("a", PLAIN, has(3), True)
+    shard = Shard()
+    home = shard.has(3, sealed=True)
     home.demand(claim(1), rows(8))
-    (order,) = home.instructions()[-1:]
+    (order,) = home.instructions()
     assert isinstance(order, Order) and order.exact
-    home.report("a", PLAIN, has(5), True)  # rows came back meanwhile
-    home.supplied(claim(1), "a", 3, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 3, told=True)]
+    shard.has(5, sealed=True)  # rows came back meanwhile
+    home.supplied(claim(1), 3, 0.0, False)
+    assert home.instructions() == [Complete(claim(1), told=True)]
 
 
 def test_a_sealed_partition_completes_with_less_and_then_ends() -> None:
-    home = StageHome("ab")
+    shard = Shard()
+    home = shard.has(4)
     home.demand(claim(1), rows(8))
     home.demand(claim(2), rows(8))
-    home.sealed(True)
-    assert home.instructions() == [Watch(PLAIN, True, "a"), Watch(PLAIN, True, "b")]
-    home.report("a", PLAIN, has(3), True)
-    assert home.instructions() == []  # b may have taken rows before it knew
-    home.report("b", PLAIN, has(1), True)
-    assert orders(home.instructions()) == [(1, "a", 3), (1, "b", 1)]
-    home.supplied(claim(1), "a", 3, 0.0, False)
-    home.supplied(claim(1), "b", 1, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 4)]
-    home.report("a", PLAIN, has(0, 0, 3), True)
-    home.report("b", PLAIN, has(0, 0, 0), True)
-    assert home.instructions() == []  # leased rows may still come back
-    home.report("a", PLAIN, has(0, 0, 0), True)
+    assert home.instructions() == []
+    shard.has(4, sealed=True)
+    assert orders(home.instructions()) == [(1, 4)]
+    shard.has(0, 0, 4, sealed=True)
+    home.supplied(claim(1), 4, 0.0, False)
+    assert home.instructions() == [Complete(claim(1), told=True)]  # what is leased may come back
+    shard.has(0, 0, 0, sealed=True)
     assert home.instructions() == [Ended(claim(2))]
     home.demand(claim(3), rows(1))
     assert home.instructions() == [Ended(claim(3))]
 
 
-def test_counts_from_before_the_seal_end_nothing() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(0), False)
-    home.sealed(True)
-    home.demand(claim(1), rows(1))
-    assert home.instructions() == [Watch(PLAIN, True, "a")]
-    home.report("a", PLAIN, has(1), False)  # sent before this peer heard of it
-    assert orders(home.instructions()) == [(1, "a", 1)]
+def test_a_sealed_partition_waits_for_rows_that_are_not_ready_yet() -> None:
+    shard = Shard()
+    home = shard.has(3, 5, sealed=True)
+    home.demand(claim(1), rows(8))
+    assert home.instructions() == []
+    shard.has(5, 5, sealed=True)
+    assert orders(home.instructions()) == [(1, 5)]
 
 
 def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
-    home = StageHome("a")
-    home.sealed(True)
+    shard = Shard()
+    home = shard.has(0, 0, 4, sealed=True)
     home.demand(claim(1), rows(4))
-    home.report("a", PLAIN, has(0, 0, 4), True)
-    home.instructions()
-    home.report("a", PLAIN, has(4), True)
-    assert orders(home.instructions()) == [(1, "a", 4)]
+    assert home.instructions() == []
+    shard.has(4, sealed=True)
+    assert orders(home.instructions()) == [(1, 4)]
 
 
 def test_a_withdrawn_head_makes_room_for_the_next() -> None:
-    home = StageHome("a")
+    home = Shard().has(4)
     home.demand(claim(1), rows(8))
     home.demand(claim(2), rows(2))
-    home.report("a", PLAIN, has(4), False)
     home.instructions()
     home.withdraw(claim(1))
-    assert orders(home.instructions()) == [(2, "a", 2)]
-    home.supplied(claim(1), "a", 2, 0.0, False)  # an answer that comes too late
+    assert orders(home.instructions()) == [(2, 2)]
+    home.supplied(claim(1), 2, 0.0, False)  # an answer that comes too late
     assert home.instructions() == []
 
 
-def test_a_budget_goes_from_peer_to_peer_until_the_next_unit_does_not_fit() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(2), False)
-    home.report("b", PLAIN, has(9), False)
+def test_a_budget_takes_what_comes_until_the_next_unit_does_not_fit() -> None:
+    shard = Shard()
+    home = shard.has(2)
     home.demand(claim(1), budget(100.0))
     (first,) = home.instructions()
-    assert isinstance(first, Order) and first.peer == "a" and first.want_remaining.budget == 100.0
-    home.supplied(claim(1), "a", 2, 60.0, False)
+    assert isinstance(first, Order) and not first.exact and first.want_remaining.budget == 100.0
+    shard.has(0)
+    home.supplied(claim(1), 2, 60.0, False)
+    assert home.instructions() == []
+    shard.has(9)
     (second,) = home.instructions()
-    assert isinstance(second, Order) and second.peer == "b" and second.want_remaining.budget == 40.0
-    home.supplied(claim(1), "b", 3, 35.0, True)
-    assert home.instructions() == [Complete(claim(1), 5)]
+    assert isinstance(second, Order) and second.want_remaining.budget == 40.0
+    shard.has(6)
+    home.supplied(claim(1), 3, 35.0, True)
+    assert home.instructions() == [Complete(claim(1))]
 
 
 def test_a_budget_waits_for_rows_until_it_is_full_or_the_partition_is_sealed() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(2), False)
+    shard = Shard()
+    home = shard.has(2)
     home.demand(claim(1), budget(100.0))
     home.instructions()
-    home.supplied(claim(1), "a", 2, 60.0, False)
+    shard.has(0, 0, 2)
+    home.supplied(claim(1), 2, 60.0, False)
     assert home.instructions() == []
-    home.sealed(True)
-    home.report("a", PLAIN, has(0, 0, 2), True)
-    assert home.instructions()[-1] == Complete(claim(1), 2)
+    shard.has(0, 0, 2, sealed=True)
+    assert home.instructions() == [Complete(claim(1))]
 
 
 def test_a_budget_that_is_used_up_exactly_is_complete() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(2), False)
+    shard = Shard()
+    home = shard.has(3)
     home.demand(claim(1), budget(60.0))
     home.instructions()
-    home.supplied(claim(1), "a", 2, 60.0, False)
-    assert home.instructions() == [Complete(claim(1), 2)]
+    shard.has(1)
+    home.supplied(claim(1), 2, 60.0, False)
+    assert home.instructions() == [Complete(claim(1))]
 
 
-def test_a_budget_below_every_next_unit_is_told_so() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(1), False)
-    home.report("b", PLAIN, has(1), False)
+def test_a_budget_below_the_next_unit_is_told_so() -> None:
+    home = Shard().has(1)
     home.demand(claim(1), budget(10.0))
-    home.supplied(claim(1), "a", 0, 0.0, True)
-    assert orders(home.instructions()) == [(1, "a", 0), (1, "b", 0)]
-    home.supplied(claim(1), "b", 0, 0.0, True)
+    assert orders(home.instructions()) == [(1, 0)]
+    home.supplied(claim(1), 0, 0.0, True)
     assert home.instructions() == [Unmeetable(claim(1))]
 
 
 def test_lanes_take_turns() -> None:
-    home = StageHome("a")
     fresh = ["ge", "version", 6]
+    shard = Shard()
+    home = shard.has(0, where=fresh)
     home.demand(claim(1), rows(4))
     home.demand(claim(2), rows(4))
     home.demand(claim(3), rows(4, where=fresh))
-    home.instructions()
-    home.report("a", PLAIN, has(8), False)
-    home.report("a", Lane.of(rows(4, where=fresh)), has(8), False)
-    assert orders(home.instructions()) == [(1, "a", 4), (3, "a", 4)]
-
-
-def test_two_heads_never_hold_what_the_other_lacks() -> None:
-    home = StageHome("ab")
-    fresh = ["ge", "version", 6]
-    home.demand(claim(1), rows(4))
-    home.demand(claim(2), rows(4, where=fresh))
-    home.instructions()
-    for lane in (PLAIN, Lane.of(rows(4, where=fresh))):
-        for peer in "ab":
-            home.report(peer, lane, has(2), False)
-    # Both need both peers, and the four rows are the same ones, which no count can tell.
-    assert len(orders(home.instructions())) == 4
-    home.supplied(claim(1), "a", 2, 0.0, False)
-    home.supplied(claim(2), "a", 0, 0.0, False)
-    home.supplied(claim(2), "b", 2, 0.0, False)
-    home.supplied(claim(1), "b", 0, 0.0, False)
-    assert Return(claim(1)) in home.instructions()
-    home.report("a", Lane.of(rows(4, where=fresh)), has(2), False)  # what came back
-    assert orders(home.instructions()) == [(2, "a", 2)]
-
-
-def test_a_filter_is_watched_from_its_first_claim_until_others_push_it_out() -> None:
-    home = StageHome("a")
-    first = rows(1, where=["eq", "tag", 0])
-    home.demand(claim(0), first)
-    assert home.instructions() == [Watch(Lane.of(first), True)]
-    home.withdraw(claim(0))
-    for number in range(1, MAX_WATCHED + 1):
-        home.demand(claim(number), rows(1, where=["eq", "tag", number]))
-    assert [one for one in home.instructions() if not getattr(one, "on", True)] == [
-        Watch(Lane.of(first), False)
-    ]
+    shard.has(8)
+    shard.has(8, where=fresh)
+    assert orders(home.instructions()) == [(1, 4), (3, 4)]
 
 
 def test_orders_carry_what_is_left_of_the_claims_credit() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(2), False)
-    home.report("b", PLAIN, has(9), False)
+    shard = Shard()
+    home = shard.has(2)
     home.demand(claim(1), budget(100.0), credit_bytes=1000)
     (first,) = home.instructions()
-    home.supplied(claim(1), "a", 2, 60.0, False, nbytes=700)
+    shard.has(9)
+    home.supplied(claim(1), 2, 60.0, False, nbytes=700)
     (second,) = home.instructions()
     assert isinstance(first, Order) and isinstance(second, Order)
     assert (first.credit_bytes, second.credit_bytes) == (1000, 300)
 
 
 def test_a_claim_whose_rows_exceed_its_credit_steps_aside_for_the_next() -> None:
-    home = StageHome("ab")
-    home.report("b", PLAIN, has(4), False)
+    home = Shard().has(4)
     home.demand(claim(1), rows(4), credit_bytes=1000)
     home.demand(claim(2, "b"), rows(4), credit_bytes=0)
     home.instructions()
-    home.supplied(claim(1), "b", 0, 0.0, False, needed_bytes=4000)
+    home.supplied(claim(1), 0, 0.0, False, needed_bytes=4000)
     out = home.instructions()
     assert out[0] == Starved(claim(1), 4000)
-    assert orders(out) == [(2, "b", 4)]  # the rows are still known to be there
+    assert orders(out) == [(2, 4)]
 
 
 def test_a_claim_with_a_minimum_or_a_budget_completes_with_what_its_credit_lets_in() -> None:
     for want in (rows(8, minimum=2), budget(100.0)):
-        home = StageHome("a")
-        home.report("a", PLAIN, has(8), False)
+        shard = Shard()
+        home = shard.has(8)
         home.demand(claim(1, "b"), want, credit_bytes=1000)
         home.instructions()
-        home.supplied(claim(1, "b"), "a", 3, 30.0, False, nbytes=900, needed_bytes=1200)
+        shard.has(5)
+        home.supplied(claim(1, "b"), 3, 30.0, False, nbytes=900, needed_bytes=1200)
         told = want.budget_tag is None
-        assert home.instructions() == [Complete(claim(1, "b"), 3, told)]
-
-
-def test_a_starved_claim_waits_for_its_other_suppliers_and_tells_what_is_missing() -> None:
-    home = StageHome("abc")
-    for peer in "ab":
-        home.report(peer, PLAIN, has(2), False)
-    home.demand(claim(1, "c"), rows(4), credit_bytes=1000)
-    home.instructions()
-    home.supplied(claim(1, "c"), "a", 1, 0.0, False, nbytes=600, needed_bytes=1200)
-    assert home.instructions() == []
-    home.supplied(claim(1, "c"), "b", 2, 0.0, False, nbytes=100)
-    assert home.instructions() == [Starved(claim(1, "c"), 600)]  # beyond what it was granted
-
-
-def test_a_dead_peer_supplies_nothing_and_asks_for_nothing() -> None:
-    home = StageHome("ab")
-    home.report("a", PLAIN, has(2), False)
-    home.report("b", PLAIN, has(2), False)
-    home.demand(claim(1), rows(4))
-    home.demand(claim(2, "b"), rows(1))
-    home.instructions()
-    home.supplied(claim(1), "a", 2, 0.0, False)
-    home.forget("b")
-    assert home.instructions() == []
-    home.report("a", PLAIN, has(2), False)
-    assert orders(home.instructions()) == [(1, "a", 2)]
-    home.supplied(claim(1), "a", 2, 0.0, False)
-    assert home.instructions() == [Complete(claim(1), 4)]
-    assert not home.hungry
+        assert home.instructions() == [Complete(claim(1, "b"), told)]
 
 
 def test_a_demand_that_is_sent_twice_counts_once() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(4), False)
+    home = Shard().has(4)
     home.demand(claim(1), rows(2))
     home.demand(claim(1), rows(2))
-    assert orders(home.instructions()) == [(1, "a", 2)]
+    assert orders(home.instructions()) == [(1, 2)]
 
 
 def test_a_claim_of_nothing_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        StageHome("a").demand(claim(1), rows(0))
+        Shard().home.demand(claim(1), rows(0))
 
 
-def test_progress_and_repr_show_what_a_claim_waits_for() -> None:
-    home = StageHome("a")
-    home.report("a", PLAIN, has(3), False)
+def test_repr_shows_how_many_wait() -> None:
+    home = Shard().has(3)
     home.demand(claim(1), rows(8))
     home.demand(claim(2), rows(8))
-    assert home.progress(claim(2)) == {"ready": 3, "held": 0, "ahead": 1}
     assert repr(home) == "<StageHome open, 2 claims in 1 lanes>"
 
 
-def near(**units: int) -> StageHome:
-    return StageHome("p", lambda lane: units)
-
-
 def test_a_claim_on_whose_host_all_lies_goes_before_the_head() -> None:
-    home = near(c=2)
+    shard = Shard(c=2)
     for number, peer in enumerate("abc", 1):
-        home.demand(claim(number, peer), rows(2))
-    home.report("p", PLAIN, has(2), False)
-    assert orders(home.instructions()) == [(3, "p", 2)]
+        shard.home.demand(claim(number, peer), rows(2))
+    assert orders(shard.has(2).instructions()) == [(3, 2)]
 
 
 def test_a_near_claim_that_its_host_cannot_meet_in_full_waits_its_turn() -> None:
-    home = near(b=1)
-    home.demand(claim(1, "a"), rows(1))
-    home.demand(claim(2, "b"), rows(2))
-    home.report("p", PLAIN, has(1), False)
-    assert orders(home.instructions()) == [(1, "p", 1)]
+    shard = Shard(b=1)
+    shard.home.demand(claim(1, "a"), rows(1))
+    shard.home.demand(claim(2, "b"), rows(2))
+    assert orders(shard.has(1).instructions()) == [(1, 1)]
 
 
 def test_a_head_is_passed_over_so_often_and_no_more() -> None:
-    home = near(b=1)
+    shard = Shard(b=1)
+    home = shard.home
     home.demand(claim(0, "a"), rows(1))
     served = []
     for number in range(1, NEAR_TURNS + 2):
         home.demand(claim(number, "b"), rows(1))
-        home.report("p", PLAIN, has(1), False)
-        ((met, peer, units),) = orders(home.instructions())
-        home.supplied(claim(met, "a" if met == 0 else "b"), peer, units, 0.0, False)
+        shard.has(1)
+        ((met, units),) = orders(home.instructions())
+        shard.has(0)
+        home.supplied(claim(met, "a" if met == 0 else "b"), units, 0.0, False)
         home.instructions()
         served.append(met)
     assert served == [*range(1, NEAR_TURNS + 1), 0]

@@ -82,6 +82,20 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_file_that_the_readme_names_for_an_idea_is_there() -> None:
+    table = (ROOT / "README.md").read_text().split("## Where an idea lives")[1]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert rows
+    for row in rows:
+        folder = ROOT
+        for name in re.findall(r"`([^`]+)`", row):
+            path = ROOT / name if "/" in name else folder / name
+            if not path.exists():
+                path = path.with_suffix(".py")
+            assert path.exists(), name
+            folder = path if path.is_dir() else path.parent
+
+
 def test_the_pages_make_a_site_without_a_broken_link_or_reference(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(

@@ -375,7 +375,7 @@ class Claims:
                 waiting.parts = [h for h in waiting.parts if h.part.lease not in refused]
         return refused
 
-    # from homes and suppliers
+    # from homes
 
     def _grant(self, caller: Caller, body: Grant) -> Body:
         waiting = self._waiting.get(body.number)

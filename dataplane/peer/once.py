@@ -17,7 +17,7 @@ from dataplane.metadata.operations import Operations
 from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
-from dataplane.wire.peering import Grant, Order, Release, Settled
+from dataplane.wire.peering import Grant, Release, Settled
 from dataplane.wire.rosters import LostRows
 from dataplane.wire.tables import Rows
 
@@ -118,4 +118,4 @@ def may_repeat(body: Body, op: int) -> bool:
     """Whether a request to a peer that was perhaps carried out may be sent once more."""
     if isinstance(body, REPEATABLE):
         return op > 0
-    return not isinstance(body, Order | Grant)
+    return not isinstance(body, Grant)

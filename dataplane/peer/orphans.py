@@ -22,7 +22,7 @@ RETRY_S = 0.2
 
 
 class Orphans:
-    """`unheld` tells which of some leases, by their suppliers' numbers, no client of this host
+    """`unheld` tells which of some leases, by their shards' numbers, no client of this host
     holds. No claim here is granted them from then on."""
 
     def __init__(

@@ -124,14 +124,12 @@ class Peer:
             self.carrying,
             self.settle,
         )
-        self.seats = Seats(self.host, self.mesh, self.partitions)
         self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
         self.checkpoints = Checkpoints(self.writing, self.reading)
         self.waits = Waits(self.host, self.mesh, self.partitions)
         self.losses = LossReports(self.host, self.mesh, self.partitions)
-        self.supplying = Supplying(
-            self.host, self.mesh, self.partitions, self.settle, self.shipping, self.losses
-        )
+        self.supplying = Supplying(self.host, self.mesh, self.settle, self.shipping, self.losses)
+        self.seats = Seats(self.host, self.mesh, self.partitions, self.supplying)
         self.credit = Credit(self.host)
         self.room.on_room.append(self.credit.look)
         self.claims = Claims(

@@ -24,9 +24,9 @@ from dataplane.metadata.instructions import (
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.wire import peering
+from dataplane.peer.supplying import Supplied, Supplying
 from dataplane.wire.messages import Body, Done, Wait
-from dataplane.wire.peering import Demand, Settled, Supplied, Withdraw
+from dataplane.wire.peering import Demand, Settled, Withdraw
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,13 @@ class Seat:
 
 
 class Seats:
-    def __init__(self, host: Host, mesh: Mesh, partitions: Partitions) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, supplying: Supplying
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
+        self.supplying = supplying
         self._seats: dict[SeatKey, Seat] = {}
         partitions.on_phase.append(self._on_phase)
         mesh.handlers |= {
@@ -165,32 +168,17 @@ class Seats:
         self.mesh.spawn(self.mesh.insist(find, body))
 
     async def _order(self, seat: Seat, order: Order) -> None:
-        """Lease to the claim. What came of an order that is not answered is not known: the claim
-        gives back what it has, and queues anew."""
+        """Lease to the claim. Where that fails, what came of it is not known: the claim gives back
+        what it has, and queues anew."""
         demand = seat.demands.get(order.claim)
-        entry = seat.entry
-        reply = Supplied(0, 0, False)
+        reply = Supplied()
         unknown = False
         if demand is not None:
-            body = peering.Order(
-                entry.name,
-                entry.generation,
-                seat.stage,
-                order.claim.peer,
-                order.claim.number,
-                order.want_remaining,
-                order.exact,
-                demand.holder,
-                demand.label,
-                demand.lease_ms,
-                demand.fields,
-                order.credit_bytes,
-            )
             try:
-                reply = await self.mesh.call(self.host.address, body)
+                reply = await self.supplying.supply(seat.entry, demand, order)
             except DataplaneError as exc:
                 log.warning("stage %r could not be supplied: %s", seat.stage, exc)
-                unknown = not isinstance(exc, StaleEpoch | PartitionGone)
+                unknown = not isinstance(exc, StaleEpoch)
         if reply.ended:
             seat.demands.pop(order.claim, None)
             seat.home.withdraw(order.claim)

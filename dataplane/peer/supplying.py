@@ -1,25 +1,40 @@
-"""Rows that this peer leases to claims, of its own clients and of other peers'."""
+"""Rows of this peer's shards that it leases to claims, of its own clients and of other peers'."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dataplane.errors import DataplaneError
 from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.instructions import Order
 from dataplane.metadata.takes import Taken
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Entry, Host
 from dataplane.peer.leases import Handed, Part
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.partitions import Partitions
 from dataplane.peer.shipping import Shipping
-from dataplane.wire.messages import Body, Finish, Want
-from dataplane.wire.peering import Grant, Granted, Order, Supplied
+from dataplane.wire.messages import Finish, Want
+from dataplane.wire.peering import Demand, Grant, Granted
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Supplied:
+    """What came of an order. blocked: the next unit would exceed the budget. nbytes: of the credit.
+    needed_bytes: cut by the credit, which had to be this much; else 0. ended: the claim had ended
+    already."""
+
+    units: int = 0
+    amount: float = 0.0
+    blocked: bool = False
+    nbytes: int = 0
+    needed_bytes: int = 0
+    ended: bool = False
 
 
 class Supplying:
@@ -27,14 +42,12 @@ class Supplying:
         self,
         host: Host,
         mesh: Mesh,
-        partitions: Partitions,
         settle: Callable[[Entry], None],
         shipping: Shipping,
         losses: LossReports,
     ) -> None:
         self.host = host
         self.mesh = mesh
-        self.partitions = partitions
         self.settle = settle
         self.shipping = shipping
         self.losses = losses
@@ -42,7 +55,6 @@ class Supplying:
         """asks the peer there whether a claim of its has these leases; what it has not goes back"""
         self._lent: dict[str, set[int]] = {}
         """which sessions of other peers have had rows from here"""
-        mesh.handlers[Order] = self._order
 
     def take(
         self,
@@ -68,34 +80,35 @@ class Supplying:
         self.settle(entry)
         return Handed(Part(self.host.owner, taken.lease, len(taken.slots)), table)
 
-    async def _order(self, caller: Caller, body: Order) -> Body:
+    async def supply(self, entry: Entry, demand: Demand, order: Order) -> Supplied:
         """Lease what is ordered, and hand it to the claim's peer; unwanted, it goes back."""
-        entry = await self.partitions.entry(body.partition, body.generation, body.stage)
-        self.host.label(body.holder, body.label)
-        self.lent_to(body.holder, body.claimant)
-        self.shipping.lease_to(body.holder, body.claimant)
+        self.host.speak()
+        claimant = order.claim.peer
+        self.host.label(demand.holder, demand.label)
+        self.lent_to(demand.holder, claimant)
+        self.shipping.lease_to(demand.holder, claimant)
         taken = entry.store.take(
-            body.stage,
-            body.want,
-            body.holder,
+            demand.stage,
+            order.want_remaining,
+            demand.holder,
             now=self.host.now(),
-            lease_ms=body.lease_ms,
-            partial=not body.exact,
-            credit=PullCredit(body.claimant, lambda: body.credit_bytes, body.fields),
+            lease_ms=demand.lease_ms,
+            partial=not order.exact,
+            credit=PullCredit(claimant, lambda: order.credit_bytes, demand.fields),
         )
         if taken.lease is None:
-            return Supplied(0, 0.0, taken.blocked, 0, taken.needed_bytes)
-        handed = self._granted(entry, taken, body.fields)
-        grant = Grant(body.number, taken.lease, handed.table, body.exact)
+            return Supplied(blocked=taken.blocked, needed_bytes=taken.needed_bytes)
+        handed = self._granted(entry, taken, demand.fields)
+        grant = Grant(demand.number, taken.lease, handed.table, order.exact)
         try:
-            reply: Granted = await self.mesh.call(body.claimant, grant)
+            reply: Granted = await self.mesh.call(claimant, grant)
         except DataplaneError as exc:
-            log.warning("%s could not be handed its rows: %s", body.claimant, exc)
-            self.in_doubt(body.claimant, {taken.lease: entry})
-            return Supplied(0, 0.0, False)
+            log.warning("%s could not be handed its rows: %s", claimant, exc)
+            self.in_doubt(claimant, {taken.lease: entry})
+            return Supplied()
         if not reply.wanted:
             await self.release(handed.part, entry)
-            return Supplied(0, 0.0, False, ended=True)
+            return Supplied(ended=True)
         return Supplied(taken.units, taken.amount, taken.blocked, taken.nbytes, taken.needed_bytes)
 
     def lent_to(self, holder: int, address: str) -> None:

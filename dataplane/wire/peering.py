@@ -115,27 +115,8 @@ class Withdraw(Body, tag=112):
     number: int
 
 
-class Order(Body, tag=113):
-    """From a stage's home to a supplying peer: lease up to `want` to the claim, tell its peer.
-
-    credit_bytes: the most that the claim's peer may have to pull for it."""
-
-    partition: str
-    generation: int
-    stage: str
-    claimant: str
-    number: int
-    want: Want
-    exact: bool
-    holder: int
-    label: str
-    lease_ms: int
-    fields: list[str] | None
-    credit_bytes: int
-
-
 class Grant(Body, tag=114):
-    """From a supplying peer to the claim's peer. Answered `unwanted` when the claim has ended.
+    """From a stage's home to the claim's peer. Answered `unwanted` when the claim has ended.
 
     complete: the claim has all it gets."""
 
@@ -147,20 +128,6 @@ class Grant(Body, tag=114):
 
 class Granted(Body, tag=115):
     wanted: bool
-
-
-class Supplied(Body, tag=116):
-    """Answer to an Order: what was granted. blocked: the next unit would exceed the budget.
-
-    nbytes: of the credit. needed_bytes: cut by the credit, which had to be this much; else 0.
-    ended: the claim had ended already."""
-
-    units: int
-    amount: float
-    blocked: bool
-    nbytes: int = 0
-    needed_bytes: int = 0
-    ended: bool = False
 
 
 class Settled(Body, tag=117):
@@ -242,7 +209,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Tally
         | Demand
         | Withdraw
-        | Order
         | Grant
         | Settled
         | Missing
@@ -274,7 +240,6 @@ class PeerReply(msgspec.Struct, array_like=True):
         PeerHello
         | rosters.Rostered
         | Granted
-        | Supplied
         | Pulled
         | Defined
         | PutDone

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 from dataplane.errors import Unavailable
+from dataplane.metadata.instructions import Order
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.seats import Seats
+from dataplane.peer.supplying import Supplied
 from dataplane.wire.messages import Body, Done, Want
-from dataplane.wire.peering import Demand, Order, Settled, Supplied
+from dataplane.wire.peering import Demand, Settled
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
 
@@ -25,39 +27,28 @@ CLAIMANT = Caller(THERE, 2)
 
 
 class Wires:
-    """The peer's way to others: each call waits until the test lets it through."""
+    """The peer's way to others, and to its own shards: each order waits until the test lets it
+    through."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[str, Body]] = []
-        self.epochs: list[tuple[int, int] | None] = []
-        self.held: list[tuple[Body, asyncio.Future[Body]]] = []
-        self.on_parted: list[Any] = []
+        self.settled: list[Settled] = []
+        self.orders: list[asyncio.Future[Supplied]] = []
         self.handlers: dict[Any, Any] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
 
-    async def call(self, address: str, body: Body, **how: Any) -> Body:
-        self.sent.append((address, body))
-        self.epochs.append(how.get("epoch"))
-        if isinstance(body, Settled):
-            return Done()
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self.held.append((body, answer))
-        return await answer
+    async def insist(self, find: Callable[[], str | None], body: Settled) -> Body:
+        assert find() == THERE
+        self.settled.append(body)
+        return Done()
 
-    async def insist(self, find: Callable[[], str | None], body: Body) -> Body | None:
-        address = find()
-        return None if address is None else await self.call(address, body)
+    async def supply(self, entry: Entry, demand: Demand, order: Order) -> Supplied:
+        self.orders.append(asyncio.get_running_loop().create_future())
+        return await self.orders[-1]
 
-    def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        async def awaited() -> Any:
-            return await work
-
-        task = asyncio.get_running_loop().create_task(awaited())
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         return task
-
-    def of(self, kind: type[Body]) -> list[Body]:
-        return [body for _, body in self.sent if isinstance(body, kind)]
 
 
 def entry_of(name: str) -> Entry:
@@ -72,7 +63,7 @@ def seats_of(name: str, wires: Wires) -> tuple[Seats, Entry]:
         return entry
 
     partitions = SimpleNamespace(on_phase=[], entry=found)
-    return Seats(host, wires, partitions), entry  # type: ignore[arg-type]
+    return Seats(host, wires, partitions, wires), entry  # type: ignore[arg-type]
 
 
 def named(home: str) -> str:
@@ -93,20 +84,20 @@ async def settle_down() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_claim_queues_anew_where_a_supplier_does_not_answer() -> None:
+async def test_a_claim_queues_anew_where_its_order_fails() -> None:
     wires = Wires()
     seats, entry = seats_of(named(HERE), wires)
     put(entry.store, ["a", "b"])
     want = Want("rows", 2, 2)
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
     await wires.handlers[Demand](CLAIMANT, demand)
-    await until(lambda: len(wires.of(Order)) == 1)
-    (_, answer) = next(held for held in wires.held if isinstance(held[0], Order))
+    await until(lambda: len(wires.orders) == 1)
+    (answer,) = wires.orders
     answer.set_exception(Unavailable("it may have granted them"))
-    await until(lambda: len(wires.of(Settled)) == 1)
-    assert wires.of(Settled) == [Settled(5, "moved")]
+    await until(lambda: len(wires.settled) == 1)
+    assert wires.settled == [Settled(5, "moved")]
     await settle_down()
-    assert len(wires.of(Order)) == 1
+    assert len(wires.orders) == 1
 
 
 async def test_a_home_at_a_peer_that_hands_its_shards_over_orders_nothing() -> None:
@@ -118,7 +109,7 @@ async def test_a_home_at_a_peer_that_hands_its_shards_over_orders_nothing() -> N
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
     await wires.handlers[Demand](CLAIMANT, demand)
     await settle_down()
-    assert wires.of(Order) == []
+    assert wires.orders == []
 
 
 async def test_a_home_that_moved_orders_nothing_more_for_the_claims_that_it_had() -> None:
@@ -128,11 +119,11 @@ async def test_a_home_that_moved_orders_nothing_more_for_the_claims_that_it_had(
     want = Want("rows", 2, 2)
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
     await wires.handlers[Demand](CLAIMANT, demand)
-    await until(lambda: len(wires.of(Order)) == 1)
+    await until(lambda: len(wires.orders) == 1)
     seats.turned()
-    await until(lambda: len(wires.of(Settled)) == 1)
-    (_, answer) = next(held for held in wires.held if isinstance(held[0], Order))
+    await until(lambda: len(wires.settled) == 1)
+    (answer,) = wires.orders
     begun = len(wires.tasks)
-    answer.set_result(Supplied(0, 0.0, False))
+    answer.set_result(Supplied())
     await settle_down()
-    assert len(wires.of(Order)) == 1 and len(wires.tasks) == begun
+    assert len(wires.orders) == 1 and len(wires.tasks) == begun

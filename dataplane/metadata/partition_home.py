@@ -46,15 +46,6 @@ class Broadcast:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageAdded:
-    """Every peer declares this stage."""
-
-    generation: int
-    stage: str
-    fields: tuple[str, ...]
-
-
 class PartitionHome:
     """One partition's record. `peers` are all that may hold rows of it. `others` are told as well,
     and not waited for: the keeper of the roster may be down for long, and has no rows."""
@@ -69,7 +60,7 @@ class PartitionHome:
         self._phase: Phase = "dropped"
         self._acks: set[str] = set()
         self._closed: dict[str, int] = {}
-        self._out: list[Broadcast | StageAdded] = []
+        self._out: list[Broadcast] = []
 
     def __repr__(self) -> str:
         return f"<PartitionHome {self.partition!r} {self._phase}, generation {self._generation}>"
@@ -118,7 +109,7 @@ class PartitionHome:
     def closed_groups(self) -> int:
         return sum(self._closed.values())
 
-    def instructions(self) -> list[Broadcast | StageAdded]:
+    def instructions(self) -> list[Broadcast]:
         """What to tell the peers since the last call."""
         out, self._out = self._out, []
         return out
@@ -160,7 +151,6 @@ class PartitionHome:
         self._check_new_stage(stage)
         stages = {**self._definition.stages, stage: list(fields)}
         self._definition = msgspec.structs.replace(self._definition, stages=stages)
-        self._out.append(StageAdded(generation, stage, tuple(fields)))
         return self.record
 
     def seal(self, generation: int) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Literal
 
 from dataplane.errors import DataplaneError, PartitionGone, StaleEpoch, Unavailable
-from dataplane.metadata.partition_home import Broadcast, PartitionHome, Record
+from dataplane.metadata.partition_home import PartitionHome, Record
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.mesh import Mesh
@@ -154,10 +154,9 @@ class PartitionHomes:
     def _carry_out(self, home: PartitionHome) -> None:
         """Tell every peer what the home decided."""
         for told in home.instructions():
-            if isinstance(told, Broadcast):
-                body = Phase(home.partition, told.generation, told.phase)
-                for address in sorted(home.silent):
-                    self.mesh.spawn(self._tell(home, address, body))
+            body = Phase(home.partition, told.generation, told.phase)
+            for address in sorted(home.silent):
+                self.mesh.spawn(self._tell(home, address, body))
 
     async def _tell(self, home: PartitionHome, address: str, body: Phase) -> None:
         """Until the peer has answered, or is no member any more. An end is told also once the home

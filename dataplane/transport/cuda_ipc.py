@@ -60,9 +60,7 @@ class _Theirs:
 
 
 class CudaIpcTransport(Transport):
-    capabilities = Capabilities(
-        NAME, frozenset({"cuda"}), one_sided=True, needs_target_progress=False
-    )
+    capabilities = Capabilities(NAME, frozenset({"cuda"}), one_sided=True)
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)

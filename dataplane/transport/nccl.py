@@ -88,9 +88,7 @@ class _Sending:
 
 
 class NcclTransport(Transport):
-    capabilities = Capabilities(
-        NAME, frozenset({"cuda"}), one_sided=False, needs_target_progress=True
-    )
+    capabilities = Capabilities(NAME, frozenset({"cuda"}), one_sided=False)
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)

@@ -72,7 +72,6 @@ class NixlTransport(Transport):
         name="nixl",
         memory=frozenset({"host", "cuda"}),
         one_sided=True,
-        needs_target_progress=True,
     )
 
     def __init__(self, owner: Owner) -> None:

@@ -34,16 +34,11 @@ class Capabilities:
 
     memory: kinds of regions that it registers, on either side.
     one_sided: it reads remote memory by offset. Otherwise the owner sends, see `Transport.send`.
-    needs_target_progress: the owner's worker must run for a read of its memory to advance.
-    takes_pins: its own request pins the ranges at the owner and its answer confirms them (tcp).
-    Otherwise they are held before `read` and confirmed after it, and `ReadRequest.held` is there.
     """
 
     name: str
     memory: frozenset[MemoryKind]
     one_sided: bool
-    needs_target_progress: bool
-    takes_pins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +212,7 @@ class Transport(ABC):
 
         When it returns or raises, nothing of this request writes into the region any more. Where
         that cannot be had it does not return: the peer then ends the worker. A mask marks copies
-        whose ranges are gone (only where it `takes_pins`).
+        whose ranges are gone (only where its own request pins them at the owner, as tcp does).
         Raises TransferFailed, Unavailable, DeadlineExceeded, or what the owner refused with.
         """
 

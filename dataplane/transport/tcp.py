@@ -38,8 +38,6 @@ class TcpTransport(Transport):
         name="tcp",
         memory=frozenset({"host"}),
         one_sided=False,
-        needs_target_progress=True,
-        takes_pins=True,
     )
 
     def __init__(

@@ -57,9 +57,7 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
 class UcxTransport(Transport):
     """Both sides; the owner's has nothing to do but to progress."""
 
-    capabilities = Capabilities(
-        "ucx", frozenset({"host", "cuda"}), one_sided=True, needs_target_progress=True
-    )
+    capabilities = Capabilities("ucx", frozenset({"host", "cuda"}), one_sided=True)
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)

@@ -66,7 +66,7 @@ class SlowDesk:
 class Engine(Transport):
     """One that never comes to move a byte."""
 
-    capabilities = Capabilities("engine", frozenset({"host"}), True, False)
+    capabilities = Capabilities("engine", frozenset({"host"}), True)
 
     def register(self, region: Region) -> RegionKey:
         return RegionKey(1, b"card")

@@ -76,7 +76,7 @@ class UnixStream:
 
 
 class Shelf(Transport):
-    capabilities = Capabilities("shelf", HOST, one_sided=True, needs_target_progress=False)
+    capabilities = Capabilities("shelf", HOST, one_sided=True)
 
     def register(self, region: Region) -> RegionKey:
         self._mine = mapped(region)
@@ -113,7 +113,7 @@ class Shelf(Transport):
 
 
 class Post(Transport):
-    capabilities = Capabilities("post", HOST, one_sided=False, needs_target_progress=True)
+    capabilities = Capabilities("post", HOST, one_sided=False)
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)

@@ -10,15 +10,10 @@ import fcntl
 import mmap
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 
-from dataplane.memory.extents import page_down
 from dataplane.memory.pages import MAP_UNIT_BYTES, populate, want_huge_pages
-
-_UNLIMITED_BYTES = 1 << 60
-"""Cgroups v1 write "no limit" as a number near 2**63."""
 
 
 class Arena:
@@ -83,40 +78,3 @@ class Arena:
                 self._map.close()
             except BufferError:
                 pass  # somebody still looks into it; it ends with that view
-
-
-def default_arena_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """A quarter of the memory that this process may use: the host's, or its cgroup's (v1, v2)."""
-    fields = (proc / "meminfo").read_text().split()
-    host_bytes = int(fields[fields.index("MemTotal:") + 1]) * 1024
-    limits = [host_bytes, *_cgroup_limits(proc, cgroups)]
-    return page_down(min(limits) // 4)
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
-    """Limits of this process's memory cgroup and those above it, as far as they are visible."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, name = cgroups, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = cgroups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            limits += _limit(root / folder / name)
-    return limits
-
-
-def _limit(file: Path) -> list[int]:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return []  # in a container the groups above are not visible
-    return [int(text)] if text.isdigit() and int(text) < _UNLIMITED_BYTES else []

@@ -1,14 +1,13 @@
-"""The memory file: sealed, sparse, and how much memory it may take by default."""
+"""The memory file: sealed and sparse."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
-from dataplane.memory.arena import Arena, default_arena_bytes
+from dataplane.memory.arena import Arena
 
 MIB = 1 << 20
 
@@ -50,31 +49,3 @@ def test_closing_under_a_view_leaves_the_view_readable() -> None:
     part = arena.view[:3]
     arena.close()
     assert bytes(part) == b"abc"
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "expected"),
-    [
-        ("0::/", {}, 4 * MIB),
-        ("0::/job", {"job/memory.max": "8388608"}, 2 * MIB),
-        ("0::/job/step", {"job/memory.max": "4194304", "job/step/memory.max": "max"}, MIB),
-        ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "8388608"}, 2 * MIB),
-        ("4:memory:/job", {"memory/memory.limit_in_bytes": "8388608"}, 2 * MIB),
-        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 4 * MIB),
-        ("3:cpu,cpuacct:/job", {"job/memory.max": "5"}, 4 * MIB),
-    ],
-)
-def test_the_default_is_a_quarter_of_what_host_and_cgroup_allow(
-    tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
-) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal:   16384 kB\nMemFree:  1 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
-    for name, text in files.items():
-        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cgroup" / name).write_text(text + "\n")
-    assert default_arena_bytes(tmp_path / "proc", tmp_path / "cgroup") == expected
-
-
-def test_this_machine_has_a_default() -> None:
-    assert default_arena_bytes() > 0

@@ -62,11 +62,10 @@ class JournaledStore(Store):
         *,
         replace: bool = False,
         keep: bool = False,
-        now: float = 0.0,
         plan: PutPlan | None = None,
     ) -> PutOutcome:
         outcome = super().put(
-            rows, columns, specs, owners, tags, replace=replace, keep=keep, now=now, plan=plan
+            rows, columns, specs, owners, tags, replace=replace, keep=keep, plan=plan
         )
         if self.emit is not None:
             op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))

@@ -92,7 +92,6 @@ class Store:
         *,
         replace: bool = False,
         keep: bool = False,
-        now: float = 0.0,
         plan: PutPlan | None = None,
     ) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones.

@@ -109,7 +109,6 @@ class Writing:
             body.tags,
             replace=body.replace,
             keep=body.keep,
-            now=self.host.now(),
             plan=plan,
         )
         return outcome.kept

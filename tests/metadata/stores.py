@@ -53,7 +53,7 @@ def put(
     **tags: Any,
 ) -> None:
     columns = [Column(name, values(len(keys), nbytes)) for name in fields]
-    to.put(named(keys, groups), columns, SPECS, OWNERS, tags, now=0.0)
+    to.put(named(keys, groups), columns, SPECS, OWNERS, tags)
 
 
 def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:

@@ -75,10 +75,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
             with pytest.raises(tuple(expected)):
                 self.store.check_put(message, columns, tags, **how)
             with pytest.raises(tuple(expected)):
-                self.store.put(message, columns, SPECS, OWNERS, tags, **how, now=self.now)
+                self.store.put(message, columns, SPECS, OWNERS, tags, **how)
             return
         self.store.check_put(message, columns, tags, **how)
-        outcome = self.store.put(message, columns, SPECS, OWNERS, tags, **how, now=self.now)
+        outcome = self.store.put(message, columns, SPECS, OWNERS, tags, **how)
         new = [key for key in keys if key not in self.rows]
         assert outcome.new_rows == len(new)
         for key, number in zip(keys, groups, strict=True):

@@ -93,7 +93,7 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     before = (s.stats(), s.counts("reward"))
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):
-        s.put(rows, columns, SPECS, OWNERS, tags, now=0.0)
+        s.put(rows, columns, SPECS, OWNERS, tags)
     assert (s.stats(), s.counts("reward")) == before
     assert s.freed() == []
 

@@ -194,7 +194,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
 def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:
     """Rows whose tokens lie at a peer."""
     columns = [Column("tokens", values(len(keys), first=keys[0]))]
-    s.put(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {}, now=0.0)
+    s.put(named(list(keys), groups and list(groups)), columns, SPECS, [Owner(peer, 7)], {})
 
 
 def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
@@ -219,7 +219,7 @@ def test_a_group_lies_where_its_largest_value_does() -> None:
     at("a", s, [1, 2], [1, 1])
     at("b", s, [3, 4], [2, 2])
     small = [Column("reward", values(2, nbytes=4, first=90))]
-    s.put(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}, now=0.0)
+    s.put(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {})
     assert s.near("reward", "groups", None) == {"a": 1, "b": 1}
     assert near(s, "b", 1, "groups") == [3, 4]
 

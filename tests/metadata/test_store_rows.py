@@ -85,7 +85,7 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     s = store(group_size=2)
     far = Owner("far", 3)
     put(s, [1, 3], ["p", "q"])
-    s.put(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}, now=0.0)
+    s.put(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {})
     lost = s.lost(far)
     assert (sorted(lost.rows.names or []), lost.groups) == ([1, 2], 1)
     assert s.closed_groups == 0
@@ -186,7 +186,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
     put(s, [1, "two"], score=[1.5, 2.5])
     records = np.zeros(2, VALUE)
     records["spec"], records["owner"] = 1, [0, ABSENT]
-    s.put(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}, now=0.0)
+    s.put(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {})
     table = s.table(s.read()[0], ["note"])
     assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
     found = np.frombuffer(table.columns[0].values, VALUE)
@@ -201,7 +201,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 def test_minted_keys_need_no_names() -> None:
     s = store()
     keys = names.mint_many(9, 0, 2)
-    s.put(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}, now=0.0)
+    s.put(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {})
     assert s.table(s.read()[0]).rows == Rows(keys)
     put(s, ["given"])
     shown = names.format_minted_many(keys)
@@ -212,13 +212,13 @@ def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
     s = store(free="drop")
     for i in range(6_000):
         spec = Spec("array", "float32", (-1, i))
-        s.put(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}, now=0.0)
+        s.put(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {})
         if i % 1_000 == 999:
             s.drop(where=["not", ["exists", "never"]])
             s.freed()
     assert len(s._state.fields._known.specs) < 4_200
     spec = Spec("array", "float32", (-1, 5_999))
-    s.put(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}, now=0.0)
+    s.put(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {})
     assert s.table(s.read(rows=named(["last"]))[0]).specs == [spec]
 
 
@@ -235,6 +235,6 @@ def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
         )
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}
-        s.put(rows, columns, SPECS, OWNERS, tags, now=0.0)
+        s.put(rows, columns, SPECS, OWNERS, tags)
     assert s.stats()["bytes_per_row"] < 300
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")

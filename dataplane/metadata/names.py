@@ -67,11 +67,6 @@ def mint_many(session: int, first: int, count: int) -> bytes:
     return keys.tobytes()
 
 
-def is_minted(name: Name) -> bool:
-    """Whether this name is the shown form of a minted key."""
-    return isinstance(name, str) and _MINTED.fullmatch(name) is not None
-
-
 def given_names(ids: Iterable[int], names: Iterable[Name]) -> dict[int, Name]:
     """The names that must be kept: a minted key says its own."""
     return {

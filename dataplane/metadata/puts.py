@@ -40,7 +40,6 @@ class PutOutcome:
     """kept: per field, rows whose value was there already and stayed."""
 
     kept: dict[str, int] = field(default_factory=dict)
-    new_rows: int = 0
     closed_groups: int = 0
 
 
@@ -109,7 +108,7 @@ def apply_put(
     closed = state.written(plan.slots, touched)
     if plan.tags and len(plan.new) < plan.rows.count:
         state.retag(plan.slots)
-    return PutOutcome(kept, len(plan.new), closed)
+    return PutOutcome(kept, closed)
 
 
 def add_fields(

@@ -136,11 +136,6 @@ class Roster:
         hosts = set(self.hosts)
         return [member for member in self.members if member not in hosts]
 
-    def primary(self, shards: npt.ArrayLike) -> U2Column:
-        """Index into `members` per shard."""
-        owners: U2Column = self.primaries[np.asarray(shards)]
-        return owners
-
     def address(self, shard: int) -> str:
         """Where this shard is served."""
         return self.members[int(self.primaries[shard])]

@@ -47,6 +47,8 @@ class _Demand:
     amount: float = 0.0
     needed_bytes: int = 0
     passed_over: int = 0
+    before: ClaimId | None = None
+    """the head that let this one go first, as it lies nearer"""
     told: bool = False
     """by an exact order's grant, that it has all it gets"""
     blocked: bool = False
@@ -136,6 +138,8 @@ class StageHome:
         demand.blocked = blocked
         if needed_bytes:
             demand.needed_bytes = needed_bytes - nbytes
+        elif not demand.held:
+            self._go_back(demand)
         self._run()
 
     # what follows from them
@@ -194,11 +198,19 @@ class StageHome:
         if near.get(first.claim.peer):
             return first
         for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
-            if near.get(other.claim.peer, 0) >= other.least:
+            if min(ready, near.get(other.claim.peer, 0)) >= other.least:
                 first.passed_over += 1
+                other.before = first.claim
                 queue.move_to_end(other.claim, last=False)
                 return other
         return first
+
+    def _go_back(self, demand: _Demand) -> None:
+        """What it went first for was taken meanwhile: it waits behind the head again."""
+        queue = self._lanes[demand.lane]
+        if demand.before is not None and demand.before in queue:
+            queue.move_to_end(demand.before, last=False)
+        demand.before = None
 
     def _is_met(self, head: _Demand, counts: Counts) -> bool:
         """Has a budget all that it gets?"""

@@ -50,6 +50,7 @@ class Shard:
     """Figures by filter, and a home that reads them. near: units by the peer where they lie."""
 
     def __init__(self, **near: int) -> None:
+        self.near = near
         self._figures: dict[str, Counts] = {}
         self.home = StageHome(lambda where: self._figures[str(where)], lambda lane: near)
         self.has(0)
@@ -315,6 +316,19 @@ def test_a_near_claim_that_its_host_cannot_meet_in_full_waits_its_turn() -> None
     shard.home.demand(claim(1, "a"), rows(1))
     shard.home.demand(claim(2, "b"), rows(2))
     assert orders(shard.has(1).instructions()) == [(1, 1)]
+
+
+def test_a_near_claim_that_got_nothing_goes_back_behind_the_head() -> None:
+    shard = Shard(b=2)
+    home = shard.home
+    home.demand(claim(1, "a"), rows(1))
+    home.demand(claim(2, "b"), rows(2))
+    shard.has(2)
+    assert orders(home.instructions()) == [(2, 2)]
+    shard.near["b"] = 1
+    shard.has(1)  # a lane with a filter took one of them
+    home.supplied(claim(2, "b"), 0, 0.0, False)
+    assert orders(home.instructions()) == [(1, 1)]
 
 
 def test_a_head_is_passed_over_so_often_and_no_more() -> None:

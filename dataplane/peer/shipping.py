@@ -30,6 +30,8 @@ MESSAGE_BYTES = 4 << 20
 MESSAGE_OPS = 10_000
 MAX_PENDING_BYTES = 512 << 20
 """More than this does not wait for a backup: it is too slow, and begins anew."""
+MOST_LESSEES = 10_000
+"""Sessions that are remembered before those that hold nothing are looked for."""
 ATTEMPT_S = 10.0
 RETRY_S = 0.5
 
@@ -54,7 +56,11 @@ class Shipping:
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()
+        self._lessees: dict[int, str] = {}
+        """which peer the sessions are at that have leases here; the backup has to know it"""
+        self._lessees_limit = MOST_LESSEES
         self._holders: dict[int, str] = {}
+        """of them, those that the backup is yet to be told"""
         self._task: asyncio.Task[object] | None = None
 
     # what the stores do
@@ -67,9 +73,19 @@ class Shipping:
             self._push(_Pending(entry.name, entry.generation, b"", entry.definition))
 
     def lease_to(self, holder: int, address: str) -> None:
-        """A session of another peer may hold leases here."""
+        """A session, of that peer, is about to hold leases here."""
+        if len(self._lessees) >= self._lessees_limit:
+            self._forget_lessees()
+        self._lessees[holder] = address
         if self.backup is not None:
             self._holders[holder] = address
+
+    def _forget_lessees(self) -> None:
+        """Those that hold nothing any more."""
+        entries = self.host.entries.values()
+        hold = {lease.holder for entry in entries for lease in entry.store.state.leases}
+        self._lessees = {h: address for h, address in self._lessees.items() if h in hold}
+        self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
 
     def _emit(self, entry: Entry, op: Op) -> None:
         if entry.copies is not None:
@@ -126,6 +142,8 @@ class Shipping:
                 if entry.copies is None:
                     entry.store.emit = None
             return
+        self._forget_lessees()
+        self._holders = dict(self._lessees)
         for entry in self.host.entries.values():
             self.watch(entry)
             for op in dump(entry.store):

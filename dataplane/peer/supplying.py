@@ -68,7 +68,7 @@ class Supplying:
         """Rows for a client of this host, all that it wants or none. A hard limit is its peer's to
         keep: it begins when the values are here."""
         now = self.host.now()
-        self.shipping.lease_to(holder, self.host.address)
+        self.lent_to(holder, self.host.address)
         taken = entry.store.take(stage, want, holder, now, credit=credit)
         return None if taken.lease is None else self._granted(entry, taken, fields)
 
@@ -86,7 +86,6 @@ class Supplying:
         claimant = order.claim.peer
         self.host.label(demand.holder, demand.label)
         self.lent_to(demand.holder, claimant)
-        self.shipping.lease_to(demand.holder, claimant)
         taken = entry.store.take(
             demand.stage,
             order.want_remaining,
@@ -113,6 +112,7 @@ class Supplying:
 
     def lent_to(self, holder: int, address: str) -> None:
         """A session of that peer may hold rows from here."""
+        self.shipping.lease_to(holder, address)
         if address != self.host.address:
             self._lent.setdefault(address, set()).add(holder)
 

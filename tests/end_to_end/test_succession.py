@@ -11,8 +11,9 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
+from dataplane.metadata.roster import Roster
 from tests.end_to_end.conftest import until
-from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts, in_sync
+from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts, in_sync, incarnation
 
 __all__ = ["hosts"]
 GO_ON_S = 10.0
@@ -186,3 +187,26 @@ def test_a_dead_host_returns_empty_and_is_a_backup_again(
         assert len(batch.keys) == 11
         check(batch)
         del batch
+
+
+def test_leases_of_the_dead_come_back_also_from_before_the_backup_came(
+    hosts: Addressed, planes: dict[str, Plane]
+) -> None:
+    roster = Roster.from_seeds(list(hosts.addresses.values()))
+    at_b = (name for name in map(str, range(99)) if roster.home(name) == hosts.addresses["b"])
+    part = planes["b"].partition(next(at_b), stages={"s": ["x"]}, replicas=2)
+    put(part, "b")
+    held = part.claim("s", rows=4, timeout=20)
+    before = incarnation(planes["b"], "c")
+    hosts.kill("c")
+    planes.pop("c").close()
+    hosts.begin("c")
+    hosts._await("c")
+    planes["c"] = hosts.connect("c")
+    until(lambda: incarnation(planes["b"], "c") not in (None, before), "c is another one")
+    in_sync(planes["b"])
+    hosts.kill("b")
+    left = planes["c"].partition(part.name)
+    batch = left.claim("s", rows=10, timeout=3 * GO_ON_S)
+    assert set(held.keys) < set(batch.keys)
+    check(batch)

@@ -115,7 +115,8 @@ class Host:
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
     spare: Flags | None = None
-    """shards of this peer in which nothing lives, and nothing may before the next roster"""
+    """shards of this peer that go to one without any: nothing lives in them, and nothing may before
+    the next roster"""
     untold: dict[str, Flags] = field(default_factory=dict)
     """peers that have yet to tell what they know of shards that this one was given: one flag a
     shard"""

@@ -21,7 +21,7 @@ from dataplane.errors import (
     Unavailable,
     VersionMismatch,
 )
-from dataplane.metadata.authority import newcomers
+from dataplane.metadata.authority import moved, newcomers
 from dataplane.metadata.roster import Flags, Roster
 from dataplane.metadata.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
@@ -136,13 +136,16 @@ class Membership:
             self.adopt(Roster.from_table(reply.table))
 
     def _spare(self) -> bytes:
-        """Where a member has no shards: this peer's empty ones, which stay so until a roster."""
+        """Where a member has no shards: those of this peer's empty ones that are the member's by
+        right, which stay empty until a roster. Partitions go on to begin in all others, also where
+        the authority ends in the middle of this, or there is nothing to give."""
         host = self.host
         serves = host.address in host.roster.hosts and not host.untold and not host.silent
         if not serves or not newcomers(host.roster, self.keeper.apart):
             return b""
         if host.spare is None:
-            host.spare = self.spare()
+            after = moved(host.roster, self.keeper.apart, self.spare())
+            host.spare = after != host.roster.primaries
         return np.packbits(host.spare).tobytes()
 
     def plane_is_wanted(self) -> bool:

@@ -16,8 +16,8 @@ class Beat(Body, tag=140):
 
     synced: its backup, in the roster of this message's epoch, has all that it has. leaving: it
     wants to hand over its shards. clear: members at which none of its rows' values lie. wanted:
-    somebody uses it, or may soon. spare: one bit a shard, those of the sender in which nothing
-    lives, and nothing will before the next roster; said where a member has no shards.
+    somebody uses it, or may soon. spare: one bit a shard, those of the sender that go to a
+    member without any: nothing lives in them, and nothing will before the next roster.
     """
 
     synced: bool = False

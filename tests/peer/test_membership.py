@@ -6,10 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from dataplane.metadata.authority import Authority
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster import Roster, proposed
 from dataplane.peer.membership import Membership
-from dataplane.wire.rosters import Rostered
+from dataplane.wire.rosters import Beat, Rostered
 from dataplane.wire.tables import Owner
 
 SEEDS = [f"tcp://10.0.0.{n}:7101" for n in range(1, 4)]
@@ -48,3 +50,38 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     await membership._say()
     assert host.roster.has(JOINER)
     assert membership.may_serve()
+
+
+async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
+    """Also where the authority ends before it gave anything, or a plane is so large that a joiner
+    has no shard by right: no other shard is kept free for it."""
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    for number, seed in enumerate(SEEDS, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+    made.beat(JOINER, (1, 1))
+    said: list[Beat] = []
+
+    async def call(address: str, body: Beat, **how: Any) -> Rostered:
+        said.append(body)
+        return Rostered()
+
+    host: Any = SimpleNamespace(
+        owner=Owner(SEEDS[1], 2),
+        address=SEEDS[1],
+        roster=made.roster,
+        spare=None,
+        untold={},
+        silent=False,
+        now=asyncio.get_running_loop().time,
+    )
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    membership = Membership(host, mesh, keeper)
+    members, mine = made.roster.members, made.roster.primaries == 1
+    membership.spare = lambda: mine
+    await membership._say()
+    theirs = proposed(members, [1, 2, 3]) == members.index(JOINER.peer)
+    assert np.array_equal(host.spare, mine & theirs)
+    assert said[0].spare == np.packbits(mine & theirs).tobytes()

@@ -290,10 +290,12 @@ class Claims:
         self._waiting.pop(number, None)
         withdraw = Withdraw(entry.name, entry.generation, body.stage, number)
         roster, home = self.host.roster, waiting.home
-        # under another roster the home has forgotten it by itself
-        self.mesh.spawn(
-            self.mesh.insist(lambda: home if self.host.roster is roster else None, withdraw)
-        )
+
+        def find() -> str | None:
+            # under a roster that moves shards the home forgets it by itself
+            return home if self.host.roster.places_like(roster) else None
+
+        self.mesh.spawn(self.mesh.insist(find, withdraw))
         self.credit.back(number)
         release = self.supplying.release
         if back := [self.mesh.spawn(release(handed.part, entry)) for handed in waiting.parts]:

@@ -47,7 +47,7 @@ from dataplane.wire.tables import Table
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often a claim queues before its home's going away, or its rows', is its caller's business."""
+"""How often a claim is granted rows that went meanwhile before that is its caller's business."""
 GIVE_BACK_S = 0.2
 """A claim that ends in vain waits so long until what it held is back."""
 LEARN_S = 1.0
@@ -181,12 +181,12 @@ class Claims:
                 if end is None or self.host.now() < end:
                     raise
                 raise outcomes.in_vain(entry, body, str(exc), {}) from exc
-            except outcomes.HomeMoved:
-                log.debug("a claim of %r queues at the new home", entry.name)
-            except (outcomes.HomeAway, outcomes.BytesLost, RowsGone) as exc:
+            except (outcomes.HomeMoved, outcomes.HomeAway):
+                log.debug("a claim of %r queues anew at its home", entry.name)
+            except (outcomes.BytesLost, RowsGone) as exc:
                 failed += 1
                 if failed == ATTEMPTS:
-                    raise outcomes.given_up(exc, entry, body.stage) from None
+                    raise outcomes.given_up(exc, entry) from None
                 if isinstance(exc, outcomes.BytesLost):
                     await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
             body = outcomes.what_is_left(body, end, self.host.now())

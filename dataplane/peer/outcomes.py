@@ -107,14 +107,8 @@ def fields_of(entry: Entry, body: Claim) -> list[str]:
     return entry.definition.stages[body.stage] if body.fields is None else body.fields
 
 
-def given_up(exc: Exception, entry: Entry, stage: str) -> Exception:
-    """What the caller is told in the end of a claim that queued again and again."""
-    if isinstance(exc, HomeAway):
-        return Unavailable(
-            f"the peer at which claims of stage {stage!r} of {entry.name!r} queue goes away again "
-            "and again: see its log, then claim again",
-            partition=entry.name,
-        )
+def given_up(exc: Exception, entry: Entry) -> Exception:
+    """What the caller is told in the end of a claim that was granted what went meanwhile."""
     if isinstance(exc, BytesLost):
         return Unavailable(
             f"values of rows of {entry.name!r} went with a peer, and the peer that has the rows "

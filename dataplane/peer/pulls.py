@@ -197,25 +197,26 @@ class Pulls:
     async def _ask(
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[Any]:
-        """Few bytes, in one exchange on the control link."""
+        """Few bytes, in one exchange on the control link, once there is room for them: what waits
+        for room holds none."""
         body = Pull(np.ascontiguousarray(remote).tobytes(), sizes.tobytes())
-        reply: Pulled = await self.mesh.call(
-            owner.peer, body, to=owner.incarnation, timeout_s=self.left_s()
-        )
-        if reply.gone:
-            raise _freed(reply.gone, owner)
-        data = reply.data
-        if len(data) != int(sizes.sum()):
-            raise ProtocolError(f"{owner.peer} sent {len(data)} bytes of {int(sizes.sum())}")
 
         async def write(dest: npt.NDArray[Any]) -> None:
+            reply: Pulled = await self.mesh.call(
+                owner.peer, body, to=owner.incarnation, timeout_s=self.left_s()
+            )
+            if reply.gone:
+                raise _freed(reply.gone, owner)
+            data = reply.data
+            if len(data) != int(sizes.sum()):
+                raise ProtocolError(f"{owner.peer} sent {len(data)} bytes of {int(sizes.sum())}")
             view, at = self.host.arena.view, 0
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = data[at : at + size]
                 at += size
 
         fresh = await self._fill(sizes, write)
-        self.brought[CONTROL].add(call_stage.get(), len(data))
+        self.brought[CONTROL].add(call_stage.get(), int(sizes.sum()))
         return fresh
 
     async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:

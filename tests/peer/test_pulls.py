@@ -1,0 +1,52 @@
+"""Small values of other hosts: when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dataplane.memory.space import Space
+from dataplane.peer.pulls import Pulls
+from dataplane.wire.peering import Pull, Pulled
+from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.tables import Owner
+
+THERE = Owner("tcp://10.0.0.2:7101", 2)
+
+
+async def test_values_are_asked_for_when_there_is_room_for_them() -> None:
+    """Or else the answers of all calls that wait for room would lie in this peer's own memory."""
+    asked: list[Pull] = []
+    room_came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    space = Space(1 << 16)
+    arena = memoryview(bytearray(1 << 16))
+
+    async def call(address: str, body: Pull, **how: Any) -> Pulled:
+        asked.append(body)
+        return Pulled(b"x" * 64)
+
+    async def reserve(*what: Any) -> tuple[int, Any]:
+        await room_came
+        return space.reserve(*what[:3])
+
+    host: Any = SimpleNamespace(
+        space=space,
+        arena=SimpleNamespace(view=arena),
+        now=asyncio.get_running_loop().time,
+    )
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    pulls = Pulls(host, mesh, SimpleNamespace(reserve=reserve))  # type: ignore[arg-type]
+    remote = np.array([(0, 1)], RANGE)
+    coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not asked
+    room_came.set_result(None)
+    local, _ = await coming
+    assert len(asked) == 1
+    (place,) = space.ranges.extents(local)
+    assert isinstance(place, np.void) and place.dtype == EXTENT
+    assert bytes(arena[int(place["offset"]) :][:64]) == b"x" * 64

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
-from dataplane import Plane
+from dataplane import ClaimTimeout, PartitionUndefined, PeerLost, Plane, Unavailable
 from tests.end_to_end.conftest import PLANE, free_addresses, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
 from tests.end_to_end.test_succession import check, planes, put, rows
@@ -57,3 +59,24 @@ def test_a_peer_that_joined_may_leave_again(hosts: Addressed, planes: dict[str, 
     assert hosts.peers["d"].wait(30) == 0, hosts.log("d")
     assert len(planes["b"].stats()["roster"]["members"]) == 3
     check(planes["b"].partition("p").claim("s", rows=10, timeout=20))
+
+
+def test_where_all_seeds_died_the_plane_begins_anew_for_who_joined_too(
+    hosts: Addressed, planes: dict[str, Plane]
+) -> None:
+    planes["d"] = join(hosts, "d")
+    put(planes["b"].partition("p", stages={"s": ["x"]}), "b")
+    before = planes["d"].partition("p")
+    for name in "abc":
+        hosts.kill(name)
+    for name in "abc":
+        hosts.begin(name)
+    with pytest.raises(PeerLost):
+        while True:
+            with contextlib.suppress(ClaimTimeout, Unavailable):
+                before.claim("s", rows=20, timeout=0.2)
+    planes["d"] = hosts.connect("d")
+    with pytest.raises(PartitionUndefined):
+        planes["d"].partition("p").stats(timeout=20)
+    put(planes["d"].partition("p", stages={"s": ["x"]}), "d")
+    check(planes["d"].partition("p").claim("s", rows=10, timeout=20))

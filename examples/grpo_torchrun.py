@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/grpo_torchrun.py
 
-On several hosts start it as any torchrun job, with a cluster token in DATAPLANE_TOKEN_FILE: the
-peer of MASTER_ADDR's host is the first, those of the others join it.
+On several hosts start it as any torchrun job, with a name (--rdzv-id) and a cluster token in
+DATAPLANE_TOKEN_FILE: the peer of MASTER_ADDR's host is the first, those of the others join it.
 """
 
 from __future__ import annotations

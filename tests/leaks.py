@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import select
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ SHARED_FILES = (
     "/dev/urandom",
     "/proc/",
     "/sys/",
+    os.path.join(sysconfig.get_path("purelib"), "matplotlib"),  # its fonts
 )
 """Opened once by the interpreter or a library, and kept for all that follows."""
 SHARED_THREADS = (

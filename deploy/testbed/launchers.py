@@ -55,7 +55,7 @@ def _agent(network: Network, home: Path, host: int, token: str) -> subprocess.Po
     secret.touch(0o600)
     secret.write_text(token)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
-    command += ["--nproc-per-node", str(RANKS), "--node-rank", str(host)]
+    command += ["--nproc-per-node", str(RANKS), "--node-rank", str(host), "--rdzv-id", "testbed"]
     command += ["--master-addr", network.address(0), "--master-port", str(_PORT), str(_EXAMPLE)]
     environment = {
         **os.environ,

@@ -107,7 +107,7 @@ def test_however_a_run_ends_nothing_is_left(ended: signal.Signals, tmp_path: Pat
         if runner.stdout:
             runner.stdout.close()
     assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[ended]
-    assert len(below) > 6
+    assert below
     _until(lambda: not any(p.is_running() and p.status() != "zombie" for p in below))
     assert "dp-br" not in Path("/proc/net/dev").read_text()
 

@@ -92,7 +92,7 @@ with dataplane.connect(run="p") as plane:
     part = plane.partition("x", stages={"s": ["v"]})
     part.put({"v": [[1, 2], [3]]})
     with part.claim("s", rows=2, timeout=30) as batch:
-        print(list(batch["v"]))
+        print([value.tolist() for value in batch["v"]])
     print(urllib.request.urlopen(f"http://{sys.argv[1]}/readyz", timeout=30).status)
 """
 

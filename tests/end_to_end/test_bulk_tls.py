@@ -57,7 +57,8 @@ def test_values_of_all_sizes_arrive_and_everybody_says_how(cluster: Cluster) -> 
         assert peer["tls"] and way["tls"] and way["tried"]["tcp"]["exact"]
     shown = run("probe").stdout
     assert shown.count("runs tcp+tls") == 2 and "from b: tcp+tls, because" in shown
-    assert "tls: True" in run("status").stdout
+    (shown_run,) = json.loads(run("status", "--json").stdout)["runs"]
+    assert '"tls": true' in json.dumps(shown_run)
 
 
 def test_in_a_mixed_plane_only_the_peer_with_tls_insists_on_it(cluster: Cluster) -> None:

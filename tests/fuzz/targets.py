@@ -120,7 +120,7 @@ def _vectors(*names: str) -> list[bytes]:
 
 
 def _manifests() -> list[bytes]:
-    note = archive.PartitionNote("p", {"s": ["x"]}, 8, None, "acked", "local", 1, False, 0)
+    note = archive.PartitionNote("p", {"s": ["x"]}, 8, None, "acked", 1, False, 0)
     made = archive.Manifest(archive.FORMAT, archive.VERSION, "u1", "2026", [note], {})
     return [made.signed().text(), made.text(), b"{}", b"[]"]
 

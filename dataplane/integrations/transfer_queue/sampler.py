@@ -9,7 +9,6 @@ the whole queue. So all that a sampler remembers goes through `save_checkpoint` 
 from __future__ import annotations
 
 import heapq
-import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -236,15 +235,15 @@ def description(sampler: BaseSampler) -> dict[str, Any]:
 
 
 def rebuilt(told: dict[str, Any]) -> BaseSampler:
-    """A sampler as it was before it had chosen anything. TypeError where the class is none."""
-    module = sys.modules.get(told["module"]) or importlib.import_module(told["module"])
-    kind: Any = module
+    """A sampler as it was before it had chosen anything. TypeError where the class is none, or not
+    imported here: what others tell names code, and never has it loaded."""
+    kind: Any = sys.modules.get(told["module"])
     for name in told["class"].split("."):
         kind = getattr(kind, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BaseSampler)):
         raise TypeError(
-            f"{told['module']}.{told['class']} is no sampler in this process: a sampler of your "
-            "own is a class of a module that every process can import"
+            f"{told['module']}.{told['class']} is no sampler that this process has imported: a "
+            "sampler of your own is a class of a module that every process imports"
         )
     made = kind.__new__(kind)
     BaseSampler.__init__(made)

@@ -81,7 +81,7 @@ def _over_links(rate: str, no_links: str | None) -> Iterator[Planned]:
         yield from _planned(with_link(_job("video", hosts, 1, steps=2), rate, no_links), True)
     yield from _planned(with_link(_job("video", 2, 1), rate, no_links), False)
     for hosts in (2, MOST_HOSTS):
-        yield from _planned(with_link(_job("math", hosts, 2, steps=3), rate, no_links), True)
+        yield from _planned(with_link(_job("math", hosts, 2, steps=2), rate, no_links), True)
 
 
 def _without_links() -> Iterator[Planned]:

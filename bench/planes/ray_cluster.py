@@ -102,11 +102,12 @@ def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
     ]
     argv += [f"--node-ip-address={nodes.place(nodes.host)}", f"--num-cpus={_CPUS}"]
     argv += [f"--object-store-memory={nodes.object_store_bytes}"]
+    # Of its own: nodes that start at once in one folder may take the same name for their sockets.
+    argv += [f"--temp-dir={nodes.folder}/ray{nodes.host}"]
     # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
     argv += [f"--max-worker-port={FIRST - 1}"]
     if nodes.host == 0:
         argv += ["--head", f"--port={nodes.port}", "--include-dashboard=false"]
-        argv += [f"--temp-dir={nodes.folder}/ray"]
     else:
         argv += [f"--address={address}"]
     # This process's stdout is for events; what a node says there is advice. Errors go to the log.

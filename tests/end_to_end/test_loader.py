@@ -46,8 +46,9 @@ def test_what_ends_a_loop_releases_what_it_has(cluster: Cluster) -> None:
     cluster.start("a")
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 6)
-        for _ in part.loader("train", rows=2, prefetch=2):
-            break
+        with part.loader("train", rows=2, prefetch=2) as first:  # without it: within moments
+            for _ in first:
+                break
         with part.loader("train", rows=6) as loader:
             assert len(next(iter(loader))) == 6
         with pytest.raises(ZeroDivisionError), part.loader("train", rows=3) as loader:

@@ -51,7 +51,7 @@ def _links(options: argparse.Namespace, command: str) -> int:
     for trace, prompts, ways in (("video", 4, (True, False)), ("math", 8, (True,))):
         for dedup in ways:
             for hosts in (2, 4, 8):
-                job = _job(trace, hosts, prompts)
+                job = _job(trace, hosts, prompts * hosts)
                 plan += _planned(with_link(job, rate, options.no_links), dedup)
     return carry_out(plan, options.json, command, options.no_links)
 
@@ -61,12 +61,12 @@ def _rate(options: argparse.Namespace, default: str) -> str:
 
 
 def _job(trace: str, hosts: int, prompts: int, steps: int = 1) -> Settings:
-    """prompts: of each host, of each step."""
+    """prompts: of all hosts, of each step."""
     return Settings(
         trace=trace,
         planes=_PLANES,
         hosts=hosts,
-        prompts=prompts * hosts,
+        prompts=prompts,
         trainers=hosts,
         steps=steps,
     )
@@ -78,15 +78,18 @@ def _planned(job: Settings, dedup: bool) -> list[Planned]:
 
 def _over_links(rate: str, no_links: str | None) -> Iterator[Planned]:
     for hosts in (2, 4, MOST_HOSTS):
-        yield from _planned(with_link(_job("video", hosts, 1, steps=2), rate, no_links), True)
+        yield from _planned(with_link(_job("video", hosts, hosts, steps=2), rate, no_links), True)
+    # one prompt: a controller takes twenty seconds for it
     yield from _planned(with_link(_job("video", 2, 1), rate, no_links), False)
     for hosts in (2, MOST_HOSTS):
-        yield from _planned(with_link(_job("math", hosts, 2, steps=2), rate, no_links), True)
+        yield from _planned(
+            with_link(_job("math", hosts, 2 * hosts, steps=2), rate, no_links), True
+        )
 
 
 def _without_links() -> Iterator[Planned]:
     """What links have no part in: where we lose, and memory."""
-    yield from _planned(_job("math", 2, 8, steps=5), True)
+    yield from _planned(_job("math", 2, 16, steps=5), True)
     limited = Settings(
         trace="video",
         planes=_PLANES,

@@ -190,7 +190,7 @@ class Store:
     def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
         """Of the first ready units, how many have their largest value at which peer (address)."""
         found = self._state.stage(stage)
-        if len(self._state.fields.owners) < 2 or not found.units(unit).ready(where):
+        if not found.units(unit).ready(where):
             return Counter()
         ids, _ = found.units(unit).lane(where).first(takes.NEAR_UNITS)
         return Counter(takes.hosts_of(self._state, found, unit, ids))

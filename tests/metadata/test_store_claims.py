@@ -214,6 +214,12 @@ def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> No
     assert near(s, "a", 1) == [6]
 
 
+def test_the_first_rows_of_a_partition_lie_somewhere_too() -> None:
+    s = store()
+    at("a", s, [1])
+    assert s.near("reward", "rows", None) == {"a": 1}
+
+
 def test_a_group_lies_where_its_largest_value_does() -> None:
     s = store(group_size=2)
     at("a", s, [1, 2], [1, 1])

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface example-grpo bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
+.PHONY: chaos coverage fuzz soak surface sync example-grpo bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -128,6 +128,10 @@ docs: $(VENV)/.docs-installed
 check: $(VENV)/.test-installed
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The blocking client of the awaiting one: dataplane/client/sync of dataplane/client/aio.
+sync: $(VENV)/.test-installed
+	$(BIN)/python -m tests.client.make_sync
 
 clean:
 	rm -rf $(VENV) bench/out .coverage .coverage.*

@@ -11,15 +11,15 @@ if sys.platform != "linux":
         "on (memfd_create, pidfd_open): run it in a container or on a remote host"
     )
 
-from dataplane import errors
-from dataplane.client.batch import Batch, Rows
+from dataplane import aio, errors
 from dataplane.client.changes import Dropped
-from dataplane.client.loader import Loader
-from dataplane.client.partition import Partition
-from dataplane.client.plane import Plane, connect
 from dataplane.client.ref import Ref
 from dataplane.client.selection import Group
-from dataplane.client.stream import Stream
+from dataplane.client.sync.batch import Batch, Rows
+from dataplane.client.sync.loader import Loader
+from dataplane.client.sync.partition import Partition
+from dataplane.client.sync.plane import Plane, connect
+from dataplane.client.sync.stream import Stream
 from dataplane.client.values import Kept as object
 from dataplane.errors import (
     AddressInUse,
@@ -142,6 +142,7 @@ __all__ = [
     "VersionMismatch",
     "Where",
     "__version__",
+    "aio",
     "connect",
     "errors",
     "object",

@@ -1,8 +1,9 @@
 """The public surface with `await`: `async with dataplane.aio.connect() as plane: …`."""
 
-from dataplane.client.aio import Plane, connect
-from dataplane.client.aio_batch import Batch, Rows
-from dataplane.client.aio_partition import Partition
-from dataplane.client.stream import AsyncStream as Stream
+from dataplane.client.aio.batch import Batch, Rows
+from dataplane.client.aio.loader import Loader
+from dataplane.client.aio.partition import Partition
+from dataplane.client.aio.plane import Plane, connect
+from dataplane.client.aio.stream import Stream
 
-__all__ = ["Batch", "Partition", "Plane", "Rows", "Stream", "connect"]
+__all__ = ["Batch", "Loader", "Partition", "Plane", "Rows", "Stream", "connect"]

@@ -204,7 +204,7 @@ def _stats(run: str, peer: str) -> dict[str, Any]:
     """What a peer says of itself; one that is stuck hides no other."""
     # Imported here: `dataplane peer` must not load the client.
     from dataplane.client.opening import open_session
-    from dataplane.client.plane import Plane
+    from dataplane.client.sync.plane import Plane
 
     try:
         with Plane(open_session(peer, run, visit=True)) as plane:

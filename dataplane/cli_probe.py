@@ -12,7 +12,7 @@ from typing import Any
 
 from dataplane.client import core
 from dataplane.client.opening import open_session
-from dataplane.client.plane import Plane
+from dataplane.client.sync.plane import Plane
 from dataplane.transport import registry
 
 PROBE_S = 300.0

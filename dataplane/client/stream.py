@@ -1,26 +1,26 @@
 """Streams: a stage's batches one after the other, until the partition is sealed and drained.
 
 One rule: a batch is acked when the body asks for the next one, or by `ack()`; whatever else ends
-the loop releases it. The rule is in `Streaming` and `Looping`, without I/O, for both shells.
+the loop releases it. Without I/O: `aio.stream` and `sync.stream` are what users iterate over.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from dataplane.client import aio_batch, arguments, batch
+from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.lease import Demand, Lease, claim
+from dataplane.client.leased import LeasedRows
 from dataplane.errors import DataplaneError, StreamEnd
 from dataplane.wire.messages import Claimed
 
 log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound=batch.LeasedRows)
+B = TypeVar("B", bound=LeasedRows)
 
 
 class Streaming(Generic[B]):
@@ -112,84 +112,3 @@ class Looping(Generic[B]):
             batch.lease.abandon()
             if self._stream._entered:
                 self._stream._left.append(batch.lease)
-
-
-class Stream(Streaming[batch.Batch]):
-    """Iterate over it. Asking for the next batch acks the one before, with what was added to it.
-
-    Whatever else ends the loop (break, return, an exception, the end of a `with` around it)
-    releases the batch in hand: `ack()` it before a `break` to keep what was done. The rows are back
-    within moments, in a `with` when that ends at the latest. `batches=n` ends the loop after n and
-    acks the last, which `itertools.islice` and `zip` do not: they never ask after their last one.
-    Each loop over a stream has a batch of its own in hand.
-    """
-
-    def __iter__(self) -> Loop:
-        return Loop(self)
-
-    def close(self) -> None:
-        """Release what is in hand; the stream has ended."""
-        self._run(self._release())
-
-    def __enter__(self) -> Stream:
-        self._entered = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except DataplaneError as failure:
-            self._failed(failure, exc)
-
-
-class Loop(Looping[batch.Batch], Iterator[batch.Batch]):
-    """What `iter(stream)` returns. When it goes, the batch in hand is released."""
-
-    def __next__(self) -> batch.Batch:
-        try:
-            return self._stream._run(self._advance())  # type: ignore[no-any-return]
-        except StreamEnd:
-            raise StopIteration from None
-
-
-class AsyncStream(Streaming[aio_batch.Batch]):
-    """As `dataplane.Stream`, with `async for`. Also an async context manager."""
-
-    _kind = "aio.Stream"
-
-    def __aiter__(self) -> AsyncLoop:
-        return AsyncLoop(self)
-
-    async def aclose(self) -> None:
-        """Release what is in hand; the stream has ended."""
-        await self._run(self._release())
-
-    async def __aenter__(self) -> AsyncStream:
-        self._entered = True
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            await self.aclose()
-        except DataplaneError as failure:
-            self._failed(failure, exc)
-
-
-class AsyncLoop(Looping[aio_batch.Batch], AsyncIterator[aio_batch.Batch]):
-    """What `aiter(stream)` returns. When it goes, the batch in hand is released."""
-
-    async def __anext__(self) -> aio_batch.Batch:
-        try:
-            return await self._stream._run(self._advance())  # type: ignore[no-any-return]
-        except StreamEnd:
-            raise StopAsyncIteration from None

@@ -13,7 +13,7 @@ import uvloop
 
 import dataplane
 from dataplane import aio
-from dataplane.client import aio as shell
+from dataplane.client.aio import driver as shell
 from dataplane.client.core import Offload
 from dataplane.wire.messages import (
     Claim,

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane import Plane
-from dataplane.client import aio
+from dataplane import Plane, aio
 from dataplane.client.opening import join
 from tests.end_to_end.attacks import no_leaks, used_bytes
 from tests.end_to_end.conftest import PLANE, Cluster, until

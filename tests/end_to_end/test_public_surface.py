@@ -16,7 +16,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Stream, tag
-from dataplane.client.stream import Loop
+from dataplane.client.sync.stream import Loop
 from tests.end_to_end.hosts import Hosts, one_and_two
 
 BIG = 2000

@@ -1,28 +1,24 @@
-"""connect() and Plane: the sync shell, which carries operations out with blocking sockets."""
+"""connect() and Plane."""
 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from dataplane.client import arguments, checkpoint, core, reads, restore
-from dataplane.client.batch import Rows
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Call, Handle, Operation, Step
+from dataplane.client.aio.batch import Rows
+from dataplane.client.aio.calls import Calls
+from dataplane.client.aio.driver import Connecting, leave
+from dataplane.client.aio.partition import Partition
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.devices import wish_of
-from dataplane.client.handshake import further
 from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.opening import open_session, reconnect
-from dataplane.client.outgoing import Outgoing
-from dataplane.client.partition import Partition
 from dataplane.client.ref import Ref
-from dataplane.errors import PeerLost
-from dataplane.wire.messages import Body
-
-T = TypeVar("T")
 
 
 def connect(
@@ -31,8 +27,9 @@ def connect(
     run: str | None = None,
     fresh: bool = False,
     devices: str | None = None,
-) -> Plane:
-    """Attach to this host's peer, or start an embedded one.
+) -> Connecting[Plane]:
+    """Attach to this host's peer, or start an embedded one: `async with connect() as plane: …`, or
+    `plane = await connect()`.
 
     name: which peer, where several run on this host (default: DATAPLANE_PEER). run: the name of the
     run whose plane this is (default: DATAPLANE_RUN, else the launcher's, else this launch itself:
@@ -47,18 +44,18 @@ def connect(
     meant. Raises PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, or another ConnectError
     that says what to do; InvalidCall where `fresh` cannot be had.
     """
-    return Plane(open_session(name, run, fresh, wish_of(devices)))
+    return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
 
 
-class Plane:
-    """One client of the plane, for any number of threads. A context manager; `close` it.
+class Plane(Calls):
+    """One client of the plane, for any number of threads and loops. A context manager; `close` it.
 
     Forked children must connect anew.
     """
 
     def __init__(self, keeper: Housekeeper) -> None:
+        super().__init__(keeper.session)
         self._keeper = keeper
-        self._session = keeper.session
         weakref.finalize(self, keeper.desert).atexit = False
 
     @property
@@ -71,7 +68,7 @@ class Plane:
         """The name of the peer that this client is attached to."""
         return self._session.peer
 
-    def partition(
+    async def partition(
         self,
         name: str,
         stages: Mapping[str, Sequence[str]] | None = None,
@@ -94,14 +91,14 @@ class Plane:
         handle = Handle(self._session, arguments.text(name, "a partition"))
         definition = core.definition_of(stages, group_size, groups, free, replicas)
         if definition is not None:
-            self.run(handle.define(definition, core.Deadline(timeout)))
+            await self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)
 
-    def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
+    async def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
         """The names of the plane's partitions, drained ones too, until they are dropped."""
-        return self.run(core.partitions(timeout))
+        return await self.run(core.partitions(timeout))
 
-    def get(
+    async def get(
         self,
         ref: Ref,
         fields: Sequence[str] | None = None,
@@ -110,24 +107,24 @@ class Plane:
     ) -> Rows:
         """The rows of a ref, from wherever they are. fields None: all of them."""
         handle = reads.handle_of(self._session, ref)
-        found = self.run(reads.read_ref(handle, ref, fields, timeout))
+        found = await self.run(reads.read_ref(handle, ref, fields, timeout))
         return Rows(self.run, handle, *found)
 
-    def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """What this peer holds, as nested dicts: `stats()["arena"]["used_bytes"]`."""
-        return self.run(core.stats(None, timeout))
+        return await self.run(core.stats(None, timeout))
 
-    def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
+    async def metrics(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, float]:
         """What this client did since it was last asked, and how its peer stands: a flat dict of
         floats, for `wandb.log` or TensorBoard, once a step. docs/metrics.md has each of them.
 
         Per stage `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows`, …; of puts and gets the
         same; bytes that were copied or pulled; the arena. Costs as `stats` does.
         """
-        stats = self.run(core.stats(None, timeout))
+        stats = await self.run(core.stats(None, timeout))
         return self._session.tally.take(stats)
 
-    def checkpoint(
+    async def checkpoint(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> None:
         """Write all rows, their bytes and what the stages have done to a new directory.
@@ -137,9 +134,9 @@ class Plane:
         ones. timeout None: each request to a peer has its 30 s, all together have no limit. Raises
         CheckpointFailed, and leaves nothing of that name, where it cannot be finished.
         """
-        self.run(checkpoint.checkpoint(self._session, directory, timeout))
+        await self.run(checkpoint.checkpoint(self._session, directory, timeout))
 
-    def restore(
+    async def restore(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None
     ) -> list[str]:
         """Put the rows of a checkpoint back, and return the names of its partitions.
@@ -148,74 +145,28 @@ class Plane:
         file that is not as it was written; PartitionConflict where a partition is there already;
         nothing was restored then.
         """
-        return self.run(restore.restore(self._session, directory, timeout))
+        return await self.run(restore.restore(self._session, directory, timeout))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release leases and grants, and leave. Views in hand stay readable."""
-        self._keeper.close("this client was closed; call dataplane.connect() for another")
+        why = "this client was closed; call dataplane.aio.connect() for another"
+        await leave(self._keeper, why)
 
     def __reduce__(self) -> Any:
         """In the process that unpickles it: a client of the same run, one for all of them there."""
         return reconnect, (Plane, *self._session.origin)
 
-    def __enter__(self) -> Plane:
+    async def __aenter__(self) -> Plane:
         return self
 
-    def __exit__(
+    async def __aexit__(
         self,
         kind: type[BaseException] | None,
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        await self.close()
 
     def __repr__(self) -> str:
         state = " closed" if self._session.closed else ""
-        return f"<Plane {self.name!r} at peer {self.peer!r}{state}>"
-
-    # carrying operations out
-
-    def run(self, operation: Operation[T]) -> T:
-        """Carry out the steps of an operation in this thread, and return its result."""
-        outcome: Any = None
-        failure: BaseException | None = None
-        while True:
-            try:
-                step = operation.throw(failure) if failure else operation.send(outcome)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            finally:
-                # An error that this frame kept would keep the frames of its traceback, this one
-                # and the caller's, and so the batches in them, until the collector runs.
-                outcome, failure = None, None
-            try:
-                outcome = self._perform(step)
-            except BaseException as exc:
-                failure = exc
-
-    def _perform(self, step: Step) -> Any:
-        return self._call(step) if isinstance(step, Call) else step.work()
-
-    def _call(self, step: Call) -> Body:
-        """On another connection to the same incarnation of the peer where one breaks."""
-        session, began = self._session, time.monotonic()
-        connection = session.connections.idle() or further(session, step.deadline_s)
-        outgoing: Outgoing | None = None
-        try:
-            outgoing = Outgoing(session, step, began)
-            while True:
-                try:
-                    return connection.exchange(
-                        outgoing.frame,
-                        outgoing.rid,
-                        outgoing.limit_s(),
-                        outgoing.grace_s,
-                    )
-                except PeerLost as exc:
-                    outgoing.broke(exc)
-                connection = further(session, outgoing.limit_s())
-        finally:
-            session.connections.give_back(connection)
-            if outgoing is not None:
-                outgoing.done()
+        return f"<aio.Plane {self.name!r} at peer {self.peer!r}{state}>"

@@ -1,4 +1,7 @@
-"""Partition: put, claim, stream, read, and the end of it, for sync callers."""
+"""Partition: put, claim, stream, read, and the end of it.
+
+Made of dataplane/client/aio/partition.py, which is the one to change.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ from functools import partial
 from typing import Any
 
 from dataplane.client import changes, core, reads
-from dataplane.client.batch import Batch, Rows, Run
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
-from dataplane.client.loader import Loader
-from dataplane.client.losses import Lost
 from dataplane.client.putting import put
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
-from dataplane.client.stream import Stream
+from dataplane.client.sync.batch import Batch, Rows
+from dataplane.client.sync.driver import Run
+from dataplane.client.sync.loader import Loader
+from dataplane.client.sync.lost import Lost
+from dataplane.client.sync.stream import Stream
 from dataplane.metadata.where import Where
 from dataplane.wire.messages import Defined
 from dataplane.wire.tables import Name, Scalar
@@ -188,14 +192,16 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Loader:
-        """As `stream`, for a training loop: a thread has the next `prefetch` batches ready while
-        the body works on one.
+        """As `stream`, for a training loop: the next `prefetch` batches are made ready, in a thread
+        or by a task of the event loop, while the body works on one.
 
-        collate: is called there with each batch, and what it returns is what the loop gets, such as
-        `lambda batch: batch.tensordict(device="cuda")`; `loader.batch` is the batch itself.
+        collate: is called there with each batch, and what it returns (or awaits) is what the loop
+        gets, such as `lambda batch: batch.tensordict(device="cuda")`; `loader.batch` is the batch
+        itself.
         """
         return Loader(
             self._run,
+            partial(Batch, self._run, self._handle, stage),
             self._handle,
             stage,
             Demand(rows, groups, budget, min, where, unit),

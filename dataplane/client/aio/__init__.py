@@ -1,0 +1,3 @@
+"""The public classes with `await`, written here once: `sync` is made of these modules, save for
+`driver`, by `make sync`.
+"""

@@ -1,0 +1,215 @@
+"""Rows and batches in the hands of a caller, and what may be done with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from dataplane.client import arguments, convert
+from dataplane.client.aio.driver import Fetching, Run, conversion
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.leased import LeasedRows
+from dataplane.client.ragged import Padding, Side
+from dataplane.client.reads import read_rows
+from dataplane.client.rows import Names, TagValues
+from dataplane.client.tensors import Each, Form, Layout
+from dataplane.errors import DataplaneError
+from dataplane.memory.mapping import Pin
+from dataplane.wire.messages import Claimed
+from dataplane.wire.tables import Table
+
+if TYPE_CHECKING:
+    import pyarrow
+    from tensordict import TensorDict
+
+log = logging.getLogger(__name__)
+
+
+class Converting(Fetching):
+    """What trainers ask for. Fields that are not here are brought first."""
+
+    _run: Run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here."""
+        raise NotImplementedError
+
+    async def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
+        """A private, writable array [n, …] where all rows have one shape, else a list of arrays.
+        `view=True`: read-only views, without a copy where the rows lie side by side."""
+        made: npt.NDArray[Any] | list[Any] = await self._converted(
+            [field], "cpu", lambda device: convert.to_numpy(self[field], view)
+        )
+        return made
+
+    async def torch(
+        self,
+        field: str,
+        layout: Layout = "auto",
+        padding: float = 0,
+        view: bool = False,
+        device: str = "cpu",
+        *,
+        side: Side = "right",
+        length: int | None = None,
+        multiple: int | None = None,
+        mask: bool = False,
+    ) -> Any:
+        """A private, writable, packed copy as torch tensor: dense, padded with `padding`, jagged
+        (a nested tensor) or a list; "auto" is dense where all rows have one shape, else a list.
+
+        padded: at the `side` "right" or "left", to the longest row, to `length`, or to the next
+        multiple of `multiple`; mask=True gives a pair, of the tensor and a bool tensor [n, length]
+        that says where values are. jagged: those of equal lengths share their offsets.
+        `view=True`: tensors over the shared read-only memory; writing into them crashes the
+        process. device: a GPU is copied to from pinned memory, on torch's current stream; without
+        `await` the copy may still be under way when this returns, with it it is done."""
+        shape = Padding(padding, side, length, multiple)
+        return await self._converted(
+            [field],
+            device,
+            lambda where: self._tensors(self[field], layout, shape, view, where, mask),
+        )
+
+    async def tensordict(
+        self,
+        fields: Sequence[str] | None = None,
+        *,
+        layout: Each[Layout] = "auto",
+        padding: Each[float] = 0,
+        side: Each[Side] = "right",
+        length: Each[int | None] = None,
+        multiple: Each[int | None] = None,
+        mask: str | Mapping[str, str] | None = None,
+        device: str = "cpu",
+    ) -> TensorDict:
+        """The fields (default: those fetched) as a TensorDict with
+        batch_size [n], in private memory; needs `dataplane[torch]`.
+
+        layout: "auto" gives each field back as it was put: an array or tensor [n, …] dense; nested
+        tensors, lists of arrays and lists of numbers as nested jagged tensors, ragged where they
+        were, of which fields of equal lengths share their offsets and so can be used together;
+        numbers as a tensor [n]; everything else as a NonTensorStack. "padded" (or "jagged") is for
+        the fields of rows with a length of their own, and leaves others dense; "dense" and "list"
+        are what they say, InvalidValue where rows make no dense tensor. padding, side ("right" or
+        "left"), length, multiple: as of `torch`. Each of these may be a mapping by field. mask: the
+        name of a bool tensor [n, length] that says where padded fields have values; a mapping by
+        field where their rows differ in length. device: as of `torch`. A field "a.b" is "b" in a
+        nested TensorDict "a".
+        """
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
+        form = Form(layout, padding, side, length, multiple, mask)
+        return await self._converted(
+            names,
+            device,
+            lambda where: self._tensordict({name: self[name] for name in names}, form, where),
+        )
+
+    async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
+        """The fields (default: those fetched) with keys and tags as a pyarrow table."""
+        names = self.fields if fields is None else arguments.texts(fields, "fields")
+
+        def table(device: str) -> pyarrow.Table:
+            return convert.to_arrow({n: self[n] for n in names}, keys=self.keys, tags=self.tags)
+
+        return await self._converted(names, "cpu", table)
+
+    async def _converted(self, fields: list[str], device: str, work: Callable[[str], Any]) -> Any:
+        missing = [field for field in fields if field not in self]
+        if missing:
+            await self.fetch(*missing)
+        return await self._run(conversion(work, device, sum(map(self.nbytes, fields))))
+
+
+class Rows(Converting):
+    """Rows that were read without a lease. Fields that are not here can be read later."""
+
+    def __init__(self, run: Run, handle: Handle, table: Table, pin: Pin) -> None:
+        super().__init__(handle, table, pin)
+        self._run = run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Read more fields of these rows. RowsGone where they were freed since."""
+        self._admit(*await self._run(read_rows(self._handle, self._rows, fields, timeout)))
+
+
+class Batch(LeasedRows, Converting):
+    """Rows that a stage leased. They go back unless the batch is acked or dropped.
+
+    As a context manager it acks at the end of the body and releases when the body raised. What was
+    fetched stays readable after either. `batch[0:16]` and `batch.rows([…])` are parts, with the
+    same methods for their rows; the batch itself then acks what is left. Not for several threads
+    or tasks at once.
+    """
+
+    def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
+        super().__init__(handle, stage, claimed)
+        self._run = run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited;
+        of an aio batch it raises NotFetched."""
+        await self._run(self._more(fields, timeout))
+
+    async def add(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        **named: Any,
+    ) -> None:
+        """Add fields, one value a row: by name, as a mapping, or as a TensorDict. Copied at once;
+        stored together with the ack.
+
+        FieldExists for a field that was added before; LeaseExpired once the lease has ended.
+        """
+        await self._run(self._add(columns, named, timeout))
+
+    async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """The stage is done with these rows; what was added is stored with it, or nothing is."""
+        await self._run(self._finish("ack", timeout))
+
+    async def release(
+        self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Give the rows back to their stage, as they were claimed; what was added is forgotten.
+
+        tags: set on the rows, for example to count attempts.
+        """
+        await self._run(self._finish("release", timeout, tags))
+
+    async def drop(
+        self,
+        groups: Names | None = None,
+        rows: Sequence[int] | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Drop rows for every stage, and free them: those of these groups, those at these
+        positions in the batch, or all. The lease goes on for the others."""
+        await self._run(self._drop(rows, groups, timeout))
+
+    async def __aenter__(self) -> Batch:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state != "leased":
+            return
+        if kind is None:
+            await self.ack()
+            return
+        try:
+            await self.release()
+        except DataplaneError as failure:
+            # The body's own exception is the one to see; the rows come back with the session.
+            log.warning("%r was not released: %s", self, failure)

@@ -1,0 +1,68 @@
+"""Carries the steps of operations out, over whatever connection to the peer there is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from dataplane.client.aio.driver import exchange, further, offload
+from dataplane.client.core import Call, Operation, Step
+from dataplane.client.outgoing import Outgoing
+from dataplane.client.session import Session
+from dataplane.errors import PeerLost
+from dataplane.wire.messages import Body
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Operations of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Carry out the steps of an operation, and return its result."""
+        outcome: Any = None
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = operation.throw(failure) if failure else operation.send(outcome)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            finally:
+                # An error that this frame kept would keep the frames of its traceback, this one
+                # and the caller's, and so the batches in them, until the collector runs.
+                outcome, failure = None, None
+            try:
+                outcome = await self._perform(step)
+            except BaseException as exc:
+                failure = exc
+
+    async def _perform(self, step: Step) -> Any:
+        return await (self._call(step) if isinstance(step, Call) else offload(step))
+
+    async def _call(self, step: Call) -> Body:
+        """On another connection to the same incarnation of the peer where one breaks."""
+        session, began = self._session, time.monotonic()
+        connection = session.connections.idle() or await further(session, step.deadline_s)
+        outgoing: Outgoing | None = None
+        try:
+            outgoing = Outgoing(session, step, began)
+            while True:
+                try:
+                    return await exchange(
+                        connection,
+                        outgoing.frame,
+                        outgoing.rid,
+                        outgoing.limit_s(),
+                        outgoing.grace_s,
+                    )
+                except PeerLost as exc:
+                    outgoing.broke(exc)
+                connection = await further(session, outgoing.limit_s())
+        finally:
+            session.connections.give_back(connection)
+            if outgoing is not None:
+                outgoing.done()

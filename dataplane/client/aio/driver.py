@@ -1,0 +1,303 @@
+"""What awaiting differs in from blocking: `sync.driver` has the same names.
+
+Each call in flight has a connection of its own; cancelling the task closes it, which cancels the
+call at the peer. Big copies run in the loop's executor. Works from several loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from dataplane.client import handshake
+from dataplane.client.connection import LOOK_S, Connection, answer, no_answer, unwrap
+from dataplane.client.core import Offload, Operation
+from dataplane.client.housekeeping import Housekeeper
+from dataplane.client.lease import Lease
+from dataplane.client.leased import LeasedRows
+from dataplane.client.loader import Loading
+from dataplane.client.selection import Selection as Fetching
+from dataplane.client.session import Session
+from dataplane.client.stopped import is_stopped
+from dataplane.client.tensors import place_named, settled
+from dataplane.errors import StreamEnd
+from dataplane.wire.messages import Body
+
+__all__ = [
+    "Connecting",
+    "Fetching",
+    "Prefetch",
+    "Run",
+    "conversion",
+    "exchange",
+    "further",
+    "leave",
+    "offload",
+]
+
+OFFLOAD_BYTES = 1 << 20
+"""Copies of at least this much leave the event loop."""
+
+T = TypeVar("T")
+P = TypeVar("P", bound="Closing")
+B = TypeVar("B", bound=LeasedRows)
+
+
+class Run(Protocol):
+    """How operations are carried out: `Plane.run`."""
+
+    def __call__(self, operation: Operation[T], /) -> Awaitable[T]: ...
+
+
+# connecting
+
+
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+class Connecting(Generic[P]):
+    """A plane that is being connected to: await it, or use it with `async with`."""
+
+    def __init__(self, kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> None:
+        self._kind, self._attach = kind, attach
+        self._opened: P | None = None
+
+    async def _open(self) -> P:
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, self._attach)
+        try:
+            return self._kind(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+    def __await__(self) -> Generator[Any, None, P]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> P:
+        self._opened = await self._open()
+        return self._opened
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+
+def _close_unwanted(opening: asyncio.Future[Housekeeper]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close("connecting was cancelled")
+
+
+async def leave(keeper: Housekeeper, why: str) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, keeper.close, why)
+
+
+# steps of operations
+
+
+def conversion(work: Callable[[str], Any], device: str, nbytes: int) -> Operation[Any]:
+    """What a caller asked for, made in whatever thread: with the GPU that `device` is in this one,
+    and finished there."""
+    where = place_named(device)
+    return (yield Offload(lambda: settled(where, lambda: work(where)), nbytes))
+
+
+# a loader's prefetching
+
+
+class Prefetch(Generic[B]):
+    """A task that claims up to so many batches which nobody has asked for yet."""
+
+    def __init__(self, loader: Loading[B, Any]) -> None:
+        self._run, self._claim, self._make = loader._run, loader._claim, loader._make
+        self._fresh, self._collate = loader._fresh, loader._collate
+        self._ahead, self._wanted = loader._ahead, loader._wanted
+        self._changed = asyncio.Condition()
+        self._ready: deque[tuple[B, Any]] = deque()
+        self._making: B | None = None
+        """what collate has, or failed with"""
+        self._failure: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._work(), name="dataplane-loader")
+
+    async def next(self) -> tuple[B, Any]:
+        """The next batch and what was made of it. Raises what the task ended with."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ready or self._failure)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+        failure, self._failure = self._failure, StreamEnd("this loop is over")
+        assert failure is not None
+        raise failure
+
+    def stop(self) -> None:
+        """A claim that waits is taken back."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def end(self) -> None:
+        """It has stopped when this returns."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def left(self) -> list[Lease]:
+        """Of what was prefetched and is taken by nobody."""
+        left, self._ready = [batch for batch, _ in self._ready], deque()
+        return [batch.lease for batch in [*left, self._making] if batch is not None]
+
+    async def _work(self) -> None:
+        failure: BaseException = StreamEnd("this loop is over")
+        try:
+            while self._wanted != 0:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: len(self._ready) < self._ahead)
+                made = await self._made()
+                self._wanted = None if self._wanted is None else self._wanted - 1
+                async with self._changed:
+                    self._ready.append(made)
+                    self._making = None
+                    self._changed.notify_all()
+                del made
+        except asyncio.CancelledError:
+            pass
+        except BaseException as exc:  # whatever it is, the loop is where it is told
+            failure = exc
+        self._failure = failure
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _made(self) -> tuple[B, Any]:
+        batch: B | None = None
+        while batch is None:
+            batch = await self._run(self._fresh(self._make(await self._run(self._claim()))))
+        self._making = batch
+        made = batch if self._collate is None else self._collate(batch)
+        return batch, await made if inspect.isawaitable(made) else made
+
+
+# calls
+
+
+async def further(session: Session, limit_s: float | None) -> Connection:
+    """One more connection; if nobody waits for it any more, it is kept for later calls."""
+    opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, limit_s)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+
+        def keep(opened: asyncio.Future[Connection]) -> None:
+            if not opened.cancelled() and opened.exception() is None:
+                session.connections.give_back(opened.result())
+
+        opening.add_done_callback(keep)
+        raise
+
+
+async def offload(step: Offload) -> Any:
+    """Run the work, off the loop where it is much. A cancelled task still waits for its end: the
+    thread writes into memory that must not be given away meanwhile."""
+    if step.nbytes < OFFLOAD_BYTES:
+        return step.work()
+    working = asyncio.get_running_loop().run_in_executor(None, step.work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError:
+                continue
+        raise
+
+
+async def exchange(
+    connection: Connection,
+    frame: bytearray,
+    rid: int,
+    limit_s: float | None,
+    grace_s: float,
+) -> Body:
+    """As `Connection.exchange`."""
+    watch = _Watch(connection)
+    deadline: asyncio.TimerHandle | None = None
+    try:
+        async with asyncio.timeout(None if limit_s is None else limit_s + grace_s) as until:
+            if limit_s is not None:
+                loop = asyncio.get_running_loop()
+                deadline = loop.call_later(limit_s, _end_if_stopped, connection, until)
+            body = answer(await _converse(connection, frame), rid)
+    except TimeoutError as exc:
+        # Of the time-out above; DeadlineExceeded, which is one too, comes from nowhere in here.
+        connection.leave()
+        raise no_answer(connection.peer, limit_s or 0.0) from exc
+    except BaseException as exc:
+        connection.fail(exc)
+        raise
+    finally:
+        watch.cancel()
+        if deadline is not None:
+            deadline.cancel()
+    return unwrap(body)
+
+
+def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
+    """At a call's deadline."""
+    if is_stopped(connection.sock):
+        until.reschedule(asyncio.get_running_loop().time())
+
+
+async def _converse(connection: Connection, frame: bytearray) -> Any:
+    loop, sock = asyncio.get_running_loop(), connection.sock
+    await loop.sock_sendall(sock, frame)
+    while (reply := connection.arrived_reply()) is None:
+        await _readable(loop, sock)
+        # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
+        # much, and with it the answer that the housekeeper must undo.
+        with contextlib.suppress(BlockingIOError):
+            connection.count(sock.recv_into(connection.inbox.room()))
+    return reply
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+class _Watch:
+    """Looks now and then, while a call waits, whether the peer runs."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._started, self._look_s = self._loop.time(), LOOK_S
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        waited_s = self._loop.time() - self._started
+        self._look_s = self._connection.look(waited_s, self._look_s)
+        self._timer = self._loop.call_later(max(LOOK_S, self._look_s - waited_s), self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,281 @@
+"""Partition: put, claim, stream, read, and the end of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dataplane.client import changes, core, reads
+from dataplane.client.aio.batch import Batch, Rows
+from dataplane.client.aio.driver import Run
+from dataplane.client.aio.loader import Loader
+from dataplane.client.aio.lost import Lost
+from dataplane.client.aio.stream import Stream
+from dataplane.client.changes import Dropped
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.lease import Demand, claim
+from dataplane.client.putting import put
+from dataplane.client.ref import Ref
+from dataplane.client.rows import Names, TagValues
+from dataplane.metadata.where import Where
+from dataplane.wire.messages import Defined
+from dataplane.wire.tables import Name, Scalar
+
+
+class Partition:
+    """A named set of rows. `timeout` is in seconds everywhere: 30 unless given, and for the calls
+    that wait for rows (`claim`, `stream`, `wait`) None, which waits for as long as rows can come.
+    """
+
+    def __init__(self, run: Run, handle: Handle) -> None:
+        self._run = run
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._handle.name
+
+    # writing
+
+    async def put(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        key: Names | None = None,
+        group: Names | Sequence[Name | None] | None = None,
+        tags: TagValues | None = None,
+        dedup: Collection[str] = (),
+        replace: bool = False,
+        overflow: str | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Ref:
+        """Write rows: per field a sequence or an array [n, …]; or a TensorDict.
+
+        A row's value that is a flat list of numbers of one kind is an array (`dataplane.object(x)`
+        keeps any as it is); of a nested tensor each row is an array. What is in a TensorDict is a
+        field each, "a.b" where one is nested in it; its data that are no tensors are objects.
+
+        key: one id a row (str or int); minted where not given. Rows that are there already get
+        the new fields and tags. group: one id a row, or one for all. tags: small scalars, one a
+        row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
+        fields that are there (FieldExists otherwise).
+
+        A field whose values all lie on a GPU that the peer has a device arena of is copied into
+        that, on the streams of the values. overflow: "host" puts them into host memory where the
+        device has no room, instead of waiting for some.
+
+        Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
+        never fit, PutIncomplete when some rows went in and others did not: putting the same again
+        is safe with given keys.
+        """
+        return await self._run(
+            put(self._handle, columns, key, group, tags, dedup, replace, overflow, timeout)
+        )
+
+    async def tag(
+        self,
+        keys: Names,
+        tags: TagValues,
+        *,
+        expect: Mapping[str, Scalar] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Set tags of rows. expect: only where these tags have these values, else TagConflict."""
+        await self._run(changes.tag(self._handle, keys, tags, expect, timeout))
+
+    async def close(
+        self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """The group is complete with n rows; dropped ones count."""
+        await self._run(core.close_group(self._handle, group, n, timeout))
+
+    async def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """No new rows from now on (new fields of rows are welcome); open groups are closed."""
+        await self._run(core.seal(self._handle, timeout))
+
+    async def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Make every row claimable by the stage again, as for another epoch."""
+        await self._run(core.reset(self._handle, stage, timeout))
+
+    async def drop(
+        self,
+        keys: Names | None = None,
+        groups: Names | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Dropped:
+        """Drop rows by key, by group or by filter; with none of them the whole partition.
+
+        Late puts of dropped rows raise RowsDropped. Returns how many rows and bytes went.
+        """
+        return await self._run(changes.drop(self._handle, keys, groups, where, timeout))
+
+    # consuming
+
+    async def claim(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Batch:
+        """Lease rows for a stage: exactly one of `rows`, `groups` (whole ones) or `budget`.
+
+        budget={tag: sum}: as many groups (rows, where the partition has no group_size, or as
+        `unit` says) as fit. min: be content with fewer. where: only rows, or whole groups, with
+        such tags. fields: what is fetched at once (default: the stage's fields). lease: seconds
+        after which the rows go back, whatever the holder does.
+
+        Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
+        """
+        demand = Demand(rows, groups, budget, min, where, unit)
+        operation = claim(self._handle, stage, demand, fields, timeout, lease)
+        return Batch(self._run, self._handle, stage, await self._run(operation))
+
+    def stream(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        batches: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Stream:
+        """Claim batch after batch until the partition is sealed and the stage has had every row.
+
+        Asking for the next batch acks the one before; leaving the loop in any other way releases
+        it. batches: end after so many, the last one acked. Other arguments as of `claim`; `timeout`
+        is per batch.
+        """
+        return Stream(
+            self._run,
+            partial(Batch, self._run, self._handle, stage),
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
+        )
+
+    def loader(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        budget: Mapping[str, float] | None = None,
+        min: int | None = None,
+        where: Where | None = None,
+        fields: Sequence[str] | None = None,
+        unit: str | None = None,
+        collate: Callable[[Batch], Any] | None = None,
+        prefetch: int = 1,
+        batches: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
+    ) -> Loader:
+        """As `stream`, for a training loop: the next `prefetch` batches are made ready, in a thread
+        or by a task of the event loop, while the body works on one.
+
+        collate: is called there with each batch, and what it returns (or awaits) is what the loop
+        gets, such as `lambda batch: batch.tensordict(device="cuda")`; `loader.batch` is the batch
+        itself.
+        """
+        return Loader(
+            self._run,
+            partial(Batch, self._run, self._handle, stage),
+            self._handle,
+            stage,
+            Demand(rows, groups, budget, min, where, unit),
+            collate,
+            prefetch,
+            batches,
+            fields=fields,
+            timeout=timeout,
+            lease_s=lease,
+        )
+
+    async def wait(
+        self,
+        stage: str,
+        *,
+        rows: int | None = None,
+        groups: int | None = None,
+        below: int | None = None,
+        unit: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Until so many rows or groups are ready for the stage, or fewer than `below` of them
+        (groups where the partition has a group_size) are not yet done: back-pressure by count."""
+        await self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+
+    def lost(self, timeout: float | None = None) -> Lost:
+        """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.
+
+        Iterate over it: lists of keys, from the first lost row on, each within seconds of the
+        loss; the rows of a group that lost one are among them. Ends when the partition was
+        dropped, or is sealed and every stage has had every row. timeout: per list; None waits for
+        as long as rows can be lost, otherwise DeadlineExceeded.
+        """
+        return Lost(self._run, self._handle, timeout)
+
+    # looking
+
+    async def get(
+        self,
+        keys: Names | None = None,
+        fields: Sequence[str] | None = None,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """Read rows without a lease: these keys in this order, those of a filter, or all.
+
+        fields None: all of them. RowsGone for rows that were freed or never put.
+        """
+        found = await self._run(reads.read(self._handle, keys, where, fields, timeout))
+        return Rows(self._run, self._handle, *found)
+
+    async def rows(
+        self,
+        where: Where | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> Rows:
+        """The rows' keys, groups and tags, without fetching values."""
+        return await self.get(fields=(), where=where, timeout=timeout)
+
+    async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """Rows, groups and bytes of this partition, as nested dicts."""
+        return await self._run(core.stats(self._handle, timeout))
+
+    def __reduce__(self) -> Any:
+        """The same partition, by a client of the process that unpickles it."""
+        plane = self._run.__self__  # type: ignore[attr-defined]
+        return _reattached, (plane, self.name, self._handle.defined)
+
+    def __repr__(self) -> str:
+        defined = self._handle.defined
+        state = "not attached yet" if defined is None else f"generation {defined.generation}"
+        return f"<aio.Partition {self.name!r} of plane {self._handle.session.plane!r}, {state}>"
+
+
+def _reattached(plane: Any, name: str, defined: Defined | None) -> Partition:
+    return Partition(plane.run, Handle(plane._session, name, defined))

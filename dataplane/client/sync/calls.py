@@ -1,0 +1,71 @@
+"""Carries the steps of operations out, over whatever connection to the peer there is.
+
+Made of dataplane/client/aio/calls.py, which is the one to change.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from dataplane.client.core import Call, Operation, Step
+from dataplane.client.outgoing import Outgoing
+from dataplane.client.session import Session
+from dataplane.client.sync.driver import exchange, further, offload
+from dataplane.errors import PeerLost
+from dataplane.wire.messages import Body
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Operations of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def run(self, operation: Operation[T]) -> T:
+        """Carry out the steps of an operation, and return its result."""
+        outcome: Any = None
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = operation.throw(failure) if failure else operation.send(outcome)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            finally:
+                # An error that this frame kept would keep the frames of its traceback, this one
+                # and the caller's, and so the batches in them, until the collector runs.
+                outcome, failure = None, None
+            try:
+                outcome = self._perform(step)
+            except BaseException as exc:
+                failure = exc
+
+    def _perform(self, step: Step) -> Any:
+        return self._call(step) if isinstance(step, Call) else offload(step)
+
+    def _call(self, step: Call) -> Body:
+        """On another connection to the same incarnation of the peer where one breaks."""
+        session, began = self._session, time.monotonic()
+        connection = session.connections.idle() or further(session, step.deadline_s)
+        outgoing: Outgoing | None = None
+        try:
+            outgoing = Outgoing(session, step, began)
+            while True:
+                try:
+                    return exchange(
+                        connection,
+                        outgoing.frame,
+                        outgoing.rid,
+                        outgoing.limit_s(),
+                        outgoing.grace_s,
+                    )
+                except PeerLost as exc:
+                    outgoing.broke(exc)
+                connection = further(session, outgoing.limit_s())
+        finally:
+            session.connections.give_back(connection)
+            if outgoing is not None:
+                outgoing.done()

@@ -88,7 +88,8 @@ class Looping(Generic[B]):
         stream, batch = self._stream, self.batch
         if batch is not None and batch.state == "leased" and not stream._closed:
             yield from batch.lease.finish("ack")
-        self.batch = None
+        # its bytes are nobody's while the next one is waited for, unless the caller keeps it
+        batch = self.batch = None
         yield from stream._settle([])
         if self._over or stream._closed or self._given == stream.batches:
             raise StreamEnd("this loop is over")

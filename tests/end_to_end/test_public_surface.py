@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import dataplane
 from dataplane import Batch, Partition, Stream, tag
 from dataplane.client.sync.stream import Loop
+from tests.end_to_end.conftest import until
 from tests.end_to_end.hosts import Hosts, one_and_two
 
 BIG = 2000
@@ -239,6 +241,21 @@ def test_a_stream_of_so_many_batches_acks_its_last(hosts: Hosts) -> None:
     fill(here, 3)
     assert sum(len(batch) for batch in there.stream("s", rows=1, batches=2)) == 2
     assert len(here.rows()) == 1
+
+
+def test_a_stream_that_waits_holds_nothing_of_the_batch_before(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    fill(here, 1)
+    loop = iter(there.stream("s", rows=1))
+    batch = next(loop)
+    assert rows_of(batch) == [0]
+    gone = weakref.ref(batch)
+    del batch
+    waiting = threading.Thread(target=lambda: list(loop))
+    waiting.start()
+    until(lambda: gone() is None, "the batch before is nobody's")
+    here.seal()
+    waiting.join()
 
 
 def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> None:

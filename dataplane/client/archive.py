@@ -46,6 +46,7 @@ class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     replicas: int
     sealed: bool
     closed_groups: int
+    fields: dict[str, str] = {}
 
     @property
     def definition(self) -> Definition:

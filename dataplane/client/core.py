@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from dataplane.client import arguments
+from dataplane.client import arguments, schema
 from dataplane.client.rows import name_list
 from dataplane.client.session import Session
 from dataplane.errors import (
@@ -158,9 +158,10 @@ def definition_of(
     groups: int | None,
     free: str | None,
     replicas: int,
+    fields: Mapping[str, str] | None = None,
 ) -> Definition | None:
     """The definition that the arguments of `partition(…)` spell; None where they only attach."""
-    if (stages, group_size, groups, free, replicas) == (None, None, None, None, 1):
+    if (stages, group_size, groups, free, replicas, fields) == (None, None, None, None, 1, None):
         return None
     if group_size is not None:
         group_size = arguments.count(group_size, "group_size")
@@ -173,8 +174,8 @@ def definition_of(
         raise InvalidCall(f"replicas={replicas!r}: it is 1, or 2 for a second copy on another peer")
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
-    for stage, fields in arguments.mapping(stages or {}, "stages", form).items():
-        named[arguments.text(stage, "a stage")] = arguments.texts(fields, f"stages[{stage!r}]")
+    for stage, needed in arguments.mapping(stages or {}, "stages", form).items():
+        named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
     copies: Literal[1, 2] = 2 if replicas == 2 else 1
     return Definition(
         named,
@@ -182,6 +183,7 @@ def definition_of(
         groups,
         free,  # type: ignore[arg-type]
         copies,
+        schema.canonical(fields or {}),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from dataplane.client import schema
 from dataplane.client.core import Deadline, Handle, Offload, Operation
 from dataplane.client.few import lay_few
 from dataplane.client.layout import plan_beside
@@ -26,7 +27,6 @@ from dataplane.client.rows import (
     name_list,
     tag_columns,
 )
-from dataplane.client.session import Session
 from dataplane.client.values import Prepared, by_name, prepare
 from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
 from dataplane.errors import InvalidCall
@@ -52,7 +52,12 @@ def put(
     if isinstance(columns, Mapping):
         columns = dict(columns.items())  # its own way to iterate may be another one
     names = None if key is None else name_list(key, "key")
-    prepared, on_devices = _prepare(session, columns, None if names is None else len(names), dedup)
+    n = None if names is None else len(names)
+    prepared, on_devices = _prepare(handle, columns, n, dedup)
+    if handle.defined is None:
+        yield from handle.attach(deadline)
+        if handle.definition.fields:
+            prepared, on_devices = _prepare(handle, columns, n, dedup)
     n = prepared.n
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
@@ -95,17 +100,21 @@ def put(
 
 
 def _prepare(
-    session: Session, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+    handle: Handle, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
 ) -> tuple[Prepared, list[OnDevice]]:
-    """The fields that go to the host arena, and those of values that lie on a device."""
+    """The fields that go to the host arena, and those of values that lie on a device. All are as
+    the schema has them, as far as that is known."""
+    session, fields = handle.session, handle.definition.fields
     if session.devices is None:
-        return prepare(columns, n, dedup), []
+        return prepare(columns, n, dedup, fields), []
     on_devices = take_located(session.devices, columns, n, dedup)
     taken = {column.field for one in on_devices for column in one.prepared.columns}
     if isinstance(columns, Mapping):
         rest = {name: column for name, column in columns.items() if name not in taken}
         session.devices.tell_of_host_copies(rest, "not all of this field are arrays on one device")
     if not on_devices:
-        return prepare(columns, n, dedup), []
+        return prepare(columns, n, dedup, fields), []
     n = on_devices[0].prepared.n
-    return prepare(rest, n, dedup) if rest else Prepared(n, [], []), on_devices
+    for one in on_devices:
+        schema.check(one.prepared, fields)
+    return prepare(rest, n, dedup, fields) if rest else Prepared(n, [], []), on_devices

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client import schema
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded, counted
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
@@ -109,16 +110,19 @@ class Specs:
 
 
 def prepare(
-    columns: Mapping[str, Any], n: int | None = None, dedup: Collection[str] = ()
+    columns: Mapping[str, Any],
+    n: int | None = None,
+    dedup: Collection[str] = (),
+    fields: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
     flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
-    InvalidRows where the columns do not fit together, InvalidValue with field and row for a value
-    that cannot travel.
+    fields: the partition's schema. InvalidRows where the columns do not fit together, InvalidValue
+    with field and row for a value that cannot travel or is not as the schema says.
     """
-    columns = by_name(columns)
+    columns, fields = by_name(columns), fields or {}
     if not isinstance(columns, Mapping):
         raise InvalidRows(f"columns are a mapping of field names to columns, not {columns!r:.60}")
     sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
@@ -129,7 +133,7 @@ def prepare(
         if name not in sized:
             raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
     specs = Specs()
-    prepared = [_prepare(name, column, specs) for name, column in sized.items()]
+    prepared = [_prepare(name, c, specs, fields.get(name)) for name, c in sized.items()]
     if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
         raise LimitExceeded(
             f"the values of this call have {len(specs.specs)} different dtypes and shapes, the "
@@ -138,7 +142,9 @@ def prepare(
         )
     for column in prepared:
         column.dedup = column.field in dedup
-    return Prepared(rows, prepared, specs.specs)
+    made = Prepared(rows, prepared, specs.specs)
+    schema.check(made, fields)
+    return made
 
 
 def by_name(columns: Any) -> Any:
@@ -268,7 +274,9 @@ class _JaggedRows(list[Array]):
         super().__init__(rows if self.axis == 0 else map(np.ascontiguousarray, rows))
 
 
-def _prepare(name: str, column: Sequence[Any] | Array, specs: Specs) -> PreparedColumn:
+def _prepare(
+    name: str, column: Sequence[Any] | Array, specs: Specs, form: str | None = None
+) -> PreparedColumn:
     if isinstance(column, np.ndarray):
         return PreparedColumn(name, _dense(column, specs))
     if isinstance(column, _Rows):
@@ -283,22 +291,22 @@ def _prepare(name: str, column: Sequence[Any] | Array, specs: Specs) -> Prepared
         column = [v.value if type(v) is Kept else v for v in column]
         return _objects(name, column, specs, _LOOSE_OBJECT)
     if list in kinds:
-        column = _without_flat_lists(column)
+        column = _without_flat_lists(column, schema.empty_dtype(form))
     arrays = _arrays(name, column)
     if arrays is not None:
         return PreparedColumn(name, _loose(arrays, specs))
     return _objects(name, column, specs)
 
 
-def _without_flat_lists(column: Sequence[Any]) -> list[Any]:
+def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
     """The column with arrays for flat lists of numbers of one kind; an empty one is of the dtype of
-    the others, where they are arrays, and int64 where all are empty."""
+    the others, where they are arrays, and of `empty_dtype` where all are empty."""
     found = [_of_flat(value) if type(value) is list else value for value in column]
     if not any(type(value) is list and not value for value in found):
         return found
     dtypes = {getattr(v, "dtype", None) for v in found if not (type(v) is list and not v)}
     if all(isinstance(dtype, np.dtype) for dtype in dtypes) and len(dtypes) < 2:
-        empty = np.zeros(0, dtypes.pop() if dtypes else np.int64)
+        empty = np.zeros(0, dtypes.pop() if dtypes else empty_dtype)
         return [empty if type(value) is list and not value else value for value in found]
     return found
 

@@ -226,15 +226,14 @@ def write_columns(
     """Copy new fields of n leased rows into the arena; nothing is committed yet. carried_bytes:
     what rides in the same message already."""
     session = handle.session
-    prepared = prepare(columns, n, ())
+    generation = yield from handle.attach(deadline)
+    prepared = prepare(columns, n, (), handle.definition.fields)
     few = lay_few(prepared)
     if few is not None:
-        generation = yield from handle.attach(deadline)
         if carries(handle, carried_bytes + few.nbytes):
             return few.riding()
         return (yield from write_few(handle, generation, few, lambda: True, deadline))
     parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None), n << 6)
-    generation = yield from handle.attach(deadline)
     if carries(handle, carried_bytes + parcels[0].nbytes) and len(parcels) == 1:
         return riding(parcels[0])
     ranges: list[Records] = []

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from dataplane.wire.limits import MAX_SPECS_PER_MESSAGE
+from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_SPECS_PER_MESSAGE
 
 Scalar = bool | int | float | str | None
 """A tag."""
@@ -19,6 +19,10 @@ Name = str | int
 """A key or group id as the user gave it; its type comes back as it was."""
 Where = list[Any]
 """A filter over tags as nested lists: ["ge", tag, scalar], ["and", w, w], ["in", tag, [...]] …"""
+
+
+Form = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+"""What the values of a field are: "int64[*]"; see `client/schema.py`."""
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True):
@@ -29,6 +33,7 @@ class Definition(msgspec.Struct, array_like=True, frozen=True):
     groups: int | None = None
     free: Literal["acked", "drop"] = "drop"
     replicas: Literal[1, 2] = 1
+    fields: Annotated[dict[str, Form], msgspec.Meta(max_length=MAX_FIELDS)] = {}
 
 
 class Spec(msgspec.Struct, array_like=True, frozen=True):

@@ -112,6 +112,9 @@ async def whole_surface() -> None:
                 assert (await batch.numpy("x")).shape[1] == BIG
                 assert (await batch.arrow(["x"])).num_rows == len(batch)
         assert sorted(seen) == sorted(left.keys)  # type: ignore[type-var]
+        typed = await here.partition("typed", {"s": ["x"]}, fields={"x": "int64[*]"})
+        with pytest.raises(dataplane.InvalidValue, match=r"x\[0\] is float64\[1\]"):
+            await typed.put({"x": [[0.5]]})
         assert (await part.drop(keys=["c"])).rows == 1
         await part.drop()
         with pytest.raises(dataplane.PartitionGone):

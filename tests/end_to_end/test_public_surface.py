@@ -488,3 +488,31 @@ def test_two_partitions_and_two_stages_do_not_meet(hosts: Hosts) -> None:
     assert rows_of(one.claim("s", rows=1, timeout=20)) == [0]
     assert rows_of(one.claim("t", rows=1, timeout=20)) == [0]
     assert rows_of(other.claim("s", rows=1, timeout=20)) == [9]
+
+
+# schemas
+
+
+def test_a_schema_refuses_another_dtype_and_nothing_of_the_put_is_there(hosts: Hosts) -> None:
+    schema = {"x": "int64[*]", "reward": "float32"}
+    here, there = hosts.partition({"s": ["x"]}, fields=schema)
+    fill(here, 1)
+    fill(there, 1)
+    for part in (here, there, hosts.there.partition(hosts.name)):  # the last knows of nothing yet
+        with pytest.raises(dataplane.InvalidValue, match=r"x\[1\] is float64\[2\], .* as int64"):
+            part.put({"x": [[1], [0.5, 1.5]], "other": ["free", "fields"]})
+    bare = hosts.there.partition(hosts.name)
+    bare.put({"x": [[]], "other": [{}]})
+    assert len(here.rows()) == 3
+    batch = there.claim("s", rows=3, timeout=20)
+    assert {value.dtype for value in batch["x"]} == {np.dtype(np.int64)}
+    with pytest.raises(dataplane.InvalidValue, match=r"reward\[0\] is float64, .* as float32"):
+        batch.add(reward=np.zeros(3))
+    batch.add(reward=np.zeros(3, np.float32))
+    batch.ack()
+    with pytest.raises(dataplane.PartitionConflict, match="fields="):
+        hosts.there.partition(hosts.name, {"s": ["x"]}, fields={"x": "int32[*]"})
+    with pytest.raises(dataplane.PartitionConflict, match="fields="):
+        hosts.there.partition(hosts.name, {"s": ["x"]})
+    same = {"reward": "float32[]", "x": "int64[ * ]"}
+    assert repr(hosts.there.partition(hosts.name, {"s": ["x"]}, fields=same))

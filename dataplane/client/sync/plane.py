@@ -79,6 +79,7 @@ class Plane(Calls):
         groups: int | None = None,
         free: str | None = None,
         replicas: int = 1,
+        fields: Mapping[str, str] | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Partition:
@@ -88,11 +89,13 @@ class Plane(Calls):
         closes with that many rows. groups: seal by itself once so many groups are closed. free:
         "acked" frees a row when every stage has acked it, "drop" keeps rows until dropped; default
         "acked" where stages are given. replicas: 2 keeps a second copy of the bytes on another
-        peer. With a name alone, the partition is attached to on first use, waiting until somebody
-        declares it.
+        peer. fields: a schema, of fields that need one: {"tokens": "int64[*]"} refuses a value of
+        another dtype or rank at the put (InvalidValue); "float32[3,*]" has three vectors a row,
+        "float32" is one number, "bfloat16[...]" any shape, "object" a Python object. With a name
+        alone, the partition is attached to on first use, waiting until somebody declares it.
         """
         handle = Handle(self._session, arguments.text(name, "a partition"))
-        definition = core.definition_of(stages, group_size, groups, free, replicas)
+        definition = core.definition_of(stages, group_size, groups, free, replicas, fields)
         if definition is not None:
             self.run(handle.define(definition, core.Deadline(timeout)))
         return Partition(self.run, handle)

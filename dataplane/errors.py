@@ -119,7 +119,8 @@ class PartitionConflict(DataplaneError):
 
 
 class PartitionGone(DataplaneError):
-    """The partition was dropped (and perhaps made anew) since this handle was opened."""
+    """The partition was dropped since this handle was opened, or lost with both hosts that had its
+    metadata: `reason` is "dropped" or "lost"."""
 
 
 class PartitionSealed(DataplaneError):

@@ -193,7 +193,7 @@ class Authority:
         if not rest:
             return
         primaries, backups = roster.primaries.copy(), roster.backups.copy()
-        mine = roster.primaries == at
+        mine, lost = roster.primaries == at, roster.lost
         if roster.in_sync[mine].any():
             # Shards that are not in sync yet came from another peer just now, and start there with
             # nothing but what arrived: their operations are in the same sequence.
@@ -210,6 +210,7 @@ class Authority:
             log.warning("%s is gone, and had no backup in sync: its shards start empty", address)
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
+            lost |= {int(shard) for shard in np.flatnonzero(mine)}
         backups[mine | (backups == at)] = NO_BACKUP
         renumber = np.full(NO_BACKUP + 1, NO_BACKUP, np.uint16)
         renumber[rest] = np.arange(len(rest), dtype=np.uint16)
@@ -220,6 +221,7 @@ class Authority:
             primaries=renumber[primaries],
             backups=renumber[backups],
             leaving=roster.leaving - {address},
+            lost=lost,
         )
         self._publish(self._with_backups(self._taken_over(address, without)))
 

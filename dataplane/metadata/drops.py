@@ -18,7 +18,7 @@ from dataplane.errors import (
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import MAX_GROUP_ROWS
 from dataplane.metadata.index import pairs, repeated
-from dataplane.metadata.names import KEY_BYTES, format_minted
+from dataplane.metadata.names import KEY_BYTES, format_minted, format_minted_many
 from dataplane.metadata.state import State
 from dataplane.metadata.tables import rows_of
 from dataplane.wire.tables import Name, Owner, Rows
@@ -75,6 +75,8 @@ def lose(state: State, owner: Owner) -> Lost:
     _, members = state.groups.members.gather(groups)
     slots = np.union1d(hit, members.astype(np.int64))
     lost = Lost(rows_of(state, slots), len(groups))
+    given = lost.rows.names
+    state.losses.note(format_minted_many(lost.rows.keys) if given is None else given)
     closed = groups[state.groups.closed(groups)]
     state.closed_groups -= int(len(closed) - state.groups.all_dropped(closed).sum())
     still_open = np.setdiff1d(groups, closed)
@@ -130,7 +132,7 @@ def close_open_groups(state: State) -> int:
 def _expect_new(state: State, column: Array, size: int, name: Name | None, shown: Name) -> None:
     if state.tombstones.among(column)[0]:
         raise RowsDropped(f"the group {shown!r} was dropped; it is cancelled", groups=[shown])
-    if state.sealing:
+    if state.sealed:
         raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")
     state.add_groups(column, None if name is None else [name], size)
 

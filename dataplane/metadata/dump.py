@@ -21,7 +21,9 @@ from dataplane.wire.journal import (
     Added,
     Buried,
     Held,
+    LostBefore,
     Op,
+    Sealed,
     Sized,
     Standing,
     Summary,
@@ -29,7 +31,7 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Tag
-from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.peering import AddStage
 from dataplane.wire.records import U4, U8
 from dataplane.wire.tables import Column, Rows, Scalar
 
@@ -61,8 +63,17 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     finished = np.array(state.leases.finished, U8).tobytes()
     lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}
     yield Summary(state.closed_groups, state.tombstones.forgotten, fields, finished, lost)
-    if store.sealing:
-        yield Phase(store.partition, store.generation, "sealed" if store.sealed else "sealing")
+    yield from _lost(state)
+    if store.sealed:
+        yield Sealed()
+
+
+def _lost(state: State) -> Iterator[Op]:
+    """Also how many names of lost rows are forgotten: they keep their numbers."""
+    names, number, missed = state.losses.after(0)
+    while names or missed:
+        yield LostBefore(names, missed)
+        names, number, missed = state.losses.after(number)
 
 
 def _groups(state: State, many: int) -> Iterator[Op]:

@@ -22,16 +22,18 @@ from dataplane.metadata.takes import Taken
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Discarded,
+    Ended,
     Expected,
     Leased,
     Lost,
     Op,
     Relocated,
     Returned,
+    Sealed,
     Wrote,
 )
 from dataplane.wire.messages import Finish, Reset, Tag, Want
-from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.peering import AddStage
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Where
 
@@ -84,20 +86,17 @@ class JournaledStore(Store):
         if self.emit is not None:
             self.emit(Tag(self.partition, self.generation, Rows(rows.keys), _lists(tags)))
 
-    def seal_begin(self) -> None:
-        super().seal_begin()
-        if self.emit is not None:
-            self.emit(Phase(self.partition, self.generation, "sealing"))
-
-    def seal_end(self) -> int:
-        closed = super().seal_end()
-        if self.emit is not None:
-            self.emit(Phase(self.partition, self.generation, "sealed"))
+    def seal(self) -> int:
+        was_sealed = self.sealed
+        closed = super().seal()
+        if self.emit is not None and not was_sealed:
+            self.emit(Sealed())
         return closed
 
     def declare_stage(self, name: str, fields: Sequence[str]) -> None:
+        was_known = name in self.state.stages
         super().declare_stage(name, fields)
-        if self.emit is not None:
+        if self.emit is not None and not was_known:
             self.emit(AddStage(self.partition, self.generation, name, list(fields)))
 
     def reset(self, stage: str) -> int:
@@ -166,7 +165,7 @@ class JournaledStore(Store):
     def clear(self) -> int:
         rows = super().clear()
         if self.emit is not None:
-            self.emit(Phase(self.partition, self.generation, "dropped"))
+            self.emit(Ended())
         return rows
 
     def lost(self, owner: Owner) -> LostRows:

@@ -121,7 +121,8 @@ def stats(state: State) -> dict[str, Any]:
         "leases": len(state.leases),
         "metadata_bytes": state.nbytes,
         "bytes_per_row": state.nbytes / len(live) if len(live) else 0.0,
-        "sealing": state.sealing,
+        "sealed": state.sealed,
+        "lost_rows": state.losses.total,
         "stages": {name: _stage_stats(stage) for name, stage in state.stages.items()},
     }
 

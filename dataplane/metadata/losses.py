@@ -1,4 +1,4 @@
-"""The names of rows that a partition lost with a peer, numbered as this peer heard of them.
+"""The names of rows that a partition lost with a peer, numbered as its shard lost them.
 
 Sans-I/O. Kept for producers, who make such rows again. Bounded: the oldest names go first, and
 whoever asks for them is told how many those were.
@@ -17,7 +17,7 @@ MAX_KEPT = 65_536
 
 
 class LostNames:
-    """`total`: how many rows were lost, as far as this peer has heard."""
+    """`total`: how many rows were lost."""
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self.total = 0

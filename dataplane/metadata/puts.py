@@ -196,7 +196,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
         alone = len(new) if rows.group is None else int(np.count_nonzero(rows.group[new] < 0))
         if alone:
             raise without_group(alone, size)
-    if state.sealing:
+    if state.sealed:
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "
             f"{len(new)} of this put are new: put them into another partition (new fields of rows "

@@ -27,20 +27,23 @@ from dataplane.wire.journal import (
     Added,
     Buried,
     Discarded,
+    Ended,
     Expected,
     Held,
     Leased,
     Lost,
+    LostBefore,
     Op,
     Relocated,
     Returned,
+    Sealed,
     Sized,
     Standing,
     Summary,
     Wrote,
 )
 from dataplane.wire.messages import Finish, Reset, Tag
-from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.peering import AddStage
 from dataplane.wire.records import KEY, RANGE, U4, U8, column
 from dataplane.wire.tables import Name, Rows
 
@@ -125,13 +128,12 @@ def _add_stage(store: Store, op: AddStage, now: float) -> None:
     store.declare_stage(op.stage, op.fields)
 
 
-def _phase(store: Store, op: Phase, now: float) -> None:
-    if op.phase == "sealing":
-        store.seal_begin()
-    elif op.phase == "sealed":
-        store.seal_end()
-    elif op.phase == "dropped":
-        store.clear()
+def _sealed(store: Store, op: Sealed, now: float) -> None:
+    store.seal()
+
+
+def _ended(store: Store, op: Ended, now: float) -> None:
+    store.clear()
 
 
 def _lost(store: Store, op: Lost, now: float) -> None:
@@ -236,6 +238,11 @@ def _buried(store: Store, op: Buried, now: float) -> None:
     store.state.tombstones.add(_different(op.keys, "key"))
 
 
+def _lost_before(store: Store, op: LostBefore, now: float) -> None:
+    store.losses.total += op.missed
+    store.losses.note(op.names)
+
+
 def _summary(store: Store, op: Summary, now: float) -> None:
     state = store.state
     state.fields.check_room(op.fields)
@@ -317,7 +324,8 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Expected: _expected,
     Reset: _reset,
     AddStage: _add_stage,
-    Phase: _phase,
+    Sealed: _sealed,
+    Ended: _ended,
     Lost: _lost,
     Relocated: _relocated,
     Restore: _restored,
@@ -327,4 +335,5 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Held: _held,
     Buried: _buried,
     Summary: _summary,
+    LostBefore: _lost_before,
 }

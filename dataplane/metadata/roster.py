@@ -51,7 +51,8 @@ class Roster:
     """members: addresses in order, the first keeps the roster. incarnations: the process of each
     member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
     backup has all that the primary answered for. leaving: those that hand over what they have.
-    takeovers: the last MAX_TAKEOVERS."""
+    takeovers: the last MAX_TAKEOVERS. lost: shards that began empty at some time, because both
+    copies of what they held were lost."""
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -61,6 +62,7 @@ class Roster:
     in_sync: Flags
     leaving: frozenset[str] = frozenset()
     takeovers: tuple[Takeover, ...] = ()
+    lost: frozenset[int] = frozenset()
 
     @staticmethod
     def from_seeds(seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True) -> Roster:
@@ -102,7 +104,9 @@ class Roster:
             raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
-        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers)
+        marks = np.unpackbits(np.frombuffer(table.lost, np.uint8))
+        lost = frozenset(np.flatnonzero(marks[:shards]).tolist())
+        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers, lost)
 
     @property
     def table(self) -> RosterTable:
@@ -116,7 +120,15 @@ class Roster:
             np.packbits(self.in_sync).tobytes(),
             sorted(self.leaving),
             list(self.takeovers),
+            self._lost_bits(),
         )
+
+    def _lost_bits(self) -> bytes:
+        if not self.lost:
+            return b""
+        marks = np.zeros(self.shards, np.bool_)
+        marks[list(self.lost)] = True
+        return np.packbits(marks).tobytes()
 
     def __repr__(self) -> str:
         return f"<Roster of {len(self.members)} peers, {self.shards} shards, epoch {self.epoch}>"

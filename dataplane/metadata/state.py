@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined
@@ -17,6 +18,7 @@ from dataplane.metadata.fields import Fields
 from dataplane.metadata.groups import Groups
 from dataplane.metadata.index import KeyIndex
 from dataplane.metadata.leases import Lease, Leases
+from dataplane.metadata.losses import LostNames
 from dataplane.metadata.names import format_minted, given_names
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.tags import Tags
@@ -31,7 +33,8 @@ _ONE = np.ones(1, np.int32)
 
 
 class State:
-    """One partition at one peer. `group` is UNGROUPED or NO_ROW where it is no group's id."""
+    """One partition. `definition`: with stages that were declared later. `group` is UNGROUPED or
+    NO_ROW where it is no group's id."""
 
     def __init__(
         self, partition: str, definition: Definition, lease_numbers: Iterator[int]
@@ -49,8 +52,9 @@ class State:
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
         self.tombstones = Tombstones()
-        self.sealing = False
+        self.sealed = False
         self.closed_groups = 0
+        self.losses = LostNames()
         self._capacity = 0
         self._ids = Ids()
         self._reserve_rows()
@@ -90,6 +94,8 @@ class State:
         self.fields.check_room(fields)
 
     def add_stage(self, name: str, fields: list[str]) -> None:
+        stages = {**self.definition.stages, name: fields}
+        self.definition = msgspec.structs.replace(self.definition, stages=stages)
         stage = Stage(name, fields, self.fields.mask(fields), self.groups, self.group, self._test)
         self.stages[name] = stage
         live = self.live()

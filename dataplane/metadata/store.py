@@ -1,4 +1,4 @@
-"""One partition at one peer: rows, groups, stages and leases of all the shards hosted there.
+"""One partition: its definition and phase, rows, groups, stages and leases.
 
 Sans-I/O: time comes as an argument (seconds, monotonic), bytes are only named, never touched. Each
 call either raises a typed error and changes nothing, or is carried out whole.
@@ -9,24 +9,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from dataplane.errors import InvalidRows, StageUndefined, TagConflict, counted
+from dataplane.errors import (
+    InvalidRows,
+    LimitExceeded,
+    PartitionConflict,
+    StageUndefined,
+    TagConflict,
+    counted,
+)
 from dataplane.metadata import checkpoint, drops, finishes, looks, puts, tables, takes
 from dataplane.metadata.columns import Array
 from dataplane.metadata.counts import Counts
 from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
+from dataplane.metadata.groups import MAX_GROUP_ROWS
 from dataplane.metadata.incoming import columns_in
 from dataplane.metadata.leases import Lease
+from dataplane.metadata.losses import LostNames
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Taken
 from dataplane.metadata.where import parse
 from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
@@ -35,7 +46,7 @@ Tagging = Mapping[str, Sequence[Scalar]]
 
 
 class Store:
-    """The metadata of one partition at one peer.
+    """The metadata of one partition.
 
     lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
     lease is named by its number alone, and start it where no other peer does.
@@ -49,16 +60,15 @@ class Store:
         lease_numbers: Iterator[int] | None = None,
     ) -> None:
         self.partition = partition
-        self.definition = definition
+        self.declared = definition
         self.generation = generation
         self._state = State(partition, definition, lease_numbers or count(1))
-        self._sealed = False
 
     def __repr__(self) -> str:
-        phase = "sealed" if self._sealed else "sealing" if self._state.sealing else "open"
         return (
-            f"<Store {self.partition!r} generation {self.generation}, {phase}: {len(self)} rows, "
-            f"{len(self._state.groups)} groups, {len(self._state.leases)} leases>"
+            f"<Store {self.partition!r} generation {self.generation}, {self.phase}: "
+            f"{len(self)} rows, {len(self._state.groups)} groups, "
+            f"{len(self._state.leases)} leases>"
         )
 
     def __len__(self) -> int:
@@ -104,11 +114,17 @@ class Store:
         if plan is None:
             plan = puts.plan_put(self._state, rows, columns, tags, replace=replace, keep=keep)
         plan.columns = columns_in(columns, plan.rows.count, len(specs), len(owners))
-        return puts.apply_put(self._state, plan, specs, owners)
+        outcome = puts.apply_put(self._state, plan, specs, owners)
+        if outcome.closed_groups:
+            self._seal_if_full()
+        return outcome
 
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
-        return drops.close(self._state, group_key, n, name)
+        closed = drops.close(self._state, group_key, n, name)
+        if closed:
+            self._seal_if_full()
+        return closed
 
     def tag(self, rows: Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
@@ -130,32 +146,58 @@ class Store:
         self._state.tags.set(slots, tags)
         self._state.retag(slots)
 
-    def seal_begin(self) -> None:
-        """No new rows from now on. New fields stay welcome."""
-        self._state.sealing = True
-
-    def seal_end(self) -> int:
-        """Every peer has stopped: open groups close at their size. Returns how many did."""
-        self._state.sealing = self._sealed = True
+    def seal(self) -> int:
+        """No new rows from now on; new fields stay welcome. Open groups close at their size.
+        Returns how many did; asking again changes nothing."""
+        if self._state.sealed:
+            return 0
+        self._state.sealed = True
         return drops.close_open_groups(self._state)
 
-    # stages
+    def _seal_if_full(self) -> None:
+        """It seals itself when as many groups have closed as it was declared with."""
+        groups = self.declared.groups
+        if groups is not None and self._state.closed_groups >= groups:
+            Store.seal(self)  # which follows from what is recorded
+
+    # definition and stages
+
+    @property
+    def definition(self) -> Definition:
+        """As it was declared, with the stages that were declared later."""
+        return self._state.definition
+
+    def check_same(self, definition: Definition) -> None:
+        """PartitionConflict unless the partition was declared so, or has come to that."""
+        if definition not in (self.declared, self.definition):
+            raise PartitionConflict(
+                f"partition {self.partition!r} was declared with "
+                f"{_difference(self.declared, definition)}; "
+                f"drop it first, or attach with plane.partition({self.partition!r})",
+                partition=self.partition,
+                declared=msgspec.to_builtins(self.declared),
+            )
 
     def declare_stage(self, name: str, fields: Sequence[str]) -> None:
-        """A stage that was not declared with the partition. StageUndefined under free="acked",
-        where rows may be gone already, and for a known stage with other fields."""
+        """A stage that was not declared with the partition; the same again is fine. StageUndefined
+        under free="acked", where rows may be gone already; PartitionConflict for a known stage
+        with other fields."""
         known = self._state.stages.get(name)
         if known is not None:
             if set(known.fields) != set(fields):
-                raise StageUndefined(
-                    f"stage {name!r} was declared with {known.fields}, not {list(fields)}",
+                raise PartitionConflict(
+                    f"stage {name!r} of partition {self.partition!r} needs the fields "
+                    f"{known.fields}, not {list(fields)}: claim without fields= or choose another "
+                    "stage",
                     stage=name,
+                    fields=known.fields,
                 )
             return
         if self.definition.free == "acked":
             raise StageUndefined(
-                f"stage {name!r} cannot be declared later in partition {self.partition!r}: under "
-                'free="acked" rows may be gone already; declare it in partition(stages=)',
+                f"partition {self.partition!r} has the stages {sorted(self.definition.stages)} "
+                f"and frees rows when they have acked (free='acked'), so stage {name!r} may have "
+                "missed rows: declare it with the partition",
                 stage=name,
             )
         self._state.check_stage_room(name, fields)
@@ -318,6 +360,7 @@ class Store:
 
         PartitionConflict where one of them is here already."""
         checkpoint.restore(self._state, op)
+        self._seal_if_full()
 
     # looking
 
@@ -327,14 +370,18 @@ class Store:
         return self._state
 
     @property
-    def sealed(self) -> bool:
-        """No peer takes new rows any more."""
-        return self._sealed
+    def phase(self) -> Literal["open", "sealed"]:
+        return "sealed" if self.sealed else "open"
 
     @property
-    def sealing(self) -> bool:
+    def sealed(self) -> bool:
         """No new rows are taken any more."""
-        return self._state.sealing
+        return self._state.sealed
+
+    @property
+    def losses(self) -> LostNames:
+        """The names of rows that were lost with a peer."""
+        return self._state.losses
 
     @property
     def unread(self) -> bool:
@@ -384,3 +431,28 @@ class Store:
     def figures(self) -> looks.Figures:
         """What is known without looking at rows."""
         return looks.figures(self._state)
+
+
+def check_definition(partition: str, definition: Definition) -> None:
+    """LimitExceeded unless there may be such a partition."""
+    if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
+        raise LimitExceeded(
+            f"a partition is named by a text of 1 to {MAX_NAME_BYTES} bytes", limit=MAX_NAME_BYTES
+        )
+    size = definition.group_size
+    if size is not None and not 0 < size <= MAX_GROUP_ROWS:
+        raise LimitExceeded(
+            f"partition {partition!r} asks for groups of {size} rows; a group has 1 to "
+            f"{MAX_GROUP_ROWS}",
+            limit=MAX_GROUP_ROWS,
+        )
+
+
+def _difference(declared: Definition, other: Definition) -> str:
+    """`stages={...} (now {...})`, for the parts in which the two differ."""
+    parts = [
+        f"{name}={getattr(declared, name)!r} (now {getattr(other, name)!r})"
+        for name in Definition.__struct_fields__
+        if getattr(declared, name) != getattr(other, name)
+    ]
+    return ", ".join(parts)

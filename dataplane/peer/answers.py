@@ -69,7 +69,7 @@ class Answers:
             m.Unpin: grants.unpin,
             m.Put: writing.put,
             m.Tag: changes.change,
-            m.Drop: changes.drop,
+            m.Drop: changes.change,
             m.Read: self._reads(reading.read),
             m.Claim: claims.claim,
             m.Fetch: self._reads(reading.fetch),
@@ -85,14 +85,16 @@ class Answers:
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
         wait_s = request.deadline_ms / 1000
-        if body.definition is not None or body.partition in self.host.entries:
+        known = body.partition in self.host.entries or body.partition in self.host.handles
+        if body.definition is not None or known:
             return await self.partitions.define(body.partition, body.definition, wait_s)
         what = f"attaching to partition {body.partition!r}"
         with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
             return await self.partitions.define(body.partition, None, wait_s)
 
     async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:
-        known = ", ".join(map(repr, sorted(self.host.entries)[:8])) or "none"
+        heard = sorted({*self.host.entries, *self.host.handles})
+        known = ", ".join(map(repr, heard[:8])) or "none"
         return (
             f"nobody has declared it with plane.partition(NAME, stages=…) in run "
             f"{self.host.plane!r} (declared, as far as this host knows: {known})",

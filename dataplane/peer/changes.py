@@ -1,4 +1,5 @@
-"""Changes that move no bytes: tags, drops, the closing of groups, resetting a stage."""
+"""Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups,
+resetting a stage."""
 
 from __future__ import annotations
 
@@ -32,41 +33,36 @@ class Changes:
         self, session: Session, request: Request, body: Tag | Drop | Close | Reset
     ) -> Body:
         """At the partition's shard."""
-        entry = await self.partitions.entry(body.partition, body.generation)
         caller = caller_of(self.host, request, session)
-        done: Body = await self.partitions.ask_home(entry.name, body, caller)
+        done: Body = await self.partitions.ask_home(body.partition, body, caller)
         return done
-
-    async def drop(self, session: Session, request: Request, body: Drop) -> Body:
-        if body.rows is not None or body.groups is not None or body.where is not None:
-            return await self.change(session, request, body)
-        entry = await self.partitions.entry(body.partition, body.generation)
-        await self.partitions.drop(entry)
-        return Dropped(0, 0)
 
     # at the shard
 
-    async def _tag_here(self, caller: Caller, body: Tag) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+    def _tag_here(self, caller: Caller, body: Tag) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
         entry.store.tag(body.rows, body.tags, body.expect)
         self.settle(entry)
         return Done()
 
-    async def _drop_here(self, caller: Caller, body: Drop) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+    def _drop_here(self, caller: Caller, body: Drop) -> Body:
+        if body.rows is None and body.groups is None and body.where is None:
+            self.partitions.drop(body.partition, body.generation)
+            return Dropped(0, 0)
+        entry = self.host.shard(body.partition, body.generation)
         groups = None if body.groups is None else [hash_name(g) for g in body.groups]
         rows, nbytes = entry.store.drop(rows=body.rows, groups=groups, where=body.where)
         self.settle(entry)
         return Dropped(rows, nbytes)
 
-    async def _close_here(self, caller: Caller, body: Close) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+    def _close_here(self, caller: Caller, body: Close) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
         entry.store.close(hash_name(body.group), body.n, body.group)
         self.settle(entry)
         return Done()
 
-    async def _reset_here(self, caller: Caller, body: Reset) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+    def _reset_here(self, caller: Caller, body: Reset) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
         entry.store.reset(body.stage)
         self.settle(entry)
         return Done()

@@ -45,7 +45,6 @@ class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading) -> None:
         self.host = writing.host
         self.mesh = writing.mesh
-        self.partitions = writing.partitions
         self.grants = writing.grants
         self.settle = writing.settle
         self.reading = reading
@@ -76,15 +75,14 @@ class Checkpoints:
         return CensusDone(names, roster.hosts, _placement(roster))
 
     async def _census_here(self, caller: Caller, body: Census) -> Body:
-        await self.host.informed()
-        return CensusDone(self.partitions.homes.names(), [], 0)
+        return CensusDone(list(self.host.entries), [], 0)
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
         found: SurveyDone = await self._forward(body)
         return found
 
     async def _survey_here(self, caller: Caller, body: Survey) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = self.host.shard(body.partition, body.generation)
         return checkpoint.survey(entry.store.state, body.cursor)
 
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
@@ -95,7 +93,7 @@ class Checkpoints:
         return found
 
     async def _save_here(self, caller: Caller, body: Save) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = self.host.shard(body.partition, body.generation)
         return checkpoint.save(entry.store.state, body.groups, body.rows, body.nbytes)
 
     def _forward(self, body: Survey | Save) -> Awaitable[Any]:
@@ -111,7 +109,6 @@ class Checkpoints:
 
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         with self.grants.unless_refused(session, body.ranges):
-            entry = await self.partitions.entry(body.partition, body.generation)
             present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
             written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
             committed = self.grants.commit(session, written, body.ranges, b"", Admission.OPEN)
@@ -120,14 +117,14 @@ class Checkpoints:
         caller = caller_of(self.host, request, session)
 
         async def hand_over(roster: Roster) -> PutDone:
-            address = roster.home(entry.name)
+            address = roster.home(body.partition)
             return await self.grants.hand_over(address, sub, caller, roster.epoch)
 
         with self.grants.under_way(committed, caller):
             return await self._under_one_roster(hand_over)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = self.host.shard(body.partition, body.generation)
         entry.store.restore(body)
         self.settle(entry)
         return PutDone()

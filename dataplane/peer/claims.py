@@ -28,7 +28,7 @@ from dataplane.metadata.reasons import Subject
 from dataplane.peer import outcomes
 from dataplane.peer import rows as rowset
 from dataplane.peer.credit import Credit
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Entry, Host, Known
 from dataplane.peer.leases import Handed, Leases, Part
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
@@ -58,7 +58,7 @@ LEARN_S = 1.0
 class Waiting:
     """A claim of this host that queues at its stage's home."""
 
-    entry: Entry
+    entry: Known
     home: str
     parts: list[Handed] = field(default_factory=list)
     needed_bytes: int = 0
@@ -68,7 +68,7 @@ class Waiting:
     )
 
 
-def _named(entry: Entry, body: Claim) -> str:
+def _named(entry: Known, body: Claim) -> str:
     want = body.want
     much = f"{want.budget:g} of {want.budget_tag!r}" if want.budget_tag else str(want.count)
     return f"claim of {much} ({want.unit}) for stage {body.stage!r} of partition {entry.name!r}"
@@ -118,10 +118,10 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where this peer has it all and nobody was there before, else queued."""
-        entry = self.host.entry(body.partition, body.generation)
+        entry = self.host.known(body.partition, body.generation)
         if entry is None or body.stage not in entry.definition.stages:
             return self._claim_after_attaching(session, body)
-        if self._may_take(entry, body.stage):
+        if isinstance(entry, Entry) and self._may_take(entry, body.stage):
             fields = outcomes.fields_of(entry, body)
             credit = None
             if not self.host.solo:
@@ -137,7 +137,7 @@ class Claims:
         return self._queue(session, entry, body)
 
     async def _or_queued(
-        self, handed: Awaitable[Body], session: Session, entry: Entry, body: Claim
+        self, handed: Awaitable[Body], session: Session, entry: Known, body: Claim
     ) -> Body:
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
         try:
@@ -150,12 +150,10 @@ class Claims:
     def _may_take(self, entry: Entry, stage: str) -> bool:
         """Queued demand goes before later local claims; after the seal the home decides."""
         key = (entry.name, entry.generation, stage)
-        return self.host.serves(entry.name) and not (
-            entry.store.sealing or self._queued.get(key) or self.seats.is_hungry(entry, stage)
-        )
+        return not (entry.sealed or self._queued.get(key) or self.seats.is_hungry(entry, stage))
 
     async def _claim_after_attaching(self, session: Session, body: Claim) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = await self.partitions.known(body.partition, body.generation, body.stage)
         if body.stage not in entry.definition.stages:
             if body.declare is None:
                 raise StageUndefined(
@@ -165,9 +163,10 @@ class Claims:
                     stage=body.stage,
                 )
             await self.partitions.add_stage(entry, body.stage, body.declare)
+            entry = await self.partitions.known(body.partition, body.generation, body.stage)
         return await self._queue(session, entry, body)
 
-    async def _queue(self, session: Session, entry: Entry, body: Claim) -> Body:
+    async def _queue(self, session: Session, entry: Known, body: Claim) -> Body:
         """Until granted. Again where the home went away, rows that were granted are gone, or more
         had to be pulled than there was room for."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
@@ -192,7 +191,7 @@ class Claims:
             body = outcomes.what_is_left(body, end, self.host.now())
 
     async def _await_room(
-        self, session: Session, needed_bytes: int, entry: Entry, body: Claim, end: float | None
+        self, session: Session, needed_bytes: int, entry: Known, body: Claim, end: float | None
     ) -> None:
         """Holding nothing, until so many bytes may be pulled. ClaimTimeout, ValueTooLarge."""
         claim = _named(entry, body)
@@ -211,7 +210,7 @@ class Claims:
         finally:
             session.waiting -= 1
 
-    async def _queue_once(self, session: Session, entry: Entry, body: Claim) -> Body:
+    async def _queue_once(self, session: Session, entry: Known, body: Claim) -> Body:
         number = next(self._numbers)
         home = self.host.roster.home(entry.name)
         waiting = self._waiting[number] = Waiting(entry, home)
@@ -255,18 +254,18 @@ class Claims:
         await self.mesh.reach(home, demand)
 
     async def _await_settled(
-        self, session: Session, waiting: Waiting, entry: Entry, body: Claim
+        self, session: Session, waiting: Waiting, entry: Known, body: Claim
     ) -> None:
         """Returns when all parts are here. ClaimTimeout, StreamEnd, PartitionGone otherwise."""
         if not waiting.settled.done():
             await self._until_settled(session, waiting, entry, body)
         outcome = waiting.settled.result()
         if outcome == "lost":
-            await self.losses.heard(entry)
+            raise outcomes.rows_lost(body, await self.losses.latest(entry.name, entry.generation))
         outcomes.check(outcome, entry, body, waiting.needed_bytes)
 
     async def _until_settled(
-        self, session: Session, waiting: Waiting, entry: Entry, body: Claim
+        self, session: Session, waiting: Waiting, entry: Known, body: Claim
     ) -> None:
         want = body.want
         left_s = body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
@@ -285,7 +284,7 @@ class Claims:
         finally:
             told.cancel()
 
-    async def _give_up(self, number: int, waiting: Waiting, entry: Entry, body: Claim) -> None:
+    async def _give_up(self, number: int, waiting: Waiting, entry: Known, body: Claim) -> None:
         """Withdraw, and give back what was granted meanwhile."""
         self._waiting.pop(number, None)
         withdraw = Withdraw(entry.name, entry.generation, body.stage, number)
@@ -314,7 +313,7 @@ class Claims:
                 waiting.settled.set_result(outcomes.MOVED)
 
     def _hand_out(
-        self, number: int, session: Session, entry: Entry, body: Claim, parts: list[Handed]
+        self, number: int, session: Session, entry: Known, body: Claim, parts: list[Handed]
     ) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         lease = self.leases.open(
@@ -337,7 +336,7 @@ class Claims:
         number: int,
         session: Session,
         lease_id: int,
-        entry: Entry,
+        entry: Known,
         body: Claim,
         pulled: Awaitable[Resolved],
     ) -> Body:
@@ -360,7 +359,7 @@ class Claims:
             self.leases.limit(lease_id, self.host.now() + body.lease_ms / 1000)
         return Claimed(lease_id, pin, table)
 
-    def _take_back(self, session: Session, lease_id: int, entry: Entry) -> None:
+    def _take_back(self, session: Session, lease_id: int, entry: Known) -> None:
         lease = self.leases.leave(session, lease_id)
         for part in lease.parts if lease else ():
             self.mesh.spawn(self.supplying.release(part, entry))

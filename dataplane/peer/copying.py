@@ -18,7 +18,6 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, Named, named_by
-from dataplane.metadata.references import ids_of
 from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.pulls import PULLER, Pulls
@@ -98,7 +97,7 @@ class Copying:
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
         """The rows name the copies here from now on."""
         if entry.copies is not None:
-            self.succeed(entry, [entry.copies], owner)
+            self.succeed(entry, entry.copies, owner)
 
     # at either
 
@@ -114,20 +113,12 @@ class Copying:
             for owner, ranges, counts, _ in named:
                 self.release(copies.freed(owner, ranges, counts))
 
-    def succeed(self, entry: Entry, several: list[Copies], owner: Owner) -> None:
-        """Values of an owner that is no more are those that lie here. One range may have been
-        copied for rows of this peer and for those that it takes over, each time as far as they
-        reached; the longest copy stands for it, for the values that it has. Others are lost: of
-        these another peer had the copy."""
-        taken = [copies.take(owner) for copies in several]
-        ranges, nbytes, local = (np.concatenate(columns) for columns in zip(*taken, strict=True))
-        if not len(ranges):
-            return
-        order = np.argsort(nbytes, kind="stable")[::-1]
-        _, first = np.unique(ids_of(ranges[order]), return_index=True)
-        longest = order[first]
-        self.release(np.delete(local, longest))
-        self.replace(entry, owner, ranges[longest], local[longest], nbytes[longest])
+    def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
+        """Values of an owner that is no more are those that lie here, as far as they reach. Others
+        are lost: of these another peer had the copy."""
+        ranges, nbytes, local = copies.take(owner)
+        if len(ranges):
+            self.replace(entry, owner, ranges, local, nbytes)
 
     def replace(
         self, entry: Entry, owner: Owner, ranges: Array, local: Array, nbytes: Array | None = None

@@ -190,7 +190,9 @@ def _rows(peer: Peer) -> Iterator[Family]:
                 stages[label, state] += count
     help = "Rows of this peer's shards by what they are for a stage."
     yield gauge("dataplane_rows_by_stage", help, stages, "stage", "state")
-    yield gauge("dataplane_partitions", "Partitions that are known here.", len(peer.host.entries))
+    yield gauge(
+        "dataplane_partitions", "Partitions whose metadata is here.", len(peer.host.entries)
+    )
     yield gauge("dataplane_rows", "Rows of this peer's shards.", sum(s.rows for s in stores))
     yield gauge("dataplane_groups", "Groups of this peer's shards.", sum(s.groups for s in stores))
     yield gauge(

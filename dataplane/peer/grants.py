@@ -77,8 +77,8 @@ class Grants:
         """Room for a put's next units. At once where there is some and nobody waits for it."""
         if body.device:
             return self._reserve_on_device(session, request, body)
-        entry = self.host.entry(body.partition, body.generation)
-        if not body.digests and entry is not None:
+        known = self.host.known(body.partition, body.generation)
+        if not body.digests and known is not None:
             units = [column(unit, U8) for unit in body.units]
             granted = self.room.at_once(session.id, _admission(body), units)
             if granted is not None:
@@ -87,7 +87,7 @@ class Grants:
 
     async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
         """Known digests come back pinned, for comparison."""
-        await self.partitions.entry(body.partition, body.generation)
+        await self.partitions.known(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
@@ -114,7 +114,7 @@ class Grants:
     async def _reserve_on_device(self, session: Session, request: Request, body: Reserve) -> Body:
         if body.digests:
             raise ProtocolError("nothing is compared on a device")
-        await self.partitions.entry(body.partition, body.generation)
+        await self.partitions.known(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         session.waiting += 1
         try:

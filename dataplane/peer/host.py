@@ -1,4 +1,4 @@
-"""What every part of a peer shares: identity, memory, roster, and the partitions it has rows of.
+"""What every part of a peer shares: identity, memory, roster, and the partitions it serves.
 
 Only state and its names; the parts that act on it (`writing`, `claims`, …) get it in their
 constructors. All of it belongs to the one event loop.
@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
 
-from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
+from dataplane.errors import PartitionGone, StaleEpoch
 from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
 from dataplane.memory.host_memory import HostMemory
@@ -26,7 +25,6 @@ from dataplane.memory.space import Space
 from dataplane.metadata.copies import Copies
 from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.journal import JournaledStore
-from dataplane.metadata.losses import LostNames
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.reasons import Notices
 from dataplane.metadata.roster import Flags, Roster
@@ -35,7 +33,6 @@ from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
 MAX_LABELS = 10_000
-INFORMED_S = 20.0
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
@@ -63,33 +60,52 @@ class Caller:
         return Owner(self.address, self.incarnation)
 
 
-@dataclass(slots=True)
-class Entry:
-    """One generation of a partition at this peer."""
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A partition that another peer serves, as that last said."""
 
     name: str
     generation: int
     definition: Definition
+
+
+@dataclass(slots=True)
+class Entry:
+    """A partition that this peer serves: its shard is here."""
+
     store: JournaledStore
-    sealed: bool = False
-    told_closed: int = 0
-    """closed groups as last told to the partition's home"""
-    losses: LostNames = field(default_factory=LostNames)
-    """rows that were lost with a peer, anybody's, as far as told here"""
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
+    seal_told: bool = False
+    """all here that follow its phase know that it is sealed"""
 
     def __post_init__(self) -> None:
         if self.definition.replicas == 2:
             self.copies = Copies()
+        self.seal_told = self.sealed
+
+    @property
+    def name(self) -> str:
+        return self.store.partition
+
+    @property
+    def generation(self) -> int:
+        return self.store.generation
+
+    @property
+    def definition(self) -> Definition:
+        return self.store.definition
+
+    @property
+    def sealed(self) -> bool:
+        return self.store.sealed
 
     @property
     def key(self) -> tuple[str, int]:
         return self.name, self.generation
 
-    @property
-    def phase(self) -> Literal["open", "sealing", "sealed"]:
-        return "sealed" if self.sealed else "sealing" if self.store.sealing else "open"
+
+Known = Entry | Handle
 
 
 @dataclass(slots=True)
@@ -109,6 +125,9 @@ class Host:
     """references to values here that shards at other peers hold"""
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
+    """partitions whose shards are here"""
+    handles: dict[str, Handle] = field(default_factory=dict)
+    """others, as far as asked about here; the shard corrects what is out of date"""
     notices: Notices = field(default_factory=Notices)
     """what calls of this host wait for, and when that is said"""
     labels: dict[int, str] = field(default_factory=dict)
@@ -117,13 +136,12 @@ class Host:
     spare: Flags | None = None
     """shards of this peer that go to one without any: nothing lives in them, and nothing may before
     the next roster"""
-    untold: dict[str, Flags] = field(default_factory=dict)
-    """peers that have yet to tell what they know of shards that this one was given: one flag a
-    shard"""
+    lost_at: dict[int, int] = field(default_factory=dict)
+    """shard → when this peer heard that both copies of it were lost (ns, wall clock)"""
     unanswered: dict[int, list[int]] = field(default_factory=dict)
     """by session, operations that another peer did not answer: it must not forget them yet"""
     lost_rows: int = 0
-    """rows of the plane that were lost, as far as this peer heard, also of dropped partitions"""
+    """rows of this peer's shards that were lost with another, also of dropped partitions"""
     sent_between: Counter[str] = field(default_factory=Counter)
     """messages to other peers so far, requests and answers, by kind"""
     sent_local: Counter[str] = field(default_factory=Counter)
@@ -131,7 +149,6 @@ class Host:
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
-    _told: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def owner(self) -> Owner:
@@ -166,20 +183,37 @@ class Host:
         return self.address == ""
 
     def entry(self, partition: str, generation: int) -> Entry | None:
-        """The entry of this generation; None where this peer has none yet.
-
-        PartitionGone where the generation is older than the one in force here.
-        """
+        """The entry of this generation, where its shard is here."""
         found = self.entries.get(partition)
-        if found is None:
-            return None
-        if generation < found.generation:
-            raise PartitionGone(
-                f"partition {partition!r} was dropped and made anew; get a new handle with "
-                f"plane.partition({partition!r})",
-                partition=partition,
-            )
-        return found if found.generation == generation else None
+        return found if found is not None and found.generation == generation else None
+
+    def known(self, partition: str, generation: int) -> Known | None:
+        """This generation, as far as this peer has heard of it."""
+        found = self.entries.get(partition) or self.handles.get(partition)
+        return found if found is not None and found.generation == generation else None
+
+    def shard(self, partition: str, generation: int) -> Entry:
+        """This generation, at the peer that serves it. PartitionGone where it is no more,
+        StaleEpoch where another peer serves it."""
+        found = self.entries.get(partition)
+        if found is not None and found.generation == generation:
+            return found
+        if not self.serves(partition):
+            raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
+        raise self.gone(partition, generation)
+
+    def gone(self, partition: str, generation: int) -> PartitionGone:
+        """Why a partition that was here, or is taken to have been, is no more."""
+        lost = generation < self.lost_at.get(self.roster.bucket(partition), 0)
+        why = (
+            "was lost with the two hosts that had its metadata: declare it anew with "
+            f"plane.partition({partition!r}, stages=…) and put its rows again"
+            if lost
+            else "was dropped since this handle was opened: get a new one with "
+            f"plane.partition({partition!r}, …)"
+        )
+        reason = "lost" if lost else "dropped"
+        return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
 
     def heir(self, owner: Owner) -> Owner:
         """Who serves what this peer's shards held: itself, or who took them over."""
@@ -192,6 +226,8 @@ class Host:
 
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""
+        for shard in roster.lost - self.roster.lost:
+            self.lost_at[shard] = time.time_ns()
         self.roster = roster
         self.spare = None
         self._turned.set()
@@ -204,28 +240,6 @@ class Host:
                 while self.roster is than:
                     await self._turned.wait()
         return self.roster is not than
-
-    def told(self) -> None:
-        """Nobody is left to tell: who waits for that goes on."""
-        self._told.set()
-        self._told = asyncio.Event()
-
-    async def informed(self) -> None:
-        """Until this peer knows what the homes that it took over knew. Unavailable, with the peers
-        that did not tell; StaleEpoch where that went on to another peer meanwhile."""
-        began = self.roster
-        until = min(INFORMED_S, call_deadline.get() - self.now())
-        try:
-            async with asyncio.timeout(max(0.0, until) if self.untold else None):
-                while self.untold:
-                    await self._told.wait()
-        except TimeoutError:
-            raise Unavailable(
-                f"the roster changed, and {', '.join(sorted(self.untold))} did not tell yet what "
-                "was kept elsewhere before: call again"
-            ) from None
-        if self.roster is not began and not self.roster.places_like(began):
-            raise StaleEpoch(f"the roster changed while {self.address} learned the one before")
 
     def label(self, holder: int, label: str) -> None:
         """Remember what a client of any host is called; the oldest are forgotten."""

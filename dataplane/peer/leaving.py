@@ -21,7 +21,6 @@ from dataplane.peer.door import Door
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership import Membership
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.partitions import Partitions
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class Leaving:
         host: Host,
         mesh: Mesh,
         membership: Membership,
-        partitions: Partitions,
         copying: Copying,
         door: Door,
         lent: Lent,
@@ -52,7 +50,6 @@ class Leaving:
         self.host = host
         self.mesh = mesh
         self.membership = membership
-        self.partitions = partitions
         self.copying = copying
         self.door = door
         self.lent = lent
@@ -140,7 +137,6 @@ class Leaving:
     def turned(self, old: Roster, new: Roster) -> None:
         here = self.host.address
         if here in new.leaving and len(old.shards_of(here)) and not len(new.shards_of(here)):
-            self.partitions.hand_over()
             self.host.silent = False
         for owner in new.owners:
             moves = owner.peer in new.leaving and here not in new.leaving
@@ -175,7 +171,7 @@ class Leaving:
         them leased finds the new place at the shard."""
         if entry.copies is not None:
             await self.copying.bring(entry.copies, owner)
-            self.copying.succeed(entry, [entry.copies], owner)
+            self.copying.succeed(entry, entry.copies, owner)
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         while self.host.entries.get(entry.name) is entry:
             ranges, _, nbytes = entry.store.named(owner)

@@ -140,7 +140,7 @@ class Membership:
         right, which stay empty until a roster. Partitions go on to begin in all others, also where
         the authority ends in the middle of this, or there is nothing to give."""
         host = self.host
-        serves = host.address in host.roster.hosts and not host.untold and not host.silent
+        serves = host.address in host.roster.hosts and not host.silent
         if not serves or not newcomers(host.roster, self.keeper.apart):
             return b""
         if host.spare is None:

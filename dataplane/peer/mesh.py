@@ -253,20 +253,6 @@ class Mesh:
             lambda: owner.peer if self.host.roster.has(owner) else None, body, owner.incarnation
         )
 
-    async def call_all(self, body: Body) -> list[Any]:
-        """Ask every peer that may hold rows, also this one, and all of the next roster where it
-        changes before they have answered: for what does no harm when it is carried out twice."""
-        end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            try:
-                return await asyncio.gather(
-                    *(self.call(m, body, epoch=roster.epoch) for m in roster.hosts)
-                )
-            except (StaleEpoch, Unavailable):
-                if not await self.host.another_roster(roster, end):
-                    raise
-
     async def hello(self, address: str) -> PeerHello:
         """Who answers at an address. Unavailable when nobody does in time."""
         limit_s = self._limit(address, CALL_S)

@@ -18,10 +18,9 @@ from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Grant, Release, Settled
-from dataplane.wire.rosters import LostRows
 from dataplane.wire.tables import Rows
 
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release, LostRows, Settled)
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release, Settled)
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[[], Body | Awaitable[Body]]

@@ -17,8 +17,8 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.peer.host import Entry
-from dataplane.wire.messages import Claim
+from dataplane.peer.host import Known
+from dataplane.wire.messages import Claim, LossesDone
 from dataplane.wire.tables import Table
 
 COMPLETE, AWAY, MOVED, STARVED = "complete", "away", "moved", "starved"
@@ -44,9 +44,9 @@ class Starved(Exception):
         self.needed_bytes = needed_bytes
 
 
-def check(outcome: str, entry: Entry, body: Claim, needed_bytes: int) -> None:
-    """Returns where the claim has all that it asked for. StreamEnd, RowsLost, PartitionGone,
-    ValueTooLarge; the three above are not for callers: the claim queues again."""
+def check(outcome: str, entry: Known, body: Claim, needed_bytes: int) -> None:
+    """Returns where the claim has all that it asked for. StreamEnd, PartitionGone, ValueTooLarge;
+    the three above are not for callers: the claim queues again."""
     match outcome:
         case "starved":
             raise Starved(needed_bytes)
@@ -54,17 +54,6 @@ def check(outcome: str, entry: Entry, body: Claim, needed_bytes: int) -> None:
             raise HomeAway
         case "moved":
             raise HomeMoved
-        case "lost":
-            keys = entry.losses.latest()
-            raise RowsLost(
-                f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row "
-                f"that is left, but {counted(entry.losses.total, 'row was', 'rows were')} lost "
-                f"with their peer, such as {keys[:3]}: part.lost() names them all; put them into "
-                "a new partition",
-                partition=entry.name,
-                rows=entry.losses.total,
-                keys=keys,
-            )
         case "ended":
             raise StreamEnd(
                 f"partition {entry.name!r} is sealed and stage {body.stage!r} has had every row"
@@ -78,6 +67,18 @@ def check(outcome: str, entry: Entry, body: Claim, needed_bytes: int) -> None:
             )
 
 
+def rows_lost(body: Claim, lost: LossesDone) -> RowsLost:
+    """Of a claim that got nothing, and would have if no peer had been lost."""
+    return RowsLost(
+        f"partition {body.partition!r} is sealed and stage {body.stage!r} has had every row that "
+        f"is left, but {counted(lost.after, 'row was', 'rows were')} lost with their peer, such as "
+        f"{lost.names[:3]}: part.lost() names them all; put them into a new partition",
+        partition=body.partition,
+        rows=lost.after,
+        keys=lost.names,
+    )
+
+
 def what_is_left(body: Claim, end: float | None, now: float) -> Claim:
     """A claim that queues again, with the time until its end."""
     if end is None:
@@ -85,7 +86,7 @@ def what_is_left(body: Claim, end: float | None, now: float) -> Claim:
     return msgspec.structs.replace(body, timeout_ms=max(0, int((end - now) * 1000)))
 
 
-def in_vain(entry: Entry, body: Claim, why: str, details: dict[str, Any]) -> ClaimTimeout:
+def in_vain(entry: Known, body: Claim, why: str, details: dict[str, Any]) -> ClaimTimeout:
     """Its time is up. why: what it waited for."""
     within_s = body.timeout_ms / 1000
     return ClaimTimeout(
@@ -94,7 +95,7 @@ def in_vain(entry: Entry, body: Claim, why: str, details: dict[str, Any]) -> Cla
     )
 
 
-def too_late(exc: DeadlineExceeded, entry: Entry) -> ClaimTimeout:
+def too_late(exc: DeadlineExceeded, entry: Known) -> ClaimTimeout:
     """Of a claim whose rows were granted, and whose values did not arrive."""
     return ClaimTimeout(
         f"rows of {entry.name!r} were granted, but their values did not arrive in time, and the "
@@ -102,12 +103,12 @@ def too_late(exc: DeadlineExceeded, entry: Entry) -> ClaimTimeout:
     )
 
 
-def fields_of(entry: Entry, body: Claim) -> list[str]:
+def fields_of(entry: Known, body: Claim) -> list[str]:
     """What a claim fetches."""
     return entry.definition.stages[body.stage] if body.fields is None else body.fields
 
 
-def given_up(exc: Exception, entry: Entry) -> Exception:
+def given_up(exc: Exception, entry: Known) -> Exception:
     """What the caller is told in the end of a claim that was granted what went meanwhile."""
     if isinstance(exc, BytesLost):
         return Unavailable(

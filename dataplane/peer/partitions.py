@@ -1,38 +1,36 @@
-"""What this peer knows of partitions: attaching to them, their stages and their phases.
+"""Partitions: declaring them and attaching to them, their stages, their seal and their end.
 
-The home of a partition decides (generation, definition, phase); every peer that touches it keeps an
-`Entry` with its own store. Phases come from the home to all peers, and an answer says that the
-phase is in force here. The homes that sit at this peer are in `partition_homes`.
+All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep a handle
+of what they asked about, and are told nothing: every message names the generation that it is
+about, and the shard refuses an old one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from dataplane.errors import PartitionGone, PartitionUndefined
-from dataplane.metadata.copies import Copies
+from dataplane.errors import PartitionUndefined, StaleEpoch
 from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Flags
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.metadata.store import check_definition
+from dataplane.peer.host import Caller, Entry, Handle, Host, Known
 from dataplane.peer.mesh import CALL_S, Mesh
-from dataplane.peer.partition_homes import PartitionHomes, gone
 from dataplane.peer.shipping import Shipping
-from dataplane.wire.messages import Body, Define, Defined, Done
-from dataplane.wire.peering import AddStage, Phase
-from dataplane.wire.rosters import KnownPartition
+from dataplane.wire.messages import Body, Define, Defined, Done, Seal
+from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import Definition
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
-"""How long a home's answer is awaited, at most to the end of the call."""
-MAX_ENDED = 10_000
-"""Dropped partitions whose last generation is remembered."""
+"""How long a shard's answer is awaited, at most to the end of the call."""
+MAX_HANDLES = 10_000
+"""Partitions of other peers that are remembered; the oldest are asked about again."""
 
 
 class Partitions:
@@ -40,28 +38,30 @@ class Partitions:
         self, host: Host, mesh: Mesh, shipping: Shipping, settle: Callable[[Entry], None]
     ) -> None:
         self.host = host
-        self.shipping = shipping
         self.mesh = mesh
+        self.shipping = shipping
         self.settle = settle
-        self.homes = PartitionHomes(host, mesh)
         self.on_phase: list[Callable[[Entry, str], None]] = []
-        self._early: dict[tuple[str, int], str] = {}
-        self._attaching: dict[str, asyncio.Lock] = {}
-        self._dropped: dict[str, int] = {}
-        mesh.handlers |= {AddStage: self._add_stage, Phase: self._phase}
+        """called when a partition whose shard is here was sealed or dropped"""
+        self._newest = 0
+        """the newest generation that this peer has heard of, of any partition"""
+        self._defined: dict[str, asyncio.Event] = {}
+        self._awaited: Counter[str] = Counter()
+        """how many wait for a definition"""
+        mesh.handlers |= {Define: self._define, Seal: self._seal, AddStage: self._add_stage}
 
-    # attaching
+    # asked for by clients of this host
 
     async def define(
-        self, partition: str, definition: Definition | None, wait_s: float = 0
+        self, partition: str, definition: Definition | None, wait_s: float = 0, generation: int = 0
     ) -> Defined:
-        """Declare or attach, at the home; then this peer has an entry.
+        """Declare or attach, at the shard.
 
         PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
-        in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the home's answer is here in time
-        body = Define(partition, definition, int(in_vain_s * 1000))
+        in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
+        body = Define(partition, definition, int(in_vain_s * 1000), generation)
         reply: Defined = await self.ask_home(partition, body, timeout_s=wait_s + ANSWER_S)
-        self._enter(partition, reply)
+        self._note(partition, reply)
         return reply
 
     async def ask_home(
@@ -72,195 +72,140 @@ class Partitions:
             lambda: self.host.roster.home(partition), body, caller=caller, timeout_s=timeout_s
         )
 
+    async def known(self, partition: str, generation: int, stage: str = "") -> Known:
+        """A partition as this peer knows it, with this stage if it has that; asked about where it
+        does not. PartitionGone for an old generation."""
+        found = self.host.known(partition, generation)
+        if found is None or (stage and stage not in found.definition.stages):
+            reply = await self.define(partition, None, generation=generation)
+            found = Handle(partition, generation, reply.definition)
+        return self.host.known(partition, generation) or found
+
+    async def add_stage(self, of: Known, stage: str, fields: list[str]) -> None:
+        """Declare a stage by its first claim; refused under free="acked"."""
+        body = AddStage(of.name, of.generation, stage, fields)
+        self._note(of.name, await self.ask_home(of.name, body))
+
+    def _note(self, partition: str, told: Defined) -> None:
+        self._newest = max(self._newest, told.generation)
+        if partition not in self.host.entries:
+            handles = self.host.handles
+            handles.pop(partition, None)
+            handles[partition] = Handle(partition, told.generation, told.definition)
+            if len(handles) > MAX_HANDLES:
+                del handles[next(iter(handles))]
+
+    # at the shard
+
+    async def _define(self, caller: Caller, body: Define) -> Body:
+        if body.definition is None and body.wait_ms:
+            await self._await_definition(body.partition, body.wait_ms / 1000)
+        entry = self.host.entries.get(body.partition)
+        if entry is None and body.definition is not None:
+            entry = self._open(body.partition, body.definition)
+        elif body.generation:
+            entry = self.host.shard(body.partition, body.generation)
+        elif entry is None:
+            raise PartitionUndefined(
+                f"partition {body.partition!r} is not defined: one process must declare it, "
+                f"plane.partition({body.partition!r}, stages={{...}})",
+                partition=body.partition,
+            )
+        if body.definition is not None:
+            entry.store.check_same(body.definition)
+        return _defined(entry)
+
+    def _open(self, partition: str, definition: Definition) -> Entry:
+        """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
+        check_definition(partition, definition)
+        spare = self.host.spare
+        if spare is not None and spare[self.host.roster.bucket(partition)]:
+            raise StaleEpoch(f"the shard of partition {partition!r} moves: call again")
+        # The wall clock, because generations of a plane that is gone must not come again.
+        self._newest = max(self._newest + 1, time.time_ns())
+        store = JournaledStore(partition, definition, self._newest, self.host.lease_numbers)
+        entry = self.serve(store)
+        self.shipping.watch(entry)
+        event = self._defined.pop(partition, None)
+        if event is not None:
+            event.set()
+        return entry
+
+    async def _await_definition(self, partition: str, wait_s: float) -> None:
+        self._awaited[partition] += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                while partition not in self.host.entries:
+                    if not self.host.serves(partition):
+                        raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
+                    await self._defined.setdefault(partition, asyncio.Event()).wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._awaited[partition] -= 1
+            if not self._awaited[partition]:
+                del self._awaited[partition]
+                self._defined.pop(partition, None)
+
+    def _add_stage(self, caller: Caller, body: AddStage) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.declare_stage(body.stage, body.fields)
+        self.settle(entry)
+        return _defined(entry)
+
+    def _seal(self, caller: Caller, body: Seal) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.seal()
+        self.settle(entry)
+        return Done()
+
+    def drop(self, partition: str, generation: int) -> None:
+        """The partition ends; the same name may be declared again, as something new. Dropping what
+        is gone already changes nothing: who asks again may not have heard the answer."""
+        entry = self.host.entries.get(partition)
+        if entry is None and self.host.serves(partition):
+            return
+        entry = self.host.shard(partition, generation)
+        rows = entry.store.clear()
+        log.info("partition %r dropped with %d rows", partition, rows)
+        self.settle(entry)
+        del self.host.entries[partition]
+        for tell in self.on_phase:
+            tell(entry, "dropped")
+        self.host.space.digests.drop(partition)
+
+    def follow_phase(self, entry: Entry) -> None:
+        """Called after each change: a partition may have sealed itself."""
+        if entry.sealed and not entry.seal_told:
+            entry.seal_told = True
+            for tell in self.on_phase:
+                tell(entry, "sealed")
+
+    # a new roster
+
+    def serve(self, store: JournaledStore) -> Entry:
+        """From now on this peer has its shard."""
+        self._newest = max(self._newest, store.generation)
+        entry = self.host.entries[store.partition] = Entry(store)
+        self.host.handles.pop(store.partition, None)
+        return entry
+
+    def turned(self) -> None:
+        """What is served elsewhere now is with its rows, and what they hold, that peer's."""
+        for name in [name for name in self.host.entries if not self.host.serves(name)]:
+            del self.host.entries[name]
+        for event in self._defined.values():
+            event.set()
+        self._defined.clear()
+
     def spare(self) -> Flags:
         """Per shard, whether it is this peer's and nothing lives in it."""
         roster = self.host.roster
         spare: Flags = roster.primaries == roster.members.index(self.host.address)
-        for name in {*self.host.entries, *self.homes.names()}:
+        for name in self.host.entries:
             spare[roster.bucket(name)] = False
         return spare
 
-    def _enter(self, partition: str, defined: Defined) -> Entry:
-        entry = self.host.entries.get(partition)
-        if entry is not None and entry.generation >= defined.generation:
-            return entry
-        if self._dropped.get(partition, 0) >= defined.generation:
-            raise gone(partition)  # its end was told before this answer came
-        if entry is not None:
-            self._drop(entry)
-        entry = Entry(
-            partition,
-            defined.generation,
-            defined.definition,
-            self._store(partition, defined.definition, defined.generation),
-        )
-        self.host.entries[partition] = entry
-        self.shipping.watch(entry)
-        phase = self._early.pop(entry.key, defined.phase)
-        if phase != "open":
-            self._apply(entry, phase)
-        return entry
 
-    def _store(self, partition: str, definition: Definition, generation: int) -> JournaledStore:
-        return JournaledStore(partition, definition, generation, self.host.lease_numbers)
-
-    def hand_over(self) -> None:
-        """All rows are another peer's now, with what they hold."""
-        for entry in self.host.entries.values():
-            sealing = entry.store.sealing
-            entry.store = self._store(entry.name, entry.definition, entry.generation)
-            entry.told_closed = 0
-            entry.copies = Copies() if entry.copies is not None else None
-            if sealing:
-                entry.store.seal_begin()
-            if entry.sealed:
-                entry.store.seal_end()
-
-    def take_over(self, partition: str, generation: int, definition: Definition) -> Entry | None:
-        """This peer's entry, for rows of another peer's; None where the partition was dropped."""
-        try:
-            entry = self._enter(partition, Defined(generation, definition, "open"))
-        except PartitionGone:
-            return None
-        if entry.generation != generation:
-            return None
-        for stage, fields in definition.stages.items():  # only hosts are told of those added later
-            self._learn(entry, stage, fields)
-        return entry
-
-    def ended(self, partition: str, generation: int) -> None:
-        """Whom this peer backs up has dropped it. Nobody waits until one without rows is told, and
-        this one may be all that is left to remember."""
-        entry = self.host.entries.get(partition)
-        if entry is not None and entry.generation == generation:
-            self._drop(entry)
-        else:
-            self._note_dropped(partition, generation)
-
-    def known(self, address: str) -> list[KnownPartition]:
-        """What this peer knows of partitions whose home is there now."""
-        at = self.host.roster.home
-        ended = [
-            KnownPartition(name, generation, Definition(), "dropped", 0)
-            for name, generation in self._dropped.items()
-            if at(name) == address
-        ]
-        return ended + [
-            KnownPartition(name, e.generation, e.definition, e.phase, e.store.closed_groups)
-            for name, e in self.host.entries.items()
-            if at(name) == address
-        ]
-
-    async def entry(self, partition: str, generation: int, stage: str = "") -> Entry:
-        """This peer's entry, with this stage; fetched from the home where this peer has none yet.
-
-        PartitionGone for an old generation.
-        """
-        entry = await self._attached(partition, generation)
-        if stage and stage not in entry.definition.stages:
-            # Whoever names it was told of it, and this peer is just being told.
-            reply: Defined = await self.ask_home(partition, Define(partition, None, 0))
-            if reply.generation == generation and stage in reply.definition.stages:
-                self._learn(entry, stage, reply.definition.stages[stage])
-        return entry
-
-    async def _attached(self, partition: str, generation: int) -> Entry:
-        found = self.host.entry(partition, generation)
-        if found is not None:
-            return found
-        if self._dropped.get(partition, 0) >= generation:
-            raise gone(partition)
-        async with self._attaching.setdefault(partition, asyncio.Lock()):
-            found = self.host.entry(partition, generation)
-            if found is not None:
-                return found
-            try:
-                await self.define(partition, None)
-            except PartitionUndefined:
-                raise gone(partition) from None
-            finally:
-                self._attaching.pop(partition, None)
-        found = self.host.entry(partition, generation)
-        if found is None:
-            raise gone(partition)
-        return found
-
-    # stages
-
-    async def add_stage(self, entry: Entry, stage: str, fields: list[str]) -> None:
-        """Declare a stage by its first claim; the home refuses it under free="acked"."""
-        body = AddStage(entry.name, entry.generation, stage, fields, ask=True)
-        await self.ask_home(entry.name, body)
-
-    async def _add_stage(self, caller: Caller, body: AddStage) -> Body:
-        if body.ask:
-            await self.homes.add_stage(body)
-            return Done()
-        self._learn(await self.entry(body.partition, body.generation), body.stage, body.fields)
-        return Done()
-
-    def _learn(self, entry: Entry, stage: str, fields: list[str]) -> None:
-        if stage not in entry.definition.stages:
-            stages = {**entry.definition.stages, stage: fields}
-            entry.definition = msgspec.structs.replace(entry.definition, stages=stages)
-            entry.store.declare_stage(stage, fields)
-            self.settle(entry)
-
-    # phases
-
-    async def drop(self, entry: Entry) -> None:
-        """Drop the whole partition everywhere."""
-        await self.ask_home(entry.name, Phase(entry.name, entry.generation, "dropped", ask=True))
-
-    async def _phase(self, caller: Caller, body: Phase) -> Body:
-        if body.ask:  # only a drop is asked for: the home tells everybody, this peer too
-            await self.host.informed()
-            if not self._is_over(body.partition, body.generation):
-                await self.homes.drop(body.partition, body.generation)
-            return Done()
-        entry = self.host.entries.get(body.partition)
-        if entry is None or entry.generation != body.generation:
-            if entry is None or entry.generation < body.generation:
-                self._remember_early(body)
-            return Done()
-        self._apply(entry, body.phase)
-        return Done()
-
-    def _is_over(self, partition: str, generation: int) -> bool:
-        """Whether this drop was carried out, everywhere: who asked may not have heard it."""
-        return partition not in self.homes and self._dropped.get(partition) == generation
-
-    def _remember_early(self, body: Phase) -> None:
-        if body.phase == "dropped":
-            self._early.pop((body.partition, body.generation), None)
-            self._note_dropped(body.partition, body.generation)
-        elif self._dropped.get(body.partition, 0) < body.generation:
-            self._early[body.partition, body.generation] = body.phase
-
-    def _note_dropped(self, partition: str, generation: int) -> None:
-        self._dropped[partition] = max(generation, self._dropped.get(partition, 0))
-        if len(self._dropped) > MAX_ENDED:
-            del self._dropped[next(iter(self._dropped))]
-
-    def _apply(self, entry: Entry, phase: str) -> None:
-        if phase == "dropped":
-            self._drop(entry)
-            return
-        entry.store.seal_begin()
-        if phase == "sealed" and not entry.sealed:
-            entry.store.seal_end()
-            entry.sealed = True
-        self.settle(entry)
-        for tell in self.on_phase:
-            tell(entry, phase)
-
-    def _drop(self, entry: Entry) -> None:
-        rows = entry.store.clear()
-        log.info("partition %r dropped with %d rows", entry.name, rows)
-        self.settle(entry)
-        for tell in self.on_phase:
-            tell(entry, "dropped")
-        if self.host.entries.get(entry.name) is entry:
-            del self.host.entries[entry.name]
-        self.host.space.digests.drop(entry.name)
-        self._note_dropped(entry.name, entry.generation)
+def _defined(entry: Entry) -> Defined:
+    return Defined(entry.generation, entry.definition, entry.store.phase)

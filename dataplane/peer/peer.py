@@ -7,13 +7,11 @@ waiting puts are looked at, and the homes learn what became ready.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import logging
 import secrets
 
-from dataplane.errors import PartitionGone
 from dataplane.launch import runs
 from dataplane.launch.settings import LINGER_S, PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
@@ -59,7 +57,6 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire import messages as m
 from dataplane.wire.limits import MAX_CARRIED_BYTES
-from dataplane.wire.peering import Tally
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +106,6 @@ class Peer:
         self.writing = Writing(
             self.host,
             self.mesh,
-            self.partitions,
             self.grants,
             self.copying,
             self.carrying,
@@ -291,19 +287,9 @@ class Peer:
         changed = entry.store.dirty()
         if changed:
             self.seats.changed(entry, changed)
-        closed = entry.store.closed_groups
-        if closed != entry.told_closed:
-            entry.told_closed = closed
-            if entry.definition.groups is not None and self.host.serves(entry.name):
-                self.mesh.spawn(self._tell_closed(entry, closed))
-
-    async def _tell_closed(self, entry: Entry, closed: int) -> None:
-        home = functools.partial(self._home, entry.name)
-        with contextlib.suppress(PartitionGone):
-            await self.mesh.insist(home, Tally(entry.name, entry.generation, closed))
-
-    def _home(self, partition: str) -> str:
-        return self.host.roster.home(partition)
+        self.partitions.follow_phase(entry)
+        if entry.sealed:
+            self.losses.look(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

@@ -26,7 +26,7 @@ from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
-from dataplane.wire.messages import Body, Done, Stats, Wait
+from dataplane.wire.messages import Body, Define, Done, Losses, Stats, Wait
 from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Pull, Release, Settled
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
@@ -40,6 +40,8 @@ ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Pull, Void)
 """What does not depend on who serves which shard."""
+ONLY_WAITS = (Wait, Losses, Define)
+"""What changes nothing for as long as it is not answered."""
 WHENEVER = (*ANYBODY, *ANY_EPOCH)
 UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
@@ -154,7 +156,7 @@ class PeerDoor:
             return self._handle(request)
         self.host.speak()
         outcome = self._handle(request)
-        if isinstance(outcome, Body) or isinstance(request.body, Wait):
+        if isinstance(outcome, Body) or isinstance(request.body, ONLY_WAITS):
             return outcome
         self.under_way += 1
         return self._counted(outcome)

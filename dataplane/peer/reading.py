@@ -26,7 +26,7 @@ from dataplane.memory.extents import every
 from dataplane.memory.space import Space
 from dataplane.peer import rows as rowset
 from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.host import Caller, Entry, Host, call_stage
+from dataplane.peer.host import Caller, Host, call_stage
 from dataplane.peer.leases import Handed, Leases
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
@@ -178,17 +178,16 @@ class Reading:
             return await self._read(session, body)  # a place is a hint: bytes may have moved
 
     async def _read(self, session: Session, body: Read) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
         if body.rows is not None:
-            found: Found = await self.partitions.ask_home(entry.name, body)
+            found: Found = await self.partitions.ask_home(body.partition, body)
             table, cursor = found.table, b""
         else:
-            table, cursor = await self._read_page(entry, body)
+            table, cursor = await self._read_page(body)
         resolved = self.resolve(table, session.id)
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
         return ReadDone(table, pin, cursor)
 
-    async def _read_page(self, entry: Entry, body: Read) -> tuple[Table, bytes]:
+    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
         """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
         the roster changed since the page before."""
         number = self.host.roster.epoch[1].to_bytes(8, "little")
@@ -196,11 +195,11 @@ class Reading:
             raise StaleEpoch("the roster changed in the middle of this read: read again")
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found: Found = await self.partitions.ask_home(entry.name, asked)
+        found: Found = await self.partitions.ask_home(body.partition, asked)
         return found.table, number + found.table.rows.keys[-16:] if found.more else b""
 
     async def _read_here(self, caller: Caller, body: Read) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = self.host.shard(body.partition, body.generation)
         store = entry.store
         slots, more = store.read(
             rows=body.rows, where=body.where, limit=body.limit, after=body.after

@@ -1,7 +1,7 @@
 """The backup's side: copies of other peers' stores, kept by replaying what those did.
 
-When the roster gives this peer the shards of another one, it takes the copies over into its own
-stores, tells the owners of values what it holds now, and serves them like its own.
+When the roster gives this peer the shards of another one, it serves the copies like its own, and
+tells the owners of values what it holds now.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-import msgspec
 import numpy as np
 
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, named_by
-from dataplane.metadata.journal import apply, dump
+from dataplane.metadata.journal import JournaledStore, apply
 from dataplane.metadata.references import ids_of
 from dataplane.metadata.roster import Roster
 from dataplane.metadata.store import Store
@@ -30,12 +29,11 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.orphans import Orphans
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.supplying import Supplying
-from dataplane.wire.journal import Op, Relocated, decode_ops
+from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import AddStage, Phase
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.rosters import Append, Inherited, Shipment
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +44,7 @@ Key = tuple[str, int]
 class _Copy:
     """of one partition. values: second copies of what the primary wrote, with replicas=2"""
 
-    definition: Definition
-    store: Store
+    store: JournaledStore
     values: Copies | None = None
 
 
@@ -77,6 +74,7 @@ class Replicas:
         self.mesh = mesh
         self.partitions = partitions
         self.supplying = supplying
+        self.shipping = supplying.shipping
         self.grants = grants
         self.copying = copying
         self.orphans = orphans
@@ -151,9 +149,14 @@ class Replicas:
     def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
         key = shipment.partition, shipment.generation
         if shipment.definition is not None:
-            store = Store(*_identity(shipment), self.host.lease_numbers)
+            store = JournaledStore(
+                shipment.partition,
+                shipment.definition,
+                shipment.generation,
+                self.host.lease_numbers,
+            )
             values = Copies() if shipment.definition.replicas == 2 else None
-            origin.copies[key] = _Copy(shipment.definition, store, values)
+            origin.copies[key] = _Copy(store, values)
             origin.next += 1
         copy = origin.copies.get(key)
         if copy is None:
@@ -162,16 +165,12 @@ class Replicas:
             for op in decode_ops(raw):
                 apply(copy.store, op, self.host.now())
                 self._follow(owner, copy, op)
-                if isinstance(op, Phase) and op.phase == "dropped":
-                    origin.copies.pop(key, None)
-                    self.partitions.ended(*key)
+                if isinstance(op, Ended):
+                    del origin.copies[key]
             origin.next += 1
 
     def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
         """Values that the primary wrote get second copies here, for as long as rows name them."""
-        if isinstance(op, AddStage):
-            stages = {**copy.definition.stages, op.stage: op.fields}
-            copy.definition = msgspec.structs.replace(copy.definition, stages=stages)
         freed = copy.store.freed()
         if copy.values is None:
             return
@@ -234,46 +233,35 @@ class Replicas:
 
     def _take_over(self, owner: Owner, origin: _Origin, lives: bool) -> None:
         held: dict[Owner, list[tuple[Array, Array]]] = {}
-        for (name, generation), copy in origin.copies.items():
+        for copy in origin.copies.values():
             for values, ranges, counts in copy.store.holdings():
                 held.setdefault(values, []).append((ranges, counts))
-            entry = self.partitions.take_over(name, generation, copy.definition)
-            if entry is None:
-                self._release(copy)
-                continue
-            for op in dump(copy.store):
-                apply(entry.store, op, self.host.now())
-            entry.sealed |= entry.store.sealed
+            entry = self.partitions.serve(copy.store)
             if copy.values is not None:
-                own = [entry.copies] if entry.copies is not None else []
-                self.copying.succeed(entry, [copy.values, *own], owner)
+                self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
+            self.shipping.take_over(entry)
             for holder, address in origin.holders.items():
                 self.supplying.lent_to(holder, address)
                 if address == owner.peer and not lives:
                     entry.store.release_holder(holder)
             # Also of one that leaves: it may end before a grant of its own is answered.
-            self._look_for_orphans(entry, copy.store, origin.holders)
-            log.warning("took %d rows of %r over from %s", len(copy.store), name, owner.peer)
+            self._look_for_orphans(entry, origin.holders)
+            log.warning("took %d rows of %r over from %s", len(copy.store), entry.name, owner.peer)
         self._named |= held.keys()
         for other in self.host.roster.owners:
             ranges, counts = _joined(held.get(other, []))
             body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
             self.grants.took_over(other, body)
 
-    def _look_for_orphans(self, entry: Entry, store: Store, holders: dict[int, str]) -> None:
+    def _look_for_orphans(self, entry: Entry, holders: dict[int, str]) -> None:
         asked: dict[str, dict[int, Entry]] = {}
-        for lease in store.state.leases:
+        for lease in entry.store.state.leases:
             address = holders.get(lease.holder)
             if address is not None:
                 asked.setdefault(address, {})[lease.number] = entry
         for address, leases in asked.items():
             self.orphans.ask(address, leases)
-
-
-def _identity(shipment: Shipment) -> tuple[str, Definition, int]:
-    assert shipment.definition is not None
-    return shipment.partition, shipment.definition, shipment.generation
 
 
 def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:

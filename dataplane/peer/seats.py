@@ -52,7 +52,7 @@ class Seat:
 
     def look(self) -> None:
         """Let the home see what changed."""
-        self.home.changed(self.entry.sealed and self.entry.store.sealing)
+        self.home.changed(self.entry.sealed)
 
 
 class Seats:
@@ -98,33 +98,31 @@ class Seats:
             self._settle(seat, claim, outcome)
         seat.changed.set()
 
-    async def _seat(self, partition: str, generation: int, stage: str) -> Seat:
+    def _seat(self, partition: str, generation: int, stage: str) -> Seat:
         key = (partition, generation, stage)
         seat = self._seats.get(key)
         if seat is None:
-            entry = await self.partitions.entry(partition, generation, stage)
-            seat = self._seats.get(key)
-            if seat is None:
-                home = StageHome(
-                    lambda where: entry.store.counts(stage, where),
-                    lambda lane: entry.store.near(stage, lane.unit, lane.filter),
-                )
-                seat = self._seats[key] = Seat(entry, stage, home)
+            entry = self.host.shard(partition, generation)
+            entry.store.state.stage(stage)
+            home = StageHome(
+                lambda where: entry.store.counts(stage, where),
+                lambda lane: entry.store.near(stage, lane.unit, lane.filter),
+            )
+            seat = self._seats[key] = Seat(entry, stage, home)
         seat.look()
         return seat
 
-    async def _demand(self, caller: Caller, body: Demand) -> Body:
-        seat = await self._seat(body.partition, body.generation, body.stage)
+    def _demand(self, caller: Caller, body: Demand) -> Body:
+        seat = self._seat(body.partition, body.generation, body.stage)
         claim = ClaimId(caller.address, body.number)
         seat.demands[claim] = body
         seat.home.demand(claim, body.want, credit_bytes=body.credit_bytes)
         self._pump(seat)
         return Done()
 
-    async def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
-        # As a demand does: of one that still waits for the seat this must not be ahead.
+    def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
         try:
-            seat = await self._seat(body.partition, body.generation, body.stage)
+            seat = self._seat(body.partition, body.generation, body.stage)
         except PartitionGone:
             return Done()
         claim = ClaimId(caller.address, body.number)
@@ -206,7 +204,7 @@ class Seats:
 
         ClaimTimeout when its time is up: the asker says why, or asks again.
         """
-        seat = await self._seat(body.partition, body.generation, body.stage)
+        seat = self._seat(body.partition, body.generation, body.stage)
         try:
             async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
                 while not self._is_satisfied(seat, body):

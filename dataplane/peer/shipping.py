@@ -70,7 +70,14 @@ class Shipping:
         if self.backup is not None or entry.copies is not None:
             entry.store.emit = functools.partial(self._emit, entry)
         if self.backup is not None:
-            self._push(_Pending(entry.name, entry.generation, b"", entry.definition))
+            self._push(_Pending(entry.name, entry.generation, b"", entry.store.declared))
+
+    def take_over(self, entry: Entry) -> None:
+        """A partition that another peer served is this one's, with all its rows."""
+        self.watch(entry)
+        if entry.store.emit is not None:
+            for op in dump(entry.store):
+                entry.store.emit(op)
 
     def lease_to(self, holder: int, address: str) -> None:
         """A session, of that peer, is about to hold leases here."""

@@ -248,8 +248,7 @@ def _line(stats: dict[str, Any]) -> dict[str, Any]:
 def _partition(entry: Entry) -> dict[str, Any]:
     return {
         **entry.store.stats(),
-        "lost_rows": entry.losses.total,
-        "phase": entry.phase,
+        "phase": entry.store.phase,
         "generation": entry.generation,
     }
 

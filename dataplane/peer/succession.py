@@ -16,7 +16,6 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.orphans import Orphans
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.replicas import Replicas
-from dataplane.peer.restating import Restating
 from dataplane.peer.seats import Seats
 from dataplane.peer.shipping import Shipping
 from dataplane.peer.supplying import Supplying
@@ -38,6 +37,7 @@ class Succession:
         settle: Callable[[Entry], None],
     ) -> None:
         self.shipping = shipping
+        self.partitions = partitions
         self.seats = seats
         self.claims = claims
         self.membership = Membership(host, mesh, keeper)
@@ -55,16 +55,15 @@ class Succession:
             Orphans(host, mesh, supplying, claims.unheld),
         )
         self.membership.lost_before = self.replicas.lost_before
-        self.restating = Restating(host, mesh, partitions)
         self.leaving = Leaving(
-            host, mesh, self.membership, partitions, shipping.copying, door, grants.lent, settle
+            host, mesh, self.membership, shipping.copying, door, grants.lent, settle
         )
 
     def _turned(self, old: Roster, new: Roster) -> None:
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
+        self.partitions.turned()
         self.leaving.turned(old, new)
         self.shipping.turned(new)
-        self.restating.turned(old, new)
         if new.places_like(old):
             return
         self.seats.turned()

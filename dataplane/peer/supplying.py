@@ -11,7 +11,7 @@ from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.instructions import Order
 from dataplane.metadata.takes import Taken
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Entry, Host, Known
 from dataplane.peer.leases import Handed, Part
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
@@ -116,7 +116,7 @@ class Supplying:
         if address != self.host.address:
             self._lent.setdefault(address, set()).add(holder)
 
-    async def release(self, part: Part, entry: Entry) -> None:
+    async def release(self, part: Part, entry: Known) -> None:
         """Leased rows go back, wherever they were leased."""
         body = Finish(part.lease, "release", partition=entry.name, generation=entry.generation)
         try:
@@ -139,5 +139,6 @@ class Supplying:
                     rowset.count(lost.rows),
                     back,
                 )
-                self.losses.tell(entry, rowset.names(lost.rows))
+                self.host.lost_rows += rowset.count(lost.rows)
+                self.losses.look(entry)
             self.settle(entry)

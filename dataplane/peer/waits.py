@@ -15,7 +15,7 @@ import msgspec
 
 from dataplane.errors import ClaimTimeout, Unavailable
 from dataplane.metadata import reasons
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Host, Known
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.partitions import Partitions
@@ -48,7 +48,7 @@ class Waits:
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the home says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = await self.partitions.known(body.partition, body.generation)
         look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
         why = self.explain(end, look)
         subject = reasons.Subject("wait", entry.name, body.stage, (entry.generation, body.unit))
@@ -91,7 +91,7 @@ class Waits:
             [self.host.labels.get(holder, f"client {holder:x}"), stage, rows, age]
             for holder, stage, rows, age in found["leases"]
         ]
-        found["sealed"], found["producers"] = entry.store.sealing, self.producers()
+        found["sealed"], found["producers"] = entry.sealed, self.producers()
         return StatsDone(found)
 
     def explain(self, end: float, look: Callable[[float], Awaitable[Why]]) -> asyncio.Task[Why]:
@@ -109,7 +109,7 @@ class Waits:
         return asyncio.ensure_future(later())
 
     def looks(
-        self, session: Session, entry: Entry, stage: str, unit: str, want: Want | None = None
+        self, session: Session, entry: Known, stage: str, unit: str, want: Want | None = None
     ) -> Callable[[float], Awaitable[Why]]:
         """`why` of one call."""
         return functools.partial(self.why, session, entry, stage, unit, want)
@@ -117,7 +117,7 @@ class Waits:
     async def why(
         self,
         session: Session,
-        entry: Entry,
+        entry: Known,
         stage: str,
         unit: str,
         want: Want | None,

@@ -16,7 +16,6 @@ from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
-from dataplane.peer.partitions import Partitions
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
@@ -28,7 +27,6 @@ class Writing:
         self,
         host: Host,
         mesh: Mesh,
-        partitions: Partitions,
         grants: Grants,
         copying: Copying,
         carrying: Carrying,
@@ -36,7 +34,6 @@ class Writing:
     ) -> None:
         self.host = host
         self.mesh = mesh
-        self.partitions = partitions
         self.grants = grants
         self.copying = copying
         self.carrying = carrying
@@ -48,7 +45,7 @@ class Writing:
             self.carrying.land(session, body)
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
-            if entry is None or not self.host.serves(entry.name):
+            if entry is None:
                 return self._put_there(session, request, body)
             plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
             committed = self._commit_put(session, body, plan.continues)
@@ -57,12 +54,13 @@ class Writing:
         except BaseException:
             self.host.space.release(committed.ranges, committed.counts)
             raise
-        return self._put_done(session, entry, body, committed)
+        done = self._put_done(session, body, committed)
+        self.settle(entry)
+        return done
 
     async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
         """To the partition's shard; where another peer has that in the end, to that one."""
         with self.grants.unless_refused(session, body.ranges):
-            entry = await self.partitions.entry(body.partition, body.generation)
             committed = self._commit_put(session, body, body.continuing)
         caller = caller_of(self.host, request, session)
         sub = Put(
@@ -80,14 +78,15 @@ class Writing:
             while True:
                 roster = self.host.roster
                 try:
-                    await self.grants.hand_over(roster.home(entry.name), sub, caller, roster.epoch)
+                    home = roster.home(body.partition)
+                    await self.grants.hand_over(home, sub, caller, roster.epoch)
                     break
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):
                         raise
                     # A peer that was lost may have taken it, and who took it over has it then.
                     sub.keep |= isinstance(exc, Unavailable) and not body.replace
-        return self._put_done(session, entry, body, committed)
+        return self._put_done(session, body, committed)
 
     def _commit_put(self, session: Session, body: Put, continues: bool) -> Committed:
         kind = Admission.CONTINUE if continues else Admission.OPEN
@@ -113,7 +112,7 @@ class Writing:
         )
         return outcome.kept
 
-    def _put_done(self, session: Session, entry: Entry, body: Put, committed: Committed) -> PutDone:
+    def _put_done(self, session: Session, body: Put, committed: Committed) -> PutDone:
         space = self.host.space
         if body.digests:
             at = column(body.digest_index, U4)
@@ -122,13 +121,11 @@ class Writing:
             )
         if body.pin:
             space.unpin(session.id, [body.pin])
-        self.settle(entry)
         return PutDone(self.grants.ahead(session, body.want_bytes))
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
-        entry = await self.partitions.entry(body.partition, body.generation)
+        entry = self.host.shard(body.partition, body.generation)
         async with self.copying.beforehand(entry, body):
             kept = self._store(entry, body, body.columns, body.owners)
-        if caller.address != self.host.address:
-            self.settle(entry)
+        self.settle(entry)
         return PutDone(kept=kept)

@@ -1,4 +1,4 @@
-"""The operations of one partition at one peer, as its backup replays them.
+"""The operations of one partition, as its backup replays them.
 
 They say what happened, not what was asked: a claim is the rows that it got, and the end of a lease
 is its number, so that the result hangs on nothing but the operations and their order. `dump`
@@ -16,7 +16,7 @@ from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Body, Finish, Reset, Tag
-from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Specs, Where
 
 Unit = Literal["rows", "groups"]
@@ -91,6 +91,15 @@ class Relocated(Body, tag=206):
     reach: bytes = b""
 
 
+class Sealed(Body, tag=207):
+    """No new rows from now on; open groups close at their size. Not told of a partition that has
+    as many groups as it was declared with: it seals itself."""
+
+
+class Ended(Body, tag=208):
+    """The partition was dropped."""
+
+
 class Sized(Body, tag=210):
     """Groups, without their rows. expected: u4, 0xFFFFFFFF unknown. gone: u4, rows it had that are
     no more. dropped: u4, those of them that were dropped. closed: a byte each."""
@@ -154,6 +163,13 @@ class Summary(Body, tag=214):
     lost: dict[str, int] = {}
 
 
+class LostBefore(Body, tag=216):
+    """Names of rows that were lost with a peer, oldest first; `missed`: forgotten before."""
+
+    names: list[Name]
+    missed: int = 0
+
+
 Op = (
     Wrote
     | Leased
@@ -164,7 +180,8 @@ Op = (
     | Expected
     | Reset
     | AddStage
-    | Phase
+    | Sealed
+    | Ended
     | Lost
     | Relocated
     | Restore
@@ -174,6 +191,7 @@ Op = (
     | Held
     | Buried
     | Summary
+    | LostBefore
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -76,17 +76,20 @@ class Goodbye(Body, tag=4):
 
 
 class Define(Body, tag=10):
-    """Declare a partition, or attach to it where `definition` is None (waits for one so long)."""
+    """Declare a partition, or attach to it where `definition` is None (waits for one so long).
+
+    generation: between peers, to attach to this one and no other; 0: to whichever there is."""
 
     partition: str
     definition: Definition | None
     wait_ms: int = 0
+    generation: int = 0
 
 
 class Defined(Body, tag=11):
     generation: int
     definition: Definition
-    phase: Literal["open", "sealing", "sealed", "dropped"]
+    phase: Literal["open", "sealed"]
 
 
 class Seal(Body, tag=12):
@@ -333,7 +336,9 @@ class Wait(Body, tag=45):
 
 
 class Losses(Body, tag=46):
-    """Names of rows that were lost with a peer, beyond the first `after`; waits for some."""
+    """Names of rows that were lost with a peer, beyond the first `after`; waits for some.
+
+    after -1: between peers, those lost last, without waiting."""
 
     partition: str
     generation: int
@@ -342,7 +347,7 @@ class Losses(Body, tag=46):
 
 
 class LossesDone(Body, tag=47):
-    """missed: names in between that this peer has no more. ended: no row can be lost any more."""
+    """missed: names in between that the shard has no more. ended: no row can be lost any more."""
 
     after: int
     names: list[Name] = []

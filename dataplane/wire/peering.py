@@ -4,7 +4,7 @@ One envelope a message.
 
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
 VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
-homes and the claims that queue there, phases of partitions.
+homes and the claims that queue there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from dataplane.wire.messages import (
     Failed,
     Fetch,
     Finish,
+    Losses,
+    LossesDone,
     Put,
     PutDone,
     Read,
@@ -63,32 +65,12 @@ class PeerHello(Body, tag=100):
 
 
 class AddStage(Body, tag=103):
-    """From a partition's home to every peer; `ask`: to the home, which then tells everybody."""
+    """A stage that was not declared with its partition; answered by `Defined`."""
 
     partition: str
     generation: int
     stage: str
     fields: list[str]
-    ask: bool = False
-
-
-class Phase(Body, tag=104):
-    """From a partition's home to every peer; the answer says that it is in force there.
-
-    `ask`: to the home, that the partition be dropped."""
-
-    partition: str
-    generation: int
-    phase: Literal["open", "sealing", "sealed", "dropped"]
-    ask: bool = False
-
-
-class Tally(Body, tag=105):
-    """To a partition's home: how many groups are closed at this peer (dropped ones not counted)."""
-
-    partition: str
-    generation: int
-    closed_groups: int
 
 
 class Demand(Body, tag=111):
@@ -195,18 +177,12 @@ class PeerRequest(msgspec.Struct, array_like=True):
         PeerHello
         | rosters.Beat
         | rosters.Rostered
-        | rosters.Restate
-        | rosters.Restated
         | rosters.Append
         | rosters.Inherited
-        | rosters.LostRows
-        | rosters.CanLose
         | rosters.Held
         | rosters.CanFree
         | rosters.Void
         | AddStage
-        | Phase
-        | Tally
         | Demand
         | Withdraw
         | Grant
@@ -225,6 +201,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Fetch
         | Finish
         | Wait
+        | Losses
         | Stats
         | sampling.Sample
         | Asked
@@ -245,9 +222,9 @@ class PeerReply(msgspec.Struct, array_like=True):
         | PutDone
         | Dropped
         | Found
-        | rosters.Remaining
         | rosters.Unheld
         | rosters.Stirring
+        | LossesDone
         | StatsDone
         | sampling.Sampled
         | Answered

@@ -1,14 +1,12 @@
-"""What keeps a plane whole: life signs, rosters, what new homes learn, operations for backups,
-what was lost or not answered, and whether anybody still moves."""
+"""What keeps a plane whole: life signs, rosters, operations for backups, what was not answered, and
+whether anybody still moves."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
 from dataplane.wire.messages import Body
-from dataplane.wire.tables import Definition, Name, Owner, RosterTable
+from dataplane.wire.tables import Definition, Owner, RosterTable
 
 
 class Beat(Body, tag=140):
@@ -35,29 +33,6 @@ class Rostered(Body, tag=141):
 
     table: RosterTable | None = None
     wanted: bool = False
-
-
-class KnownPartition(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer knows of a partition, for the new home of its record."""
-
-    partition: str
-    generation: int
-    definition: Definition
-    phase: Literal["open", "sealing", "sealed", "dropped"]
-    closed_groups: int
-
-
-class Restate(Body, tag=153):
-    """The sender was given shards, one bit each, and asks what is known of the partitions there.
-    Answered when all of it was told with `Restated`."""
-
-    shards: bytes
-
-
-class Restated(Body, tag=142):
-    """To a peer that asked: what the sender knows of the partitions that it serves now."""
-
-    partitions: list[KnownPartition] = []
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):
@@ -94,27 +69,6 @@ class Inherited(Body, tag=144):
     ranges: bytes
     counts: bytes
     began: int = 0
-
-
-class LostRows(Body, tag=145):
-    """Rows of the sender's shards were lost with a peer."""
-
-    partition: str
-    generation: int
-    names: list[Name]
-
-
-class CanLose(Body, tag=146):
-    """How many rows of the receiver's can still be lost, when it has told of all that were?"""
-
-    partition: str
-    generation: int
-
-
-class Remaining(Body, tag=147):
-    """All that the sender lost has been told. rows: of the partition, not yet done at a stage."""
-
-    rows: int
 
 
 class Held(Body, tag=148):

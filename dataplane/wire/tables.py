@@ -93,7 +93,8 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
     primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,
     the first shard in the highest bit. leaving: members that hand over what they have.
-    takeovers: the last ones, for whoever missed the roster of one.
+    takeovers: the last ones, for whoever missed the roster of one. lost: one bit a shard, those of
+    which both copies were lost at some time; empty: none.
     """
 
     members: list[str]
@@ -104,6 +105,7 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     in_sync: bytes
     leaving: list[str] = []
     takeovers: list[Takeover] = []
+    lost: bytes = b""
 
 
 class Column(msgspec.Struct, array_like=True):

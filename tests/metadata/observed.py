@@ -42,29 +42,11 @@ def observed(store: Store) -> dict[str, Any]:
         "leases": {lease.number: _lease(store, lease) for lease in state.leases},
         "tombstones": [key.tobytes() for key in state.tombstones.keys()],  # noqa: SIM118
         "fields": sorted(store.known(list(state.fields.names))),
-        "phase": (store.sealing, store.sealed),
+        "phase": store.phase,
         "holdings": _holdings(store),
+        "lost": store.losses.after(0),
         "stats": stats,
     }
-
-
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What a store shows that has the rows of both; `one` was there first."""
-    assert one.keys() == other.keys()
-    both: dict[str, Any] = {}
-    for name, left in one.items():
-        right = other[name]
-        if name in ("phase", "sealing"):
-            assert left == right
-            both[name] = left
-        elif name == "fields":
-            both[name] = sorted({*left, *right})
-        elif isinstance(left, dict):
-            both[name] = left | right
-            both[name] |= {k: merged({k: left[k]}, {k: right[k]})[k] for k in left.keys() & right}
-        else:
-            both[name] = left + right
-    return both
 
 
 def _keys(keys: Any, ids: Any) -> list[bytes]:

@@ -71,3 +71,18 @@ def finish(at: Store, taken: Taken, outcome: str = "ack", now: float = 0.0, **op
     assert taken.lease is not None
     given = {"index": None, "columns": [], "specs": SPECS, "owners": OWNERS, "tags": {}} | options
     return at.finish(taken.lease, outcome, now=now, **given)
+
+
+def fill(store: Store) -> None:
+    """Rows in all states: pending, ready, leased, split, acked, dropped, and those of a group."""
+    fields = ("a", "b")
+    alone: list[Name | None] | None = None if store.definition.group_size is None else ["i", "j"]
+    put(store, ["one", "two"], alone, fields=fields, v=[3])
+    put(store, ["three", 4], ["g", 5], fields=("a",), v=[1, 2.5])
+    put(store, [f"r{i}" for i in range(3)], ["h"] * 3, fields=fields)
+    if store.definition.group_size is None:
+        store.close(names.hash_name("h"), 3, "h")
+    store.take("s1", Want("rows", 1, 1), 5, 0.0, 1_500)
+    taken = store.take("s2", Want("groups", 1, 1), 6, 0.0)
+    finish(store, taken, index=b"\x01\0\0\0")
+    store.drop(rows=named(["r2", "never"]))

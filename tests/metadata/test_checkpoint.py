@@ -19,8 +19,7 @@ from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Rows
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
-from tests.metadata.stores import keys_of, named, put, take
-from tests.metadata.test_journal_against_a_model import fill
+from tests.metadata.stores import fill, keys_of, named, put, take
 from tests.metadata.test_store_against_a_model import StoreMachine
 
 ALL = 1 << 60

@@ -339,8 +339,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         if next(self.clock) < 60:
             return
         self.sealing = True
-        self.store.seal_begin()
-        self.store.seal_end()
+        self.store.seal()
         for number in list(self.groups):
             group = self.groups[number]
             if not group.closed:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dataplane.metadata.authority import Authority
+from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
-from dataplane.peer.host import Caller
+from dataplane.peer.host import Caller, Entry
 from dataplane.peer.replicas import Replicas
-from dataplane.wire.journal import encode_ops
+from dataplane.wire.journal import Ended, encode_ops
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import AddStage, Phase
+from dataplane.wire.peering import AddStage
 from dataplane.wire.rosters import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
@@ -48,20 +49,19 @@ class Backup:
             now=lambda: 0.0,
         )
         mesh: Any = SimpleNamespace(handlers={})
-        self.ended: list[tuple[str, int]] = []
-        partitions: Any = SimpleNamespace(
-            take_over=self._take_over, ended=lambda *key: self.ended.append(key)
-        )
+        partitions: Any = SimpleNamespace(serve=self._serve)
+        supplying: Any = SimpleNamespace(shipping=SimpleNamespace(take_over=lambda entry: None))
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
-        self.replicas = Replicas(self.host, mesh, partitions, None, grants, None, None)  # type: ignore[arg-type]
+        self.replicas = Replicas(self.host, mesh, partitions, supplying, grants, None, None)  # type: ignore[arg-type]
         self.append = mesh.handlers[Append]
 
     def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)
 
-    def _take_over(self, partition: str, generation: int, definition: Definition) -> None:
-        self.taken.append(partition)
-        self.stages = list(definition.stages)
+    def _serve(self, store: JournaledStore) -> Entry:
+        self.taken.append(store.partition)
+        self.stages = list(store.definition.stages)
+        return Entry(store)
 
     def turn(self, new: Roster) -> None:
         old, self.host.roster = self.host.roster, new
@@ -113,14 +113,13 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
 
 
 def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partition() -> None:
-    """A backup without shards is not told of them by the partition's home."""
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
     late = encode_ops([AddStage("p", 1, "late", ["x"])])
-    ended = encode_ops([Phase("q", 2, "dropped")])
+    ended = encode_ops([Ended()])
     shipped = [Shipment("p", 1, [late], Definition()), Shipment("q", 2, [ended], Definition())]
     assert backup.append(caller, Append(7, 0, shipped)) == Done()
     for roster in later:
         backup.turn(roster)
-    assert (backup.taken, backup.stages, backup.ended) == (["p"], ["late"], [("q", 2)])
+    assert (backup.taken, backup.stages) == (["p"], ["late"])

@@ -70,7 +70,6 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
         address=SEEDS[1],
         roster=made.roster,
         spare=None,
-        untold={},
         silent=False,
         now=asyncio.get_running_loop().time,
     )

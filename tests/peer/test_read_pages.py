@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from dataplane.wire.tables import Rows, Table
 
 FIRST = Roster.from_seeds(["tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"])
 SECOND = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
-ENTRY: Any = SimpleNamespace(name="p")
 
 
 async def ask_home(partition: str, body: Read) -> Found:
@@ -39,15 +37,15 @@ def numbers(table: Table) -> list[int]:
 
 async def test_a_page_begins_behind_the_one_before() -> None:
     part = reading()
-    table, cursor = await part._read_page(ENTRY, Read("p", 1, limit=4))
+    table, cursor = await part._read_page(Read("p", 1, limit=4))
     assert numbers(table) == [1, 2, 3, 4]
-    table, cursor = await part._read_page(ENTRY, Read("p", 1, limit=4, after=cursor))
+    table, cursor = await part._read_page(Read("p", 1, limit=4, after=cursor))
     assert (numbers(table), cursor) == ([5, 6], b"")
 
 
 async def test_a_later_page_is_refused_under_another_roster() -> None:
     part = reading()
-    _, cursor = await part._read_page(ENTRY, Read("p", 1, limit=3))
+    _, cursor = await part._read_page(Read("p", 1, limit=3))
     part.host.roster = SECOND
     with pytest.raises(StaleEpoch, match="in the middle of this read"):
-        await part._read_page(ENTRY, Read("p", 1, limit=3, after=cursor))
+        await part._read_page(Read("p", 1, limit=3, after=cursor))

@@ -52,17 +52,14 @@ class Wires:
 
 
 def entry_of(name: str) -> Entry:
-    return Entry(name, 1, DEFINITION, JournaledStore(name, DEFINITION, 1, itertools.count(1)))
+    return Entry(JournaledStore(name, DEFINITION, 1, itertools.count(1)))
 
 
 def seats_of(name: str, wires: Wires) -> tuple[Seats, Entry]:
     entry = entry_of(name)
     host = SimpleNamespace(address=HERE, roster=ROSTER, entries={name: entry}, silent=False)
-
-    async def found(partition: str, generation: int, stage: str = "") -> Entry:
-        return entry
-
-    partitions = SimpleNamespace(on_phase=[], entry=found)
+    host.shard = lambda partition, generation: entry
+    partitions = SimpleNamespace(on_phase=[])
     return Seats(host, wires, partitions, wires), entry  # type: ignore[arg-type]
 
 
@@ -90,7 +87,7 @@ async def test_a_claim_queues_anew_where_its_order_fails() -> None:
     put(entry.store, ["a", "b"])
     want = Want("rows", 2, 2)
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
-    await wires.handlers[Demand](CLAIMANT, demand)
+    wires.handlers[Demand](CLAIMANT, demand)
     await until(lambda: len(wires.orders) == 1)
     (answer,) = wires.orders
     answer.set_exception(Unavailable("it may have granted them"))
@@ -107,7 +104,7 @@ async def test_a_home_at_a_peer_that_hands_its_shards_over_orders_nothing() -> N
     seats.host.silent = True
     want = Want("rows", 2, 2)
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
-    await wires.handlers[Demand](CLAIMANT, demand)
+    wires.handlers[Demand](CLAIMANT, demand)
     await settle_down()
     assert wires.orders == []
 
@@ -118,7 +115,7 @@ async def test_a_home_that_moved_orders_nothing_more_for_the_claims_that_it_had(
     put(entry.store, ["a", "b"])
     want = Want("rows", 2, 2)
     demand = Demand(entry.name, 1, "s", 5, want, 9, "a client", 0, ["tokens"], 1 << 20)
-    await wires.handlers[Demand](CLAIMANT, demand)
+    wires.handlers[Demand](CLAIMANT, demand)
     await until(lambda: len(wires.orders) == 1)
     seats.turned()
     await until(lambda: len(wires.settled) == 1)

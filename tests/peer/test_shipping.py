@@ -67,7 +67,7 @@ class Primary:
 
     def declare(self) -> Entry:
         definition = Definition({"s": ["tokens"]})
-        entry = Entry("p", 1, definition, JournaledStore("p", definition, 1, itertools.count(1)))
+        entry = Entry(JournaledStore("p", definition, 1, itertools.count(1)))
         self.host.entries["p"] = entry
         self.shipping.watch(entry)
         return entry

@@ -254,7 +254,6 @@ def described(peer: Peer) -> dict[str, Any]:
         if host.address in host.roster.members
         else "",
         "progress": repr(host.progress),
-        "untold": sorted(host.untold),
         "waiting": peer.claims.waiting,
         "stores": [repr(entry.store) for entry in host.entries.values()],
         "space": repr(host.space),

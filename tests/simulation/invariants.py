@@ -120,7 +120,6 @@ def left_behind(peer: Peer) -> list[str]:
         wrong.append(f"{peer.host.name} has {len(peer.grants.lent)} ranges lent for nothing")
     if peer.claims.waiting:
         wrong.append(f"{peer.claims.waiting} claims wait at {peer.host.name} for nobody")
-    over = [name for name, home in peer.partitions.homes._homes.items() if not home.defined]
-    if over:
-        wrong.append(f"{peer.host.name} is the home of {over}, which are over")
+    if peer.host.entries:
+        wrong.append(f"{peer.host.name} serves {list(peer.host.entries)}, which were dropped")
     return wrong

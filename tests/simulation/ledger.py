@@ -267,4 +267,4 @@ class Ledger:
 def _standing(peers: Iterable[Peer]) -> tuple[int, bool]:
     """The newest generation of the partition that they know, and whether it takes no more rows."""
     entries = (entry for peer in peers for entry in peer.host.entries.values())
-    return max(((one.generation, one.store.sealing) for one in entries), default=(0, False))
+    return max(((one.generation, one.sealed) for one in entries), default=(0, False))

@@ -17,6 +17,7 @@ from dataplane.errors import (
     FieldExists,
     GroupClosed,
     LeaseExpired,
+    PartitionGone,
     PartitionUndefined,
     PeerLost,
     PutIncomplete,
@@ -92,6 +93,10 @@ class Role:
                     body = m.Define(PARTITION, self.definition)
                     self.generation = (await self.client.call(body, m.Defined)).generation
                 return await work()
+            except PartitionGone as exc:
+                if not self.ledger.beginnings:
+                    raise  # nothing was lost that it may have been in
+                self.told, self.generation = f"PartitionGone: {exc}", 0
             except AGAIN as exc:
                 self.told = f"{type(exc).__name__}: {exc}"
                 await asyncio.sleep(self.rng.uniform(0.02, 0.5))

@@ -74,5 +74,6 @@ class Tally:
 
 
 def _behind(stats: dict[str, Any], stage: str) -> float:
-    stages = (partition["stages"].get(stage) for partition in stats["partitions"].values())
+    partitions = stats["everywhere"]["partitions"].values()
+    stages = (partition["stages"].get(stage) for partition in partitions)
     return float(sum(figures["outstanding_rows"] for figures in stages if figures))

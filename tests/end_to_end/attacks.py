@@ -91,7 +91,7 @@ def clients_of_three(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     a, b, c = (cluster.connect(name) for name in "abc")
     yield a, b, c
     cluster.end_workers()
-    for name in a.stats()["partitions"]:
+    for name in a.partitions():
         a.partition(name).drop()
     no_leaks(a, b, c)
     for plane in (a, b, c):

@@ -42,7 +42,7 @@ class Hosts:
 
     def drop_everything(self) -> None:
         """What a test leaves behind goes, and every byte with it (but for cached copies)."""
-        for name in self.here.stats()["partitions"]:
+        for name in self.here.partitions():
             self.here.partition(name).drop()
         peers = {p.peer: p for p in (self.here, self.there)}.values()
         for plane in peers:

@@ -51,7 +51,7 @@ def nothing_stays_behind(
     yield
     gc.collect()  # what tracebacks of others held
     with cluster.connect("a") as a, cluster.connect("b") as b:
-        for name in a.stats()["partitions"]:
+        for name in a.partitions():
             a.partition(name).drop()
         if request.node.stash.get(FAILED, False):
             return  # its own traceback holds batches, also while it is tried again

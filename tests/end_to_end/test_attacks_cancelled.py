@@ -109,7 +109,7 @@ async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool) -> in
         at += 1
     # The client lives on: what it gave up must come back without its end.
     no_leaks(a, b)
-    for name in list(a.stats()["partitions"]):
+    for name in a.partitions():
         a.partition(name).drop()
     until(lambda: not used_bytes(a) and not used_bytes(b), "every byte came back", 5)
     await client.close()

@@ -32,7 +32,7 @@ def planes(
     a, b = (cluster.connect(name) for name in "ab")
     yield a, b
     cluster.end_workers()
-    for name in a.stats()["partitions"]:
+    for name in a.partitions():
         a.partition(name).drop()
     no_leaks(a, b)
     for plane in (a, b):

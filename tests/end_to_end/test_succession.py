@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -210,3 +211,44 @@ def test_leases_of_the_dead_come_back_also_from_before_the_backup_came(
     batch = left.claim("s", rows=10, timeout=3 * GO_ON_S)
     assert set(held.keys) < set(batch.keys)
     check(batch)
+
+
+def test_a_partition_of_which_both_copies_are_lost_is_gone_and_says_so(hosts: Addressed) -> None:
+    """Its shard's primary and backup die at once. Who waits is told, its bytes are free, and the
+    name can be declared anew: what is old stays out."""
+    hosts.launch("abcd")
+    for name in "abcd":
+        hosts.begin(name)
+    for name in "abcd":
+        hosts._await(name)
+    planes = {name: hosts.connect(name) for name in "abcd"}
+    in_sync(planes["b"])
+    names = {address: name for name, address in hosts.addresses.items()}
+    both = {"b", names[planes["b"].stats()["roster"]["backup"]]}
+    (left,) = set("bcd") - both
+    plane = planes[left]
+    part = plane.partition(hosts.homed("b"), stages={"s": ["x"]})
+    put(part, "r")
+    generation = part.stats()["generation"]
+    held = plane.stats()["arena"]["used_bytes"]
+    assert held >= 10 * 20_000
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(lambda: part.claim("s", rows=11))
+        until(lambda: plane.stats()["waiting_claims"] == 1, "the claim waits")
+        for name in both:
+            hosts.peers[name].kill()
+        told = waits.exception(GO_ON_S)
+    assert isinstance(told, dataplane.PartitionGone) and told.details["reason"] == "lost"
+    for late in (lambda: part.get(keys=["r0"]), lambda: part.put({"x": [1]}, key=["r0"])):
+        gone = failing(late)
+        assert isinstance(gone, dataplane.PartitionGone) and "was lost" in str(gone)
+    until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "its bytes are free", GO_ON_S)
+    again = plane.partition(part.name, stages={"s": ["x"]})
+    assert again.stats()["generation"] > generation
+    put(again, "r")
+    assert len(again.claim("s", rows=10, timeout=GO_ON_S)) == 10
+    again.drop()
+    gone = failing(lambda: again.get(keys=["r0"]))
+    assert isinstance(gone, dataplane.PartitionGone) and gone.details["reason"] == "dropped"
+    for one in planes.values():
+        one.close()

@@ -85,7 +85,7 @@ class _Checkpoint:
         for _ in range(_ROSTERS):
             before = yield from self._census()
             for name in before.partitions:
-                yield from self._partition(name, before.peers)
+                yield from self._partition(name)
             after = yield from self._census()
             if after.placement == before.placement:
                 yield filing(lambda: self.archive.commit(self.session.plane, self.notes))
@@ -104,7 +104,7 @@ class _Checkpoint:
     def _census(self) -> Operation[CensusDone]:
         return ask(Census(), CensusDone, self._limit())
 
-    def _partition(self, name: str, peers: list[str]) -> Operation[None]:
+    def _partition(self, name: str) -> Operation[None]:
         """One that was dropped meanwhile is left out."""
         from dataplane.client.arrow_out import PartFiles
 
@@ -119,7 +119,7 @@ class _Checkpoint:
             lambda: PartFiles(archive.directory(number), archive.target)
         )
         try:
-            closed = yield from self._rows(handle, files, peers)
+            closed = yield from self._rows(handle, files)
             notes: list[FileNote] = yield filing(files.finish)
         except PartitionGone:
             files.close()
@@ -132,24 +132,18 @@ class _Checkpoint:
         for file, note in zip(FILES, notes, strict=True):
             archive.files[f"{directory_name(number)}/{file}"] = note
 
-    def _rows(self, handle: Handle, files: PartFiles, peers: list[str]) -> Operation[int]:
+    def _rows(self, handle: Handle, files: PartFiles) -> Operation[int]:
         """Returns the groups that closed and are gone."""
-        closed, keys = 0, []
-        for peer in peers:
-            groups, rows, more = yield from self._survey(handle, peer)
-            keys += [groups, rows]
-            closed += more
-        keys = _each_once(keys)
-        for peer, groups, rows in zip(peers, keys[::2], keys[1::2], strict=True):
-            closed += yield from self._save_all(handle, files, peer, groups, rows)
-        return closed
+        groups, rows, closed = yield from self._survey(handle)
+        groups, rows = _each_once([groups, rows])
+        return closed + (yield from self._save_all(handle, files, groups, rows))
 
-    def _survey(self, handle: Handle, peer: str) -> Operation[tuple[bytes, bytes, int]]:
-        """The keys of all groups, and of rows without one, of one peer."""
+    def _survey(self, handle: Handle) -> Operation[tuple[bytes, bytes, int]]:
+        """The keys of all groups, and of rows without one, and how many groups closed and went."""
         groups, rows, closed, cursor = [], [], None, 0
         generation = yield from handle.attach(self.deadline)
         while True:
-            body = Survey(handle.name, generation, peer, cursor)
+            body = Survey(handle.name, generation, cursor)
             found = yield from ask(body, SurveyDone, self._limit())
             groups.append(found.groups)
             rows.append(found.rows)
@@ -159,7 +153,7 @@ class _Checkpoint:
                 return b"".join(groups), b"".join(rows), closed
 
     def _save_all(
-        self, handle: Handle, files: PartFiles, peer: str, groups: bytes, rows: bytes
+        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
     ) -> Operation[int]:
         width = KEY.itemsize
         ended, many, tries, at = 0, MAX_UNITS, 0, 0
@@ -168,7 +162,7 @@ class _Checkpoint:
             first = max(0, at - len(groups))
             others = rows[first : first + many * width - len(some)]
             try:
-                units, more = yield from self._save(handle, files, peer, some, others)
+                units, more = yield from self._save(handle, files, some, others)
             except RowsGone:  # freed before they were read: now they are not there
                 many, tries = max(1, many // 4), tries + 1
                 if tries > _TRIES:
@@ -180,12 +174,12 @@ class _Checkpoint:
         return ended
 
     def _save(
-        self, handle: Handle, files: PartFiles, peer: str, groups: bytes, rows: bytes
+        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
     ) -> Operation[tuple[int, int]]:
         session = self.session
         nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
         generation = yield from handle.attach(self.deadline)
-        body = Save(handle.name, generation, peer, groups, rows, nbytes)
+        body = Save(handle.name, generation, groups, rows, nbytes)
         found = yield from ask(body, SaveDone, self._limit())
         arena = session.reads.base_array(session.pinned(found.pin))
         yield filing(lambda: files.write(found, arena))

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from dataplane.errors import StaleEpoch, Unavailable
+from dataplane.errors import StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.metadata import checkpoint
 from dataplane.metadata.roster import Roster
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.mesh import CALL_S
+from dataplane.peer.partitions import Partitions
 from dataplane.peer.reading import Reading
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.writing import Writing
@@ -42,9 +43,10 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    def __init__(self, writing: Writing, reading: Reading) -> None:
+    def __init__(self, writing: Writing, reading: Reading, partitions: Partitions) -> None:
         self.host = writing.host
         self.mesh = writing.mesh
+        self.partitions = partitions
         self.grants = writing.grants
         self.settle = writing.settle
         self.reading = reading
@@ -72,13 +74,13 @@ class Checkpoints:
             *(self.mesh.call(address, Census(), epoch=roster.epoch) for address in roster.hosts)
         )
         names = sorted(name for one in told for name in one.partitions)
-        return CensusDone(names, roster.hosts, _placement(roster))
+        return CensusDone(names, _placement(roster))
 
     async def _census_here(self, caller: Caller, body: Census) -> Body:
-        return CensusDone(list(self.host.entries), [], 0)
+        return CensusDone(list(self.host.entries), 0)
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
-        found: SurveyDone = await self._forward(body)
+        found: SurveyDone = await self.partitions.ask_home(body.partition, body)
         return found
 
     async def _survey_here(self, caller: Caller, body: Survey) -> Body:
@@ -87,7 +89,7 @@ class Checkpoints:
 
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """RowsGone where values went before they were read: asked again, their rows are gone."""
-        found: SaveDone = await self._forward(body)
+        found: SaveDone = await self.partitions.ask_home(body.partition, body)
         resolved = self.reading.resolve(found.table, session.id, in_place=False)
         found.table, found.pin = resolved if isinstance(resolved, tuple) else await resolved
         return found
@@ -95,15 +97,6 @@ class Checkpoints:
     async def _save_here(self, caller: Caller, body: Save) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         return checkpoint.save(entry.store.state, body.groups, body.rows, body.nbytes)
-
-    def _forward(self, body: Survey | Save) -> Awaitable[Any]:
-        """To the peer that the client named, which must be one of the plane."""
-        if body.peer not in self.host.roster.members:
-            raise Unavailable(
-                f"{body.peer} is no peer of this plane any more: begin the checkpoint anew",
-                peer=body.peer,
-            )
-        return self.mesh.call(body.peer, body)
 
     # in
 

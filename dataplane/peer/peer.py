@@ -121,7 +121,7 @@ class Peer:
             self.settle,
         )
         self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
-        self.checkpoints = Checkpoints(self.writing, self.reading)
+        self.checkpoints = Checkpoints(self.writing, self.reading, self.partitions)
         self.waits = Waits(self.host, self.mesh, self.partitions)
         self.losses = LossReports(self.host, self.mesh, self.partitions)
         self.supplying = Supplying(self.host, self.mesh, self.settle, self.shipping, self.losses)

@@ -30,24 +30,22 @@ class Progress(msgspec.Struct, array_like=True):
 
 
 class Census(Body, tag=70):
-    """Which partitions there are. Between peers: those whose home is the receiver."""
+    """Which partitions there are. Between peers: those that the receiver serves."""
 
 
 class CensusDone(Body, tag=71):
-    """peers: the addresses that have rows. placement: while it is the same, rows stay there."""
+    """placement: while it is the same, rows stay where they are."""
 
     partitions: list[str]
-    peers: list[str]
     placement: int
 
 
 class Survey(Body, tag=72):
-    """Which groups, and rows without a group, the peer at an address has. cursor: of the last
-    answer, to go on behind it."""
+    """Which groups, and rows without a group, there are. cursor: of the last answer, to go on
+    behind it."""
 
     partition: str
     generation: int
-    peer: str
     cursor: int = 0
 
 
@@ -65,7 +63,6 @@ class Save(Body, tag=74):
 
     partition: str
     generation: int
-    peer: str
     groups: bytes
     rows: bytes
     nbytes: int

@@ -39,7 +39,7 @@ def asked(directory: Path, placements: list[int]) -> int:
         except StopIteration:
             return count
         if isinstance(step, Call):
-            answer, count = CensusDone([], [], next(answers)), count + 1
+            answer, count = CensusDone([], next(answers)), count + 1
         else:
             answer = step.work()
 

@@ -195,10 +195,12 @@ def close_group(handle: Handle, group: Name, n: int, timeout: float | None) -> O
     yield from ask(Close(handle.name, generation, name, n), Done, deadline)
 
 
-def seal(handle: Handle, timeout: float | None) -> Operation[None]:
+def seal(handle: Handle, short: str, timeout: float | None) -> Operation[None]:
     deadline = Deadline(timeout)
+    if short not in ("drop", "keep"):
+        raise InvalidCall(f"short= is 'drop' or 'keep', not {short!r:.40}")
     generation = yield from handle.attach(deadline)
-    yield from ask(Seal(handle.name, generation), Done, deadline)
+    yield from ask(Seal(handle.name, generation, short == "keep"), Done, deadline)
 
 
 def reset(handle: Handle, stage: str, timeout: float | None) -> Operation[None]:

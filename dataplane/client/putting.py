@@ -25,12 +25,16 @@ from dataplane.client.rows import (
     check_names_and_tags,
     identify,
     name_list,
+    row_names,
     tag_columns,
 )
 from dataplane.client.values import Prepared, by_name, prepare
 from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
-from dataplane.errors import InvalidCall
+from dataplane.errors import InvalidCall, RowsGone, counted
 from dataplane.wire.tables import Name
+
+SHOWN_NAMES = 8
+"""How many names an error carries."""
 
 
 def put(
@@ -41,6 +45,7 @@ def put(
     tags: TagValues | None,
     dedup: Collection[str],
     replace: bool,
+    reuse: bool,
     overflow: str | None,
     timeout: float | None,
 ) -> Operation[Ref]:
@@ -75,7 +80,7 @@ def put(
     if few is not None:
         generation = yield from handle.attach(deadline)
         check_groups(identity, handle.definition.group_size)
-        work = Putting(handle, generation, identity, tagged, replace, deadline)
+        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
         yield from work.put_few(few)
     else:
         everything = [prepared, *(one.prepared for one in on_devices)]
@@ -85,7 +90,7 @@ def put(
         )
         generation = yield from handle.attach(deadline)
         check_groups(identity, handle.definition.group_size)
-        work = Putting(handle, generation, identity, tagged, replace, deadline)
+        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
         if len(parts[0]) > 1:
             check_names_and_tags(identity, tagged)
             work.check_units(parts[0])
@@ -96,7 +101,14 @@ def put(
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))
     session.familiar.note(identity.familiar_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
-    return ref(generation=generation)
+    if work.gone == n:
+        raise RowsGone(
+            f"all {counted(n, 'row')} of this put were in partition {handle.name!r} before and "
+            "have been freed, as their keys or groups say: nothing was put. Give reuse=True where "
+            "these are new rows under old names",
+            keys=row_names(identity.wire(None))[:SHOWN_NAMES],
+        )
+    return ref(generation=generation, kept=work.gone)
 
 
 def _prepare(

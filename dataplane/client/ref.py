@@ -14,7 +14,8 @@ class Ref:
     """Rows of one put: `plane.get(ref)` reads them, here or in another process of the plane.
 
     A ref does not pin: reading rows that were freed raises RowsGone, and PartitionGone once their
-    partition was dropped. `peer` is where the bytes were put: a hint, nothing more.
+    partition was dropped. `peer` is where the bytes were put: a hint, nothing more. `kept`: how
+    many of the rows were there before and have been freed, so that the put passed them over.
     """
 
     plane: str
@@ -25,6 +26,7 @@ class Ref:
     names: tuple[Name, ...] | None
     groups: tuple[Name, ...]
     fields: tuple[str, ...]
+    kept: int = 0
 
     @property
     def keys(self) -> list[Name]:

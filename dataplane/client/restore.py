@@ -95,7 +95,9 @@ def _partition(
         )
         yield from ask(body, PutDone, within(deadline, _RESTORING))
     if note.sealed:
-        yield from ask(Seal(handle.name, generation), Done, within(deadline, _RESTORING))
+        yield from ask(
+            Seal(handle.name, generation, keep_short=True), Done, within(deadline, _RESTORING)
+        )
 
 
 def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> Operation[None]:

@@ -76,6 +76,9 @@ class Putting:
     tags: dict[str, list[Scalar]]
     replace: bool
     deadline: Deadline
+    reuse: bool = False
+    gone: int = 0
+    """rows that were passed over, because they were there before and have been freed"""
     committed_rows: list[Index] = field(default_factory=list)
     elsewhere: Sequence[Elsewhere] = ()
 
@@ -188,6 +191,7 @@ class Putting:
             ahead_bytes,
             carried=written.carried,
             continuing=self._continues(),
+            reuse=self.reuse,
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)
@@ -195,6 +199,7 @@ class Putting:
             session.pinned(written.pin)  # nobody keeps it, so it is released
             raise
         session.keep(column(reply.extents, EXTENT))
+        self.gone += reply.gone
         rows = len(self.identity) if index is None else len(index)
         session.tally.add("put", rows=rows, bytes=volume(body.columns, VALUE))
         session.tally.add("copy", bytes=written.copied_bytes)

@@ -119,14 +119,22 @@ def close(state: State, key: bytes, size: int, name: Name | None) -> int:
     return state.close_groups(np.array([group])) if size == seen else 0
 
 
-def close_open_groups(state: State) -> int:
-    """The partition is sealed: open groups close at the size they have, empty ones go."""
+def end_open_groups(state: State, keep: bool) -> int:
+    """The partition is sealed: open groups close at the size they have, empty ones go. Where groups
+    have a size these are short, and are dropped unless they are to be kept. Returns how many
+    closed."""
     groups = state.groups.open()
     empty = groups[state.groups.seen[groups] == 0]
     if len(empty):
         state.remove_groups(empty)
     rest = groups[state.groups.seen[groups] > 0]
-    return state.close_groups(rest) if len(rest) else 0
+    if not len(rest):
+        return 0
+    if state.definition.group_size is None or keep:
+        return state.close_groups(rest)
+    state.short_groups += len(rest)
+    drop_groups(state, [key.tobytes() for key in state.groups.index.keys[rest]])
+    return 0
 
 
 def _expect_new(state: State, column: Array, size: int, name: Name | None, shown: Name) -> None:

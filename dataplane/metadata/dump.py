@@ -57,15 +57,17 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     yield from _added(state, rows_per_op)
     for lease in state.leases:
         yield _held(state, lease)
-    for keys in _parts(state.tombstones.keys(), rows_per_op):
-        yield Buried(keys.tobytes())
+    keys, freed = state.tombstones.all()
+    for at in range(0, len(keys), rows_per_op):
+        part = slice(at, at + rows_per_op)
+        yield Buried(keys[part].tobytes(), freed[part].astype(np.uint8).tobytes())
     fields = [name for name in state.fields.names if state.fields.known([name])]
     finished = np.array(state.leases.finished, U8).tobytes()
     lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}
     yield Summary(state.closed_groups, state.tombstones.forgotten, fields, finished, lost)
     yield from _lost(state)
     if store.sealed:
-        yield Sealed()
+        yield Sealed(short_groups=state.short_groups)
 
 
 def _lost(state: State) -> Iterator[Op]:

@@ -13,9 +13,9 @@ import numpy as np
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.columns import Array
-from dataplane.metadata.incoming import ColumnIn, columns_in
+from dataplane.metadata.incoming import columns_in
 from dataplane.metadata.leases import Lease
-from dataplane.metadata.puts import add_fields, check_added
+from dataplane.metadata.puts import add_fields, check_added, discard, only
 from dataplane.metadata.state import State
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Column, Owner, Scalar, Spec
@@ -75,8 +75,8 @@ def finish(
     slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
     check_added(state, lease.stage, slots, added, there)
     if gone:
-        added = [_discard_gone(state, one, there, specs, owners) for one in added]
-        tags = {name: _only(values, there) for name, values in tags.items()}
+        added = [discard(state, one, there, specs, owners) for one in added]
+        tags = {name: only(values, there) for name, values in tags.items()}
     kept: dict[str, int] = {}
     if len(slots):
         if tags:
@@ -134,25 +134,3 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
             # An ack that comes again, after the rows went back, must not pass for one that is in.
             (state.leases.end if outcome == "release" else state.leases.finish)(lease)
     return freed
-
-
-def _discard_gone(
-    state: State, one: ColumnIn, there: Array, specs: Sequence[Spec], owners: Sequence[Owner]
-) -> ColumnIn:
-    """The column without rows that are gone; the references they brought are let go."""
-    refused = ~there if one.here is None else ~there & one.here
-    numbers = state.fields.intern(specs, owners)
-    counts, leaves = one.counts, one.leaves
-    if counts is not None:
-        member = np.repeat(there, counts)
-        state.fields.refuse(leaves[~member], numbers)
-        counts, leaves = counts[there], leaves[member]
-    state.fields.refuse(one.values[refused], numbers)
-    here = None if one.here is None else one.here[there]
-    return ColumnIn(one.field, one.values[there], here, counts, leaves)
-
-
-def _only(values: Sequence[Scalar], there: Array) -> Sequence[Scalar]:
-    if len(values) != len(there) or len(values) == 1:
-        return values
-    return [value for value, keep in zip(values, there.tolist(), strict=True) if keep]

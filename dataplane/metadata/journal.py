@@ -64,14 +64,16 @@ class JournaledStore(Store):
         *,
         replace: bool = False,
         keep: bool = False,
+        reuse: bool = False,
         plan: PutPlan | None = None,
     ) -> PutOutcome:
         outcome = super().put(
-            rows, columns, specs, owners, tags, replace=replace, keep=keep, plan=plan
+            rows, columns, specs, owners, tags, replace=replace, keep=keep, reuse=reuse, plan=plan
         )
         if self.emit is not None:
             op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
             op.mode = "replace" if replace else "keep" if keep else "new"
+            op.reuse = reuse
             self.emit(op)
         return outcome
 
@@ -86,11 +88,11 @@ class JournaledStore(Store):
         if self.emit is not None:
             self.emit(Tag(self.partition, self.generation, Rows(rows.keys), _lists(tags)))
 
-    def seal(self) -> int:
+    def seal(self, keep_short: bool = False) -> int:
         was_sealed = self.sealed
-        closed = super().seal()
+        closed = super().seal(keep_short)
         if self.emit is not None and not was_sealed:
-            self.emit(Sealed())
+            self.emit(Sealed(keep_short))
         return closed
 
     def declare_stage(self, name: str, fields: Sequence[str]) -> None:

@@ -122,6 +122,7 @@ def stats(state: State) -> dict[str, Any]:
         "metadata_bytes": state.nbytes,
         "bytes_per_row": state.nbytes / len(live) if len(live) else 0.0,
         "sealed": state.sealed,
+        "short_groups": state.short_groups,
         "lost_rows": state.losses.total,
         "stages": {name: _stage_stats(stage) for name, stage in state.stages.items()},
     }

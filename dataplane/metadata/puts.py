@@ -37,15 +37,19 @@ SHOWN_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
-    """kept: per field, rows whose value was there already and stayed."""
+    """kept: per field, rows whose value was there already and stayed. gone: rows that were passed
+    over, because they were here before and have been freed."""
 
     kept: dict[str, int] = field(default_factory=dict)
     closed_groups: int = 0
+    gone: int = 0
 
 
 @dataclass(slots=True)
 class PutPlan:
-    """A checked put. slots: -1 for new rows. groups: id per entry of the message's groups."""
+    """A checked put. slots: -1 for new rows. groups: id per entry of the message's groups. there:
+    which rows of the message it is about, where some are passed over. reuse: names that are
+    remembered may be new rows'."""
 
     rows: RowsIn
     columns: list[ColumnIn]
@@ -55,12 +59,28 @@ class PutPlan:
     groups: Array
     new_groups: Array
     keep: bool
+    there: Array | None = None
+    reuse: bool = False
 
     @property
     def continues(self) -> bool:
         """Is it about a group or row that is here already? The first one speaks for all."""
         known = self.groups if len(self.groups) else self.slots
-        return bool(known[0] >= 0)
+        return bool(len(known) and known[0] >= 0)
+
+    def bring(
+        self,
+        state: State,
+        columns: Sequence[Column],
+        specs: Sequence[Spec],
+        owners: Sequence[Owner],
+    ) -> None:
+        """The columns as they came, checked; what they bring for rows that are passed over goes."""
+        there = self.there
+        count = self.rows.count if there is None else len(there)
+        self.columns = columns_in(columns, count, len(specs), len(owners))
+        if there is not None:
+            self.columns = [discard(state, one, there, specs, owners) for one in self.columns]
 
 
 def plan_put(
@@ -71,6 +91,7 @@ def plan_put(
     *,
     replace: bool,
     keep: bool,
+    reuse: bool = False,
 ) -> PutPlan:
     """Check a put against the store, but for what its records name."""
     if replace and keep:
@@ -81,18 +102,34 @@ def plan_put(
     state.tags.check(tags, incoming.count)
     slots = state.index.find(incoming.keys)
     new = (slots < 0).nonzero()[0]
+    there = None
+    if len(new) and len(state.tombstones) and not reuse:
+        gone = _gone(state, incoming, new)
+        if len(gone):
+            there = np.ones(incoming.count, np.bool_)
+            there[gone] = False
+            incoming, slots = _passed_over(incoming, there), slots[there]
+            tags = {name: only(values, there) for name, values in tags.items()}
+            fields = [] if not incoming.count else [cut(one, there) for one in fields]
+            new = (slots < 0).nonzero()[0]
     if len(new):
-        _check_new_rows(state, incoming, new)
+        _check_new_rows(state, incoming, new, reuse)
     if len(new) < incoming.count and not (replace or keep):
         _check_fields(state, incoming, slots, fields)
-    groups, new_groups = _plan_groups(state, incoming, slots, new)
-    return PutPlan(incoming, fields, tags, slots, new, groups, new_groups, keep)
+    groups, new_groups = _plan_groups(state, incoming, slots, new, reuse)
+    return PutPlan(incoming, fields, tags, slots, new, groups, new_groups, keep, there, reuse)
 
 
 def apply_put(
     state: State, plan: PutPlan, specs: Sequence[Spec], owners: Sequence[Owner]
 ) -> PutOutcome:
     """Carry out a plan made for this very state."""
+    gone = 0 if plan.there is None else len(plan.there) - plan.rows.count
+    if not plan.rows.count:
+        return PutOutcome(gone=gone)
+    if plan.reuse and len(state.tombstones):
+        state.tombstones.remove(plan.rows.keys[plan.new])
+        state.tombstones.remove(plan.rows.group_keys[plan.new_groups])
     numbers = state.fields.intern(specs, owners)
     touched = _enter_groups(state, plan)
     _enter_rows(state, plan)
@@ -108,7 +145,7 @@ def apply_put(
     closed = state.written(plan.slots, touched)
     if plan.tags and len(plan.new) < plan.rows.count:
         state.retag(plan.slots)
-    return PutOutcome(kept, closed)
+    return PutOutcome(kept, closed, gone)
 
 
 def add_fields(
@@ -180,8 +217,56 @@ def names_at(state: State, slots: Array) -> list[Name]:
     return [state.name(slot) for slot in slots[:SHOWN_NAMES].tolist()]
 
 
-def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
-    dropped = new[state.tombstones.among(rows.keys[new])] if len(state.tombstones) else _NONE
+def _gone(state: State, rows: RowsIn, new: Array) -> Array:
+    """Those of these rows that were here under given names, or their group was, and are freed."""
+    gone = state.tombstones.freed(rows.keys[new])
+    if rows.group is not None and len(rows.group_keys):
+        over = state.tombstones.freed(rows.group_keys)
+        index = rows.group[new]
+        gone |= (index >= 0) & over[index]
+    return new[gone]
+
+
+def _passed_over(rows: RowsIn, there: Array) -> RowsIn:
+    """The rows without those that are passed over."""
+    at = there.nonzero()[0].tolist()
+    names = None if rows.names is None else [rows.names[i] for i in at]
+    group = None if rows.group is None else rows.group[there]
+    return RowsIn(len(at), rows.keys[there], names, group, rows.group_keys, rows.group_names)
+
+
+def cut(one: ColumnIn, there: Array) -> ColumnIn:
+    """A column without some rows, whose references the caller knows to be none yet."""
+    counts, leaves = one.counts, one.leaves
+    if counts is not None:
+        leaves, counts = leaves[np.repeat(there, counts)], counts[there]
+    here = None if one.here is None else one.here[there]
+    return ColumnIn(one.field, one.values[there], here, counts, leaves)
+
+
+def discard(
+    state: State, one: ColumnIn, there: Array, specs: Sequence[Spec], owners: Sequence[Owner]
+) -> ColumnIn:
+    """The column without rows that are gone; the references they brought are let go."""
+    refused = ~there if one.here is None else ~there & one.here
+    numbers = state.fields.intern(specs, owners)
+    if one.counts is not None:
+        state.fields.refuse(one.leaves[~np.repeat(there, one.counts)], numbers)
+    state.fields.refuse(one.values[refused], numbers)
+    return cut(one, there)
+
+
+def only(values: Sequence[Scalar], there: Array) -> Sequence[Scalar]:
+    """A tag's values without those of some rows; one for all stays."""
+    if len(values) != len(there) or len(values) == 1:
+        return values
+    return [value for value, keep in zip(values, there.tolist(), strict=True) if keep]
+
+
+def _check_new_rows(state: State, rows: RowsIn, new: Array, reuse: bool) -> None:
+    dropped = _NONE
+    if len(state.tombstones) and not reuse:
+        dropped = new[state.tombstones.among(rows.keys[new])]
     if len(dropped):
         keys = shown(rows.names, rows.keys, dropped)
         raise RowsDropped(
@@ -197,6 +282,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array) -> None:
         if alone:
             raise without_group(alone, size)
     if state.sealed:
+        if rows.group is not None and len(state.tombstones) and not reuse:
+            groups = np.unique(rows.group[new])
+            _check_new_groups(state, rows, groups[groups >= 0])  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "
             f"{len(new)} of this put are new: put them into another partition (new fields of rows "
@@ -223,7 +311,9 @@ def _check_fields(state: State, rows: RowsIn, slots: Array, fields: Sequence[Col
             )
 
 
-def _plan_groups(state: State, rows: RowsIn, slots: Array, new: Array) -> tuple[Array, Array]:
+def _plan_groups(
+    state: State, rows: RowsIn, slots: Array, new: Array, reuse: bool
+) -> tuple[Array, Array]:
     """(id per group of the message, -1 if new; positions of those that are to be made)."""
     if rows.group is None or not len(rows.group_keys):
         return _NONE, _NONE
@@ -237,7 +327,7 @@ def _plan_groups(state: State, rows: RowsIn, slots: Array, new: Array) -> tuple[
     counts = np.bincount(joining, minlength=len(groups))
     unknown = (groups < 0) & (counts > 0)
     made = unknown.nonzero()[0]
-    if len(made) and len(state.tombstones):
+    if len(made) and len(state.tombstones) and not reuse:
         _check_new_groups(state, rows, made)
     _check_sizes(state, rows, groups, counts)
     return groups, made

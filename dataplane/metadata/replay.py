@@ -67,7 +67,16 @@ def _wrote(store: Store, op: Wrote, now: float) -> None:
         _add_rows(store, op)
         return
     replace, keep = op.mode == "replace", op.mode == "keep"
-    store.put(op.rows, op.columns, op.specs, op.owners, op.tags, replace=replace, keep=keep)
+    store.put(
+        op.rows,
+        op.columns,
+        op.specs,
+        op.owners,
+        op.tags,
+        replace=replace,
+        keep=keep,
+        reuse=op.reuse,
+    )
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -129,7 +138,8 @@ def _add_stage(store: Store, op: AddStage, now: float) -> None:
 
 
 def _sealed(store: Store, op: Sealed, now: float) -> None:
-    store.seal()
+    store.seal(op.keep_short)
+    store.state.short_groups += op.short_groups
 
 
 def _ended(store: Store, op: Ended, now: float) -> None:
@@ -235,7 +245,11 @@ def _held(store: Store, op: Held, now: float) -> None:
 
 
 def _buried(store: Store, op: Buried, now: float) -> None:
-    store.state.tombstones.add(_different(op.keys, "key"))
+    keys = _different(op.keys, "key")
+    freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).astype(np.bool_)
+    ends = np.append(np.flatnonzero(np.diff(freed)) + 1, len(keys)).tolist()
+    for first, end in zip([0, *ends], ends, strict=False):
+        store.state.tombstones.add(keys[first:end], bool(freed[first]))
 
 
 def _lost_before(store: Store, op: LostBefore, now: float) -> None:

@@ -53,6 +53,8 @@ class State:
         self.leases = Leases()
         self.tombstones = Tombstones()
         self.sealed = False
+        self.short_groups = 0
+        """that the seal dropped, because they had fewer rows than groups have"""
         self.closed_groups = 0
         self.losses = LostNames()
         self._capacity = 0
@@ -185,10 +187,11 @@ class State:
             done = self.stages[name].acked(slots)
             if not every(done):
                 slots = slots[done]
-        self.remove_rows(slots)
+        self.remove_rows(slots, freed=True)
 
-    def remove_rows(self, slots: Array, dropped: bool = False) -> int:
-        """Rows (all different) are no more; dropped ones leave tombstones. Returns their bytes."""
+    def remove_rows(self, slots: Array, dropped: bool = False, freed: bool = False) -> int:
+        """Rows (all different) are no more. Dropped ones are remembered, and given names of freed
+        ones. Returns their bytes."""
         if not len(slots):
             return 0
         nbytes = self.fields.remove(slots)
@@ -197,6 +200,10 @@ class State:
             stage.forget(slots)
         if dropped:
             self.tombstones.add(self.index.keys[slots])
+        elif freed and self.names:
+            given = [slot for slot in slots.tolist() if slot in self.names]
+            if given:
+                self.tombstones.add(self.index.keys[given], freed=True)
         groups = self.group[slots].astype(np.int64)
         self.index.remove(slots)
         if self.names:
@@ -207,7 +214,7 @@ class State:
         self._ids.give_back(slots)
         grouped = groups >= 0
         if np.count_nonzero(grouped):
-            self._leave(slots[grouped], groups[grouped], dropped)
+            self._leave(slots[grouped], groups[grouped], dropped, freed)
         return nbytes
 
     def remove_groups(self, groups: Array) -> None:
@@ -262,7 +269,7 @@ class State:
         groups, counts = np.unique(groups, return_counts=True)
         self.groups.add_members(groups, counts, slots)
 
-    def _leave(self, slots: Array, groups: Array, dropped: bool) -> None:
+    def _leave(self, slots: Array, groups: Array, dropped: bool, freed: bool) -> None:
         self.groups.remove_members(groups, slots, dropped)
         groups = unique(groups)
         if dropped:
@@ -271,12 +278,22 @@ class State:
             self.closed_groups -= int(self.groups.all_dropped(emptied).sum())
         spent = self.groups.spent(groups)
         if len(spent):
+            if freed or dropped:
+                self._remember_groups(spent)
             self.remove_groups(spent)
         if len(spent) < len(groups):
             left = np.setdiff1d(groups, spent) if len(spent) else groups
             for stage in self.stages.values():
                 stage.settle(left)
                 stage.groups.retest(left)
+
+    def _remember_groups(self, groups: Array) -> None:
+        """Groups with given names that go after some of their rows were freed."""
+        if self.groups.names:
+            some = groups[~self.groups.all_dropped(groups)].tolist()
+            given = [group for group in some if group in self.groups.names]
+            if given:
+                self.tombstones.add(self.groups.index.keys[given], freed=True)
 
     def _count_closed(self, groups: Array) -> int:
         """Groups that have just closed: count those that were not cancelled, forget empty ones."""

@@ -29,7 +29,6 @@ from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.groups import MAX_GROUP_ROWS
-from dataplane.metadata.incoming import columns_in
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.puts import PutOutcome, PutPlan
@@ -85,12 +84,15 @@ class Store:
         *,
         replace: bool = False,
         keep: bool = False,
+        reuse: bool = False,
     ) -> PutPlan:
         """Raise what `put` would raise, before any range is resolved; else how it will be done.
 
         Of the columns' records only which are ABSENT matters yet.
         """
-        return puts.plan_put(self._state, rows, columns, tags or {}, replace=replace, keep=keep)
+        return puts.plan_put(
+            self._state, rows, columns, tags or {}, replace=replace, keep=keep, reuse=reuse
+        )
 
     def put(
         self,
@@ -102,9 +104,11 @@ class Store:
         *,
         replace: bool = False,
         keep: bool = False,
+        reuse: bool = False,
         plan: PutPlan | None = None,
     ) -> PutOutcome:
-        """Enter rows, or merge fields and tags into known ones.
+        """Enter rows, or merge fields and tags into known ones. Those that were here under given
+        names and have been freed are passed over, unless their names may be used again (`reuse`).
 
         plan: what `check_put` said of the same rows, if nothing has changed here since.
         columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
@@ -112,8 +116,10 @@ class Store:
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
         if plan is None:
-            plan = puts.plan_put(self._state, rows, columns, tags, replace=replace, keep=keep)
-        plan.columns = columns_in(columns, plan.rows.count, len(specs), len(owners))
+            plan = puts.plan_put(
+                self._state, rows, columns, tags, replace=replace, keep=keep, reuse=reuse
+            )
+        plan.bring(self._state, columns, specs, owners)
         outcome = puts.apply_put(self._state, plan, specs, owners)
         if outcome.closed_groups:
             self._seal_if_full()
@@ -146,13 +152,14 @@ class Store:
         self._state.tags.set(slots, tags)
         self._state.retag(slots)
 
-    def seal(self) -> int:
-        """No new rows from now on; new fields stay welcome. Open groups close at their size.
-        Returns how many did; asking again changes nothing."""
+    def seal(self, keep_short: bool = False) -> int:
+        """No new rows from now on; new fields stay welcome. Open groups close at the size they
+        have; where groups have a size, these are short and are dropped, unless they are to be kept.
+        Returns how many closed; asking again changes nothing."""
         if self._state.sealed:
             return 0
         self._state.sealed = True
-        return drops.close_open_groups(self._state)
+        return drops.end_open_groups(self._state, keep_short)
 
     def _seal_if_full(self) -> None:
         """It seals itself when as many groups have closed as it was declared with."""

@@ -1,23 +1,26 @@
-"""Keys of dropped rows and groups, so that a late put learns that it was cancelled.
+"""Keys of rows and groups that are no more, so that a late or repeated put does not make them anew.
 
-A ring: at most a million, the oldest go first and are counted. 16 bytes each, and the index. Keys
-that went are kept until they are drained, for the directory has entries that lead to them.
+Dropped ones, which are cancelled, and freed ones that had given names, which have been everywhere.
+A ring: at most a million, the oldest go first and are counted. 17 bytes each, and the index.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dataplane.metadata.columns import Array, capacity_for
+from dataplane.metadata.columns import Array, capacity_for, grow
 from dataplane.metadata.index import KeyIndex
 
 MAX_TOMBSTONES = 1_000_000
+_NONE, _DROPPED, _FREED = range(3)
 
 
 class Tombstones:
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit
         self._index = KeyIndex()
+        self._kinds: Array = np.zeros(0, np.uint8)
+        """by place in the ring"""
         self._added = 0
         self.forgotten = 0
 
@@ -26,34 +29,61 @@ class Tombstones:
 
     @property
     def nbytes(self) -> int:
-        return self._index.nbytes
+        return self._index.nbytes + self._kinds.nbytes
 
-    def add(self, keys: Array) -> None:
-        """Enter keys (all different); those known keep their age."""
-        keys = keys[self._index.find(keys) < 0]
+    def add(self, keys: Array, freed: bool = False) -> None:
+        """Enter keys (all different); those known keep their age, and what was dropped stays so."""
+        places = self._index.find(keys)
+        known = places[places >= 0]
+        if not freed:
+            self._kinds[known] = _DROPPED
+        keys = keys[places < 0]
         self.forgotten += len(keys[: -self._limit])
         keys = keys[-self._limit :]
         count = len(keys)
         if not count:
             return
-        places = np.arange(self._added, self._added + count) % self._limit
-        old = places[np.arange(self._added, self._added + count) >= self._limit]
+        numbers = np.arange(self._added, self._added + count)
+        places = numbers % self._limit
+        top = min(self._limit, self._added + count)
+        capacity = capacity_for(len(self._kinds), top)
+        self._index.reserve(capacity)
+        grow(self._kinds, capacity)
+        old = places[self._kinds[places] != _NONE]
         if len(old):
             self.forgotten += len(old)
             self._index.remove(old)
-        top = min(self._limit, self._added + count)
-        self._index.reserve(capacity_for(len(self._index.keys), top))
         self._index.insert(keys, places)
+        self._kinds[places] = _FREED if freed else _DROPPED
         self._added += count
 
-    def keys(self) -> Array:
-        """All of them, oldest first."""
+    def remove(self, keys: Array) -> None:
+        """These names are used again."""
+        places = self._index.find(keys)
+        places = places[places >= 0]
+        if len(places):
+            self._index.remove(places)
+            self._kinds[places] = _NONE
+
+    def all(self) -> tuple[Array, Array]:
+        """(all of them, oldest first; which of them were freed)."""
         at = self._added % self._limit if self._added > self._limit else 0
-        return np.roll(self._index.keys[: min(self._added, self._limit)], -at, axis=0)
+        count = min(self._added, self._limit)
+        places = np.roll(np.arange(count), -at)
+        places = places[self._kinds[places] != _NONE]
+        return self._index.keys[places], self._kinds[places] == _FREED
 
     def among(self, keys: Array) -> Array:
         """Which of these keys were dropped."""
+        return self._are(keys, _DROPPED)
+
+    def freed(self, keys: Array) -> Array:
+        """Which of these keys, given ones, were freed."""
+        return self._are(keys, _FREED)
+
+    def _are(self, keys: Array, kind: int) -> Array:
         if not len(self._index):
             return np.zeros(len(keys), np.bool_)
-        result: Array = self._index.find(keys) >= 0
+        places = self._index.find(keys)
+        result: Array = (places >= 0) & (self._kinds[places] == kind)
         return result

@@ -201,7 +201,9 @@ def _rows(peer: Peer) -> Iterator[Family]:
         sum(s.metadata_bytes for s in stores),
     )
     yield gauge(
-        "dataplane_tombstones", "Dropped rows remembered.", sum(s.tombstones for s in stores)
+        "dataplane_tombstones",
+        "Names remembered of rows and groups that were dropped or freed.",
+        sum(s.tombstones for s in stores),
     )
     help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
     yield counter("dataplane_lost_rows", help, peer.host.lost_rows)

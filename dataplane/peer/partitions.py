@@ -155,7 +155,7 @@ class Partitions:
 
     def _seal(self, caller: Caller, body: Seal) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        entry.store.seal()
+        entry.store.seal(body.keep_short)
         self.settle(entry)
         return Done()
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from dataplane.errors import StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
-from dataplane.metadata.puts import PutPlan
+from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
@@ -47,14 +47,16 @@ class Writing:
             entry = self.host.entry(body.partition, body.generation)
             if entry is None:
                 return self._put_there(session, request, body)
-            plan = entry.store.check_put(body.rows, body.columns, body.tags, replace=body.replace)
+            plan = entry.store.check_put(
+                body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
+            )
             committed = self._commit_put(session, body, plan.continues)
         try:
-            self._store(entry, body, committed.columns, committed.owners, plan)
+            outcome = self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
             self.host.space.release(committed.ranges, committed.counts)
             raise
-        done = self._put_done(session, body, committed)
+        done = self._put_done(session, body, committed, outcome.gone)
         self.settle(entry)
         return done
 
@@ -71,6 +73,7 @@ class Writing:
             body.specs,
             body.tags,
             replace=body.replace,
+            reuse=body.reuse,
             owners=committed.owners,
         )
         end = min(self.host.now() + CALL_S, call_deadline.get())
@@ -79,14 +82,14 @@ class Writing:
                 roster = self.host.roster
                 try:
                     home = roster.home(body.partition)
-                    await self.grants.hand_over(home, sub, caller, roster.epoch)
+                    done = await self.grants.hand_over(home, sub, caller, roster.epoch)
                     break
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):
                         raise
                     # A peer that was lost may have taken it, and who took it over has it then.
                     sub.keep |= isinstance(exc, Unavailable) and not body.replace
-        return self._put_done(session, body, committed)
+        return self._put_done(session, body, committed, done.gone)
 
     def _commit_put(self, session: Session, body: Put, continues: bool) -> Committed:
         kind = Admission.CONTINUE if continues else Admission.OPEN
@@ -99,8 +102,8 @@ class Writing:
         columns: list[Column],
         owners: list[Owner],
         plan: PutPlan | None = None,
-    ) -> dict[str, int]:
-        outcome = entry.store.put(
+    ) -> PutOutcome:
+        return entry.store.put(
             body.rows,
             columns,
             body.specs,
@@ -108,11 +111,11 @@ class Writing:
             body.tags,
             replace=body.replace,
             keep=body.keep,
+            reuse=body.reuse,
             plan=plan,
         )
-        return outcome.kept
 
-    def _put_done(self, session: Session, body: Put, committed: Committed) -> PutDone:
+    def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
         space = self.host.space
         if body.digests:
             at = column(body.digest_index, U4)
@@ -121,11 +124,12 @@ class Writing:
             )
         if body.pin:
             space.unpin(session.id, [body.pin])
-        return PutDone(self.grants.ahead(session, body.want_bytes))
+        return PutDone(self.grants.ahead(session, body.want_bytes), gone=gone)
 
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         async with self.copying.beforehand(entry, body):
-            kept = self._store(entry, body, body.columns, body.owners)
+            outcome = self._store(entry, body, body.columns, body.owners)
         self.settle(entry)
-        return PutDone(kept=kept)
+        # What is perhaps a repetition may pass over the rows of its own first time.
+        return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

@@ -23,7 +23,8 @@ Unit = Literal["rows", "groups"]
 
 
 class Wrote(Body, tag=200):
-    """Rows were put: as new values, over old ones, or with those that are there kept.
+    """Rows were put: as new values, over old ones, or with those that are there kept. Those whose
+    names are remembered as freed were passed over, unless `reuse`.
 
     `add`: of a dump. The rows are new, their groups are known by `Sized`, and what the stages make
     of them is said by `Standing` and `Held`."""
@@ -34,6 +35,7 @@ class Wrote(Body, tag=200):
     owners: list[Owner]
     tags: dict[str, list[Scalar]] = {}
     mode: Literal["new", "replace", "keep", "add"] = "new"
+    reuse: bool = False
 
 
 class Leased(Body, tag=201):
@@ -92,8 +94,12 @@ class Relocated(Body, tag=206):
 
 
 class Sealed(Body, tag=207):
-    """No new rows from now on; open groups close at their size. Not told of a partition that has
-    as many groups as it was declared with: it seals itself."""
+    """No new rows from now on. keep_short: open groups close although groups have a size; else they
+    are dropped. short_groups: in a dump, how many were. Not told of a partition that has as many
+    groups as it was declared with: it seals itself."""
+
+    keep_short: bool = False
+    short_groups: int = 0
 
 
 class Ended(Body, tag=208):
@@ -146,9 +152,11 @@ class Held(Body, tag=212):
 
 
 class Buried(Body, tag=213):
-    """Tombstones: KEY records of dropped rows and groups, oldest first."""
+    """Names that are remembered: KEY records of rows and groups that are no more, oldest first.
+    freed: a byte each, 0: it was dropped; empty: all were."""
 
     keys: bytes
+    freed: bytes = b""
 
 
 class Summary(Body, tag=214):

@@ -93,8 +93,12 @@ class Defined(Body, tag=11):
 
 
 class Seal(Body, tag=12):
+    """No new rows from now on. keep_short: groups with fewer rows than groups have are closed as
+    they are, and not dropped."""
+
     partition: str
     generation: int
+    keep_short: bool = False
 
 
 class Close(Body, tag=13):
@@ -172,7 +176,7 @@ class Put(Body, tag=30):
     each padded to 64; BackPressure, and nothing is done, where there is no room for them at once.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
     keep: between peers: values that are there already stay, this is perhaps a repetition.
-    continuing: as in `Reserve`.
+    continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
     """
 
     partition: str
@@ -192,14 +196,17 @@ class Put(Body, tag=30):
     keep: bool = False
     carried: bytes = b""
     continuing: bool = False
+    reuse: bool = False
 
 
 class PutDone(Body, tag=31):
     """extents: granted for the next put, at most `want_bytes`. kept: fields of rows that were
-    there already and stayed (redelivered adds)."""
+    there already and stayed (redelivered adds). gone: rows of a put that were passed over, because
+    they were there before and have been freed."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
+    gone: int = 0
 
 
 class Tag(Body, tag=32):

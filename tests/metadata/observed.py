@@ -40,7 +40,10 @@ def observed(store: Store) -> dict[str, Any]:
         },
         "stages": {name: _stage(store, name) for name in state.stages},
         "leases": {lease.number: _lease(store, lease) for lease in state.leases},
-        "tombstones": [key.tobytes() for key in state.tombstones.keys()],  # noqa: SIM118
+        "tombstones": [
+            (tuple(key), freed)
+            for key, freed in zip(*(one.tolist() for one in state.tombstones.all()), strict=True)
+        ],
         "fields": sorted(store.known(list(state.fields.names))),
         "phase": store.phase,
         "holdings": _holdings(store),

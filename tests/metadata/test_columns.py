@@ -97,9 +97,26 @@ def test_the_oldest_tombstones_go_first_and_are_counted() -> None:
     assert tombstones.among(keys).tolist() == [False] * 30 + [True] * 10
     assert (len(tombstones), tombstones.forgotten) == (10, 30)
     tombstones.add(keys[:3])
-    assert (tombstones.keys() == np.concatenate([keys[33:], keys[:3]])).all()
+    assert (tombstones.all()[0] == np.concatenate([keys[33:], keys[:3]])).all()
     tombstones.add(keys[:25])
     assert len(tombstones) == 10
+
+
+def test_names_that_are_used_again_are_no_tombstones_and_leave_their_place() -> None:
+    tombstones = Tombstones(limit=10)
+    keys = pairs(hash_names(range(40)))
+    tombstones.add(keys[:4], freed=True)
+    tombstones.add(keys[4:8])
+    tombstones.add(keys[3:5], freed=True)  # what was dropped stays so
+    tombstones.remove(keys[[1, 5, 30]])
+    assert tombstones.freed(keys[:9]).tolist() == [True, False, True, True] + [False] * 5
+    assert tombstones.among(keys[:9]).tolist() == [False] * 4 + [True, False, True, True, False]
+    tombstones.add(keys[:1])  # freed, and now dropped
+    there, freed = tombstones.all()
+    assert (there == keys[[0, 2, 3, 4, 6, 7]]).all()
+    assert freed.tolist() == [False, True, True, False, False, False]
+    tombstones.add(keys[10:20])
+    assert (len(tombstones), tombstones.forgotten) == (10, 6)
 
 
 @SEEDS

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.errors import LimitExceeded, PartitionConflict, PartitionSealed, StageUndefined
+from dataplane.errors import (
+    GroupClosed,
+    LimitExceeded,
+    PartitionConflict,
+    PartitionSealed,
+    RowsDropped,
+    StageUndefined,
+)
 from dataplane.metadata import names
 from dataplane.metadata.journal import JournaledStore, dump
 from dataplane.metadata.store import Store, check_definition
@@ -59,9 +66,9 @@ def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
     put(s, [3, 4], ["q", "q"])
     assert s.phase == "open"
     put(s, [5, 6, 7], ["r", "r", "s"])
-    assert s.phase == "sealed" and s.closed_groups == 3
+    assert s.phase == "sealed" and s.closed_groups == 2
     with pytest.raises(PartitionSealed):
-        put(s, [8], ["s"])
+        put(s, [8], ["t"])
     assert not any(isinstance(op, Sealed) for op in ops)
     copy = Store("step-1", TRAIN, 1)
     carried_over(copy, ops)
@@ -93,3 +100,24 @@ def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> 
         assert one == other
         at, theirs = one[1], other[1]
     assert s.lost(Owner("b", 9)).rows.keys == b"" and s.losses.total == 70_002
+
+
+def test_groups_that_are_short_at_the_seal_are_dropped_unless_they_are_to_be_kept() -> None:
+    for keep_short in (False, True):
+        ops: list[Op] = []
+        s = JournaledStore("p", Definition(stages={"s": ["tokens"]}, group_size=2), 1)
+        s.emit = ops.append
+        put(s, [1, 2, 3], ["p", "p", "short"])
+        assert s.seal(keep_short) == int(keep_short)
+        assert len(s) == 2 + keep_short
+        assert s.stats()["short_groups"] == int(not keep_short)
+        assert s.counts("s").ready_groups == 1 + keep_short
+        with pytest.raises(GroupClosed if keep_short else RowsDropped):
+            put(s, [4], ["short"]) if not keep_short else s.close(names.hash_name("short"), 2)
+        copy = Store("p", s.definition, 1)
+        carried_over(copy, ops)
+        dumped = Store("p", s.definition, 1)
+        carried_over(dumped, list(dump(s)))
+        s.freed()
+        assert observed(copy) == observed(s)
+        assert observed(dumped) == observed(s)

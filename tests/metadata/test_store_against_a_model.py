@@ -334,18 +334,24 @@ class StoreMachine(Model, RuleBasedStateMachine):
             del self.rows[key]
         self.settle(next(self.clock))
 
-    @rule()
-    def seal(self) -> None:
+    @rule(keep_short=st.booleans())
+    def seal(self, keep_short: bool) -> None:
         if next(self.clock) < 60:
             return
+        first = not self.sealing
         self.sealing = True
-        self.store.seal()
+        self.store.seal(keep_short)
+        short = first and self.group_size is not None and not keep_short
         for number in list(self.groups):
             group = self.groups[number]
-            if not group.closed:
-                group.expected = group.seen
-                if not group.seen:
-                    del self.groups[number]
+            if group.closed:
+                continue
+            if group.seen and short:
+                self.dropped_groups.add(number)
+                self.remove([n for n, r in self.rows.items() if r.group == number], dropped=True)
+            group.expected = group.seen
+            if not group.seen or short:
+                del self.groups[number]
         self.settle(next(self.clock))
 
     # what must hold

@@ -217,7 +217,7 @@ class Ledger:
         for entry in peer.host.entries.values():
             state = entry.store.state
             self._excuse(state.index.keys[state.live()].tobytes(), why)
-            self._excuse(state.tombstones.keys().tobytes(), why)
+            self._excuse(state.tombstones.all()[0].tobytes(), why)
 
     def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
         """Rows whose values were at one peer and whose second copies at another, both dead; also

@@ -50,6 +50,7 @@ class Partition:
         tags: TagValues | None = None,
         dedup: Collection[str] = (),
         replace: bool = False,
+        reuse: bool = False,
         overflow: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
@@ -64,6 +65,11 @@ class Partition:
         row or one for all. dedup: fields whose equal values are stored once. replace: overwrite
         fields that are there (FieldExists otherwise).
 
+        Putting the same again is safe: rows whose given keys or groups were there before, and have
+        been freed since, are passed over and counted (`ref.kept`); where that is all of them it is
+        RowsGone. reuse: such names are new rows', also those of dropped ones (RowsDropped
+        otherwise).
+
         A field whose values all lie on a GPU that the peer has a device arena of is copied into
         that, on the streams of the values. overflow: "host" puts them into host memory where the
         device has no room, instead of waiting for some.
@@ -73,7 +79,7 @@ class Partition:
         is safe with given keys.
         """
         return self._run(
-            put(self._handle, columns, key, group, tags, dedup, replace, overflow, timeout)
+            put(self._handle, columns, key, group, tags, dedup, replace, reuse, overflow, timeout)
         )
 
     def tag(
@@ -91,9 +97,14 @@ class Partition:
         """The group is complete with n rows; dropped ones count."""
         self._run(core.close_group(self._handle, group, n, timeout))
 
-    def seal(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """No new rows from now on (new fields of rows are welcome); open groups are closed."""
-        self._run(core.seal(self._handle, timeout))
+    def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """No new rows from now on (new fields of rows are welcome). Open groups close as they are.
+
+        In a partition with `group_size` such groups are short, and no claim of whole groups should
+        get them: they are dropped (`stats()["short_groups"]`, RowsDropped for whoever still puts
+        rows of them). short="keep" closes them with the rows that they have.
+        """
+        self._run(core.seal(self._handle, short, timeout))
 
     def reset(self, stage: str, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Make every row claimable by the stage again, as for another epoch."""

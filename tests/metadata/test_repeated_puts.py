@@ -1,0 +1,107 @@
+"""A put that is repeated after its rows were consumed and freed makes nothing anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.errors import PartitionSealed, RowsDropped
+from dataplane.metadata import names
+from dataplane.metadata.journal import JournaledStore, dump
+from dataplane.metadata.puts import PutOutcome
+from dataplane.metadata.store import Store
+from dataplane.wire.journal import Op
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Column, Definition, Name
+from tests.metadata.observed import carried_over, observed
+from tests.metadata.stores import OWNERS, SPECS, finish, named, take, values
+
+ONCE = Definition(stages={"s": ["x"]}, free="acked")
+
+
+def put(
+    to: Store, keys: list[Name], groups: list[Name | None] | None = None, **how: bool
+) -> PutOutcome:
+    columns = [Column("x", values(len(keys)))]
+    tags = {"v": list(range(len(keys)))}
+    return to.put(named(keys, groups), columns, SPECS, OWNERS, tags, **how)  # type: ignore[arg-type]
+
+
+def consume(s: Store, count: int, unit: str = "rows") -> None:
+    finish(s, take(s, "s", Want(unit, count, count)))  # type: ignore[arg-type]
+
+
+def freed(s: Store) -> int:
+    return sum(int(counts.sum()) for _, _, counts in s.freed())
+
+
+def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() -> None:
+    s = Store("p", ONCE, 1)
+    put(s, ["a", "b"])
+    consume(s, 2)
+    assert freed(s) == 2
+    outcome = put(s, ["a", "c", "b", "d"])
+    assert (outcome.gone, len(s)) == (2, 2)
+    assert freed(s) == 2
+    table = s.table(s.read()[0])
+    assert sorted(zip(table.rows.names or (), table.tags["v"], strict=True)) == [("c", 1), ("d", 3)]
+    assert put(s, ["a", "b"]).gone == 2
+    assert s.stats()["tombstones"] == 2
+
+
+def test_a_group_that_is_gone_takes_no_rows_however_they_are_called() -> None:
+    s = Store("p", Definition(stages={"s": ["x"]}, free="acked", group_size=2, groups=2), 1)
+    put(s, ["a", "b"], ["g", "g"])
+    consume(s, 1, "groups")
+    assert put(s, ["c", "d"], ["g", "g"]).gone == 2
+    outcome = put(s, ["e", "f", "a", "b"], ["h", "h", "g", "g"])
+    assert (outcome.gone, outcome.closed_groups, s.closed_groups) == (2, 1, 2)
+    assert s.sealed  # by two groups, of which none was counted twice
+    assert put(s, ["a", "b"], ["g", "g"]).gone == 2  # also then
+    with pytest.raises(PartitionSealed):
+        put(s, ["new", "rows"], ["i", "i"])
+
+
+def test_old_names_may_be_used_for_new_rows_also_those_of_dropped_ones() -> None:
+    s = Store("p", ONCE, 1)
+    put(s, ["a", "b"], ["g", "g"])
+    s.close(names.hash_name("g"), 2, "g")
+    consume(s, 2)
+    s.drop(rows=named(["c"]))
+    s.drop(groups=[names.hash_name("h")])
+    for keys, groups in ((["c"], None), (["x"], ["h"])):
+        with pytest.raises(RowsDropped):
+            put(s, keys, groups)  # type: ignore[arg-type]
+    assert put(s, ["a", "b", "c", "x"], ["g", "g", None, "h"], reuse=True).gone == 0
+    assert (len(s), s.stats()["tombstones"]) == (4, 0)
+    consume(s, 4)
+    assert put(s, ["a", "c"]).gone == 2
+
+
+def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
+    s = Store("p", ONCE, 1)
+    put(s, ["a"])
+    s.lost(OWNERS[0])
+    assert put(s, ["a"]).gone == 0
+    minted = named([names.format_minted(names.mint(1, 1))])
+    s.put(minted, [Column("x", values(1))], SPECS, OWNERS, {})
+    consume(s, 2)
+    assert s.stats()["tombstones"] == 1
+
+
+def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:
+    ops: list[Op] = []
+    s = JournaledStore("p", ONCE, 1, emit=ops.append)
+    put(s, ["a", "b", "c"], ["g", "g", None])
+    s.close(names.hash_name("g"), 2, "g")
+    consume(s, 3)
+    s.drop(rows=named(["d"]))
+    put(s, ["b", "e"])
+    put(s, ["c"], reuse=True)
+    s.freed()
+    replayed, dumped = Store("p", ONCE, 1), Store("p", ONCE, 1)
+    carried_over(replayed, ops)
+    carried_over(dumped, list(dump(s, 1)))
+    assert observed(replayed) == observed(s)
+    assert observed(dumped)["tombstones"] == observed(s)["tombstones"]
+    for copy in (replayed, dumped):
+        assert (put(copy, ["a", "z"], ["g", "g"]).gone, put(copy, ["b"]).gone) == (2, 1)

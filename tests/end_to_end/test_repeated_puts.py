@@ -1,4 +1,4 @@
-"""A put that is repeated, however late, makes no row twice; names are used again where asked for."""
+"""A put that is repeated, however late, makes no row twice; names are used again if one says so."""
 
 from __future__ import annotations
 

@@ -25,10 +25,23 @@ from dataplane.client.tally import Tally
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.names import mint_many
-from dataplane.wire.messages import Body, Finish, GiveBack, HelloDone, Request, Unpin, Welcome
+from dataplane.wire.messages import (
+    Body,
+    Claim,
+    Finish,
+    GiveBack,
+    HelloDone,
+    Losses,
+    Request,
+    Unpin,
+    Wait,
+    Welcome,
+)
 from dataplane.wire.records import KEY
 
 MAX_FAMILIAR = 65_536
+WAITING = (Claim, Wait, Losses)
+"""Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
 T = TypeVar("T")
 
@@ -97,15 +110,18 @@ class Session:
     ) -> Request:
         """The envelope of a request under a new operation id, which also names the answer; one-way
         bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
-        envelope may be sent again. parting: a closed session may send it too."""
+        envelope may be sent again; not that of a call that may wait for days, or the peer would
+        have to remember all that was answered meanwhile. parting: a closed session may send it
+        too."""
         with self._lock:
             if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
             op = self._next_op
             self._next_op += 1
-            self._unanswered[op] = None
+            if not isinstance(body, WAITING):
+                self._unanswered[op] = None
             # Ids are entered in increasing order, so the first is the lowest.
-            floor = next(iter(self._unanswered))
+            floor = next(iter(self._unanswered), op)
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 

@@ -1,16 +1,9 @@
-"""What one store reports about one lane: how many units are ready, may come, or are not yet done.
-
-Told by the stores, read by the homes.
-"""
+"""How many units of a stage, or of those that match a filter, are ready, may come, or are not yet
+done."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
-
-from dataplane.wire.messages import Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +28,3 @@ class Counts:
 
     def outstanding(self, unit: str) -> int:
         return self.outstanding_rows if unit == "rows" else self.outstanding_groups
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One distinct form of demand. `where` is the filter's MessagePack form, b"" without one, so
-    that lanes can be compared and kept in dicts."""
-
-    unit: Literal["rows", "groups"]
-    where: bytes = b""
-    budget_tag: str | None = None
-
-    @staticmethod
-    def of(want: Want) -> Lane:
-        where = b"" if want.where is None else msgspec.msgpack.encode(want.where)
-        return Lane(want.unit, where, want.budget_tag)
-
-    @property
-    def filter(self) -> list[Any] | None:
-        """The filter as messages carry it."""
-        return msgspec.msgpack.decode(self.where, type=list[Any]) if self.where else None

@@ -1,13 +1,12 @@
-"""Pull credit: how many bytes a claim's peer would have to bring to itself, and how many it may.
+"""Pull credit: how many bytes a claim's peer would have to bring to itself, and how many it can.
 
 Counted as they are pulled: a range once however many rows name it, up to the last byte that is
-read, padded; and a page for every owner that is read from, and for what rides in the grant. Both
+read, padded; and a page for every owner that is read from, and for what rides in the answer. Both
 sides count by this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +18,11 @@ from dataplane.wire.records import U8
 
 @dataclass(frozen=True, slots=True)
 class PullCredit:
-    """The peer at `address` claims. fields: what it fetches; None: all.
-
-    may_pull: how many bytes it may. Asked only where some lie elsewhere: who counts the room for
-    pulls looks at every cached copy.
-    """
+    """The peer at `address` claims. most_bytes: what it can have pulled at once, 0 where nothing
+    bounds that. fields: what it fetches; None: all."""
 
     address: str
-    may_pull: Callable[[], int]
+    most_bytes: int = 0
     fields: list[str] | None = None
 
 

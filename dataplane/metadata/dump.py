@@ -150,7 +150,6 @@ def _added(state: State, many: int) -> Iterator[Op]:
 def _held(state: State, lease: Lease) -> Held:
     there = lease.left & (state.incarnation[lease.slots] == lease.incarnations)
     left = np.where(lease.left, np.where(there, IN_HAND, GONE), FINISHED)
-    span = 0.0 if lease.deadline is None else lease.deadline - lease.started
     return Held(
         lease.stage.name,
         lease.unit,  # type: ignore[arg-type]
@@ -158,7 +157,7 @@ def _held(state: State, lease: Lease) -> Held:
         left.astype(np.uint8).tobytes(),
         state.index.keys[lease.slots[there]].tobytes(),
         lease.holder,
-        0 if lease.deadline is None else max(1, round(span * 1000)),
+        lease.claim,
     )
 
 

@@ -1,4 +1,4 @@
-"""The end of leases: ack, release, drop, expiry, and the holder's death.
+"""The end of leases: ack, release, drop, and the holder's death.
 
 An ack and what was added to its rows are one step. Rows that were dropped while they were leased
 are passed over; their holder learns how many there were.
@@ -34,10 +34,10 @@ class FinishOutcome:
     bytes: int = 0
 
 
-def lease_of(state: State, number: int, now: float | None = None) -> Lease:
-    """LeaseExpired when it ended, or its hard limit has passed."""
+def lease_of(state: State, number: int) -> Lease:
+    """LeaseExpired when it ended."""
     lease = state.leases.get(number)
-    if lease is None or (now is not None and lease.deadline is not None and now >= lease.deadline):
+    if lease is None:
         raise LeaseExpired(
             "this lease has ended: its time was up and its rows went back to the stage, or it was "
             "finished before. Nothing of this call was stored; claim again",

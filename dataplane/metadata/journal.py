@@ -14,11 +14,10 @@ from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost as LostRows
 from dataplane.metadata.dump import dump
 from dataplane.metadata.finishes import FinishOutcome
-from dataplane.metadata.leases import Lease
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.replay import carry_out
 from dataplane.metadata.store import Store, Tagging
-from dataplane.metadata.takes import Taken
+from dataplane.metadata.takes import Kept, Taken
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Discarded,
@@ -113,14 +112,14 @@ class JournaledStore(Store):
         want: Want,
         holder: int,
         now: float,
-        lease_ms: int = 0,
-        partial: bool = False,
+        claim: int = 0,
         credit: PullCredit | None = None,
         sealed: bool = False,
+        kept: Sequence[Kept] = (),
     ) -> Taken:
-        taken = super().take(stage, want, holder, now, lease_ms, partial, credit, sealed)
+        taken = super().take(stage, want, holder, now, claim, credit, sealed, kept)
         if self.emit is not None and taken.lease is not None:
-            self.emit(self._leased(taken.lease, lease_ms))
+            self.emit(self._leased(taken.lease))
         return taken
 
     def finish(
@@ -132,9 +131,8 @@ class JournaledStore(Store):
         specs: Sequence[Spec],
         owners: Sequence[Owner],
         tags: Tagging,
-        now: float,
     ) -> FinishOutcome:
-        done = super().finish(lease_id, outcome, index, columns, specs, owners, tags, now)
+        done = super().finish(lease_id, outcome, index, columns, specs, owners, tags)
         if self.emit is not None:
             op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
             op.owners = list(owners)
@@ -144,13 +142,9 @@ class JournaledStore(Store):
     def release_holder(self, holder: int) -> int:
         numbers = [lease.number for lease in self.state.leases.of(holder)]
         rows = super().release_holder(holder)
-        self._ended(numbers)
+        if self.emit is not None and numbers:
+            self.emit(Returned(numbers))
         return rows
-
-    def expire(self, now: float) -> list[Lease]:
-        ended = super().expire(now)
-        self._ended([lease.number for lease in ended])
-        return ended
 
     def drop(
         self,
@@ -191,7 +185,7 @@ class JournaledStore(Store):
         if self.emit is not None:
             self.emit(op)
 
-    def _leased(self, number: int, lease_ms: int) -> Leased:
+    def _leased(self, number: int) -> Leased:
         state = self.state
         lease = state.leases.get(number)
         assert lease is not None
@@ -203,12 +197,8 @@ class JournaledStore(Store):
             state.index.keys[lease.slots].tobytes(),
             state.groups.index.keys[groups].tobytes(),
             lease.holder,
-            lease_ms,
+            lease.claim,
         )
-
-    def _ended(self, numbers: list[int]) -> None:
-        if self.emit is not None and numbers:
-            self.emit(Returned(numbers))
 
 
 def apply(store: Store, op: Op, now: float = 0.0) -> None:

@@ -60,6 +60,13 @@ class Lane:
     def filtered(self) -> bool:
         return self._matches is not None
 
+    def holds(self, ids: Array) -> Array:
+        """Per ready unit: does it match."""
+        if not self.filtered:
+            return np.ones(len(ids), np.bool_)
+        result: Array = self._inside[ids] == INSIDE
+        return result
+
     def reserve(self, capacity: int) -> None:
         if self.filtered:
             grow(self._inside, capacity)

@@ -1,12 +1,12 @@
-"""The leases of a store: which rows of which stage somebody holds, since when and until when.
+"""The leases of a store: which rows of which stage somebody holds, since when, by which claim.
 
 A lease names rows by slot and incarnation, so that a slot which was freed and used again is not
 taken for the row that was leased. Positions in a lease never change: what is finished is marked.
+A hard limit is kept by the holder's peer.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,7 +20,8 @@ answered."""
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`left`: which of the rows are not finished yet. deadline None: no hard limit."""
+    """`left`: which of the rows are not finished yet. claim: the number of the one that was met, by
+    which it is answered again; 0: none."""
 
     number: int
     stage: Stage
@@ -30,14 +31,14 @@ class Lease:
     left: Array
     holder: int
     started: float
-    deadline: float | None
+    claim: int = 0
 
 
 class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._held: dict[int, set[int]] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._by_claim: dict[int, Lease] = {}
         self._finished: dict[int, None] = {}
 
     def __len__(self) -> int:
@@ -49,11 +50,15 @@ class Leases:
     def add(self, lease: Lease) -> None:
         self._leases[lease.number] = lease
         self._held.setdefault(lease.holder, set()).add(lease.number)
-        if lease.deadline is not None:
-            heapq.heappush(self._deadlines, (lease.deadline, lease.number))
+        if lease.claim:
+            self._by_claim[lease.claim] = lease
 
     def get(self, number: int) -> Lease | None:
         return self._leases.get(number)
+
+    def of_claim(self, number: int) -> Lease | None:
+        """What a claim was met with, as long as it is not finished."""
+        return self._by_claim.get(number)
 
     def finish(self, lease: Lease) -> None:
         """Its holder is done with all of it."""
@@ -76,6 +81,7 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         del self._leases[lease.number]
+        self._by_claim.pop(lease.claim, None)
         held = self._held[lease.holder]
         held.discard(lease.number)
         if not held:
@@ -84,18 +90,3 @@ class Leases:
     def of(self, holder: int) -> list[Lease]:
         """A holder's leases, oldest first."""
         return [self._leases[number] for number in sorted(self._held.get(holder, ()))]
-
-    def expired(self, now: float) -> list[Lease]:
-        """The leases whose hard limit has passed, in that order."""
-        result = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
-            if lease is not None:
-                result.append(lease)
-        return result
-
-    def next_deadline(self) -> float | None:
-        """When the next hard limit passes, None where none is set."""
-        while self._deadlines and self._deadlines[0][1] not in self._leases:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None

@@ -1,12 +1,12 @@
 """Why a call waits, as people are told it, and when they are told.
 
 Plain facts in, one sentence out; nothing here asks anybody. What a store knows of them comes from
-`looks.missing`, as a dict of these very names; several of them add up.
+`looks.missing`, as a dict of these very names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ class Facts:
     ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
     leaves them out. alone: rows without a group. lacking: field → rows without it. adders: field →
     the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
-    puts that wait for room. silent: peers that did not say anything.
+    puts that wait for room. before: claims of its kind that wait for longer. silent: the peer that
+    should know all this, where it says nothing.
     """
 
     unit: str = "rows"
@@ -42,21 +43,16 @@ class Facts:
     leases: list[tuple[str, str, int, float]] = field(default_factory=list)
     sealed: bool = False
     producers: int = 0
-    silent: int = 0
+    before: int = 0
+    silent: str = ""
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        """What one more peer says."""
-        self.ready += told["ready"]
-        self.units += told["units"]
-        self.excluded += told["excluded"]
-        self.alone += told["alone"]
-        self.open_groups += told["open_groups"]
-        for name, rows in told["missing"].items():
-            self.lacking[name] = self.lacking.get(name, 0) + rows
-        self.adders |= told["adders"]
-        self.leases += [(who, stage, rows, age) for who, stage, rows, age in told["leases"]]
-        self.sealed |= told["sealed"]
-        self.producers += told["producers"]
+    @classmethod
+    def of(cls, unit: str, told: Mapping[str, Any]) -> Facts:
+        """What the shard says."""
+        leases = [(who, stage, rows, age) for who, stage, rows, age in told["leases"]]
+        same = ("ready", "units", "excluded", "alone", "open_groups", "adders", "sealed")
+        counts = {name: told[name] for name in (*same, "producers", "before")}
+        return cls(unit, lacking=told["missing"], leases=leases, **counts)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -74,8 +70,13 @@ class Facts:
 def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
     """All of it in one sentence. wanted None: as many as fit a budget. me: how `leases` call the
     process that asks."""
+    if facts.silent:
+        return f"peer {facts.silent}, which has the partition's shard, does not answer"
     said = f"{facts.ready} of {facts.units} {facts.unit} ready"
     parts = [said if wanted is None else f"{said}, {wanted} wanted"]
+    if facts.before:
+        one, many = "claim of its kind waits", "claims of its kind wait"
+        parts.append(f"{counted(facts.before, one, many)} before it")
     if facts.excluded:
         one, many = f"ready {facts.unit[:-1]} is", f"ready {facts.unit} are"
         parts.append(f"{counted(facts.excluded, one, many)} excluded by the filter")
@@ -95,8 +96,6 @@ def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
             if left
             else "the partition is sealed and nothing that is left can come to this call"
         )
-    if facts.silent:
-        parts.append(f"{counted(facts.silent, 'peer')} did not answer")
     return "; ".join(parts)
 
 
@@ -188,11 +187,3 @@ class _Known:
     gap_s: float = FIRST_S
     waiting: int = 0
     why: str = ""
-
-
-def added_up(unit: str, told: Iterable[Mapping[str, Any]], silent: int = 0) -> Facts:
-    """What several peers say."""
-    facts = Facts(unit, silent=silent)
-    for one in told:
-        facts.add(one)
-    return facts

@@ -7,7 +7,6 @@ store is a typed error, raised before anything changes in what this operation is
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -104,11 +103,7 @@ def _returned(store: Store, op: Returned, now: float) -> None:
 
 
 def _finish(store: Store, op: Finish, now: float) -> None:
-    # whether it was in time was decided where it was asked
-    early = -inf
-    store.finish(
-        op.lease, op.outcome, op.index, op.columns, op.specs, op.owners, op.tags, now=early
-    )
+    store.finish(op.lease, op.outcome, op.index, op.columns, op.specs, op.owners, op.tags)
 
 
 def _tag(store: Store, op: Tag, now: float) -> None:
@@ -322,9 +317,8 @@ def _enter_lease(
     left: Array,
     now: float,
 ) -> None:
-    deadline = now + op.lease_ms / 1000 if op.lease_ms else None
     store.state.leases.add(
-        Lease(op.lease, stage, op.unit, slots, incarnations, left, op.holder, now, deadline)
+        Lease(op.lease, stage, op.unit, slots, incarnations, left, op.holder, now, op.claim)
     )
 
 

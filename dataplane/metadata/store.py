@@ -29,11 +29,10 @@ from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.groups import MAX_GROUP_ROWS
-from dataplane.metadata.leases import Lease
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
-from dataplane.metadata.takes import Taken
+from dataplane.metadata.takes import Kept, Taken
 from dataplane.metadata.where import parse
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import MAX_NAME_BYTES
@@ -220,21 +219,22 @@ class Store:
         want: Want,
         holder: int,
         now: float,
-        lease_ms: int = 0,
-        partial: bool = False,
+        claim: int = 0,
         credit: PullCredit | None = None,
         sealed: bool = False,
+        kept: Sequence[Kept] = (),
     ) -> Taken:
         """Lease ready units, oldest first but that near ones may go before (see `takes`).
 
-        `count` of them, or at least `minimum`; any number up to `count` when `partial`, or when
-        the whole partition is `sealed`; else nothing. A budget takes what fits the sum of its tag
-        (a row without the tag counts 0; count 0: any number), and unless `partial` or `sealed` only
-        once the next ready unit would not fit. credit: cut to as many units as the claim's peer may
-        pull the bytes of; then `needed_bytes` is the least credit for which it gets more, or any.
+        `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
+        `sealed`; else nothing. A budget takes what fits the sum of its tag (a row without the tag
+        counts 0; count 0: any number), and unless `sealed` only once the next ready unit would not
+        fit. credit: cut to as many units as the claim's peer may pull the bytes of; `needed_bytes`
+        says how many it would have had to be allowed. kept: units that are not for this claim.
+        claim: its number, by which the lease is found again.
         """
         found = self._state.stage(stage)
-        return takes.take(self._state, found, want, holder, now, lease_ms, partial, sealed, credit)
+        return takes.take(self._state, found, want, holder, now, claim, credit, sealed, kept)
 
     def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
         """Of the first ready units, how many have their largest value at which peer (address)."""
@@ -253,14 +253,13 @@ class Store:
         specs: Sequence[Spec],
         owners: Sequence[Owner],
         tags: Tagging,
-        now: float,
     ) -> FinishOutcome:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step.
 
         index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
         for a lease that has ended; InvalidRows for a row that was finished before.
         """
-        lease = finishes.lease_of(self._state, lease_id, now)
+        lease = finishes.lease_of(self._state, lease_id)
         return finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
@@ -274,16 +273,6 @@ class Store:
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others. Returns how many."""
         return finishes.give_back_all(self._state, self._state.leases.of(holder))
-
-    def expire(self, now: float) -> list[Lease]:
-        """End the leases whose hard limit has passed; their rows are ready again."""
-        ended = self._state.leases.expired(now)
-        finishes.give_back_all(self._state, ended)
-        return ended
-
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do."""
-        return self._state.leases.next_deadline()
 
     # rows out
 

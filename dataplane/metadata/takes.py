@@ -1,13 +1,14 @@
 """Taking ready units from a lane under a lease.
 
-A take is met from the front of one lane, whole or not at all unless it may be partial; what it
-costs depends on the units taken, never on how many rows there are. Of the first ready units, those
-whose largest value lies on the claimant's host go first, eight times past the oldest at most: where
-writers and readers share hosts, rows stay where they are.
+A take is met from the front of one lane, whole or not at all; what it costs depends on the units
+taken, never on how many rows there are. Of the first ready units, those whose largest value lies on
+the claimant's host go first, eight times past the oldest at most: where writers and readers share
+hosts, rows stay where they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,8 +19,9 @@ from dataplane.metadata.credit import PullCredit, pulled_per_row, rounding
 from dataplane.metadata.lanes import Lane
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.stages import Stage
-from dataplane.metadata.state import State
+from dataplane.metadata.state import UNGROUPED, State
 from dataplane.wire.messages import Want
+from dataplane.wire.tables import Where
 
 _FIRST_LOOK = 64
 NEAR_UNITS = 64
@@ -27,31 +29,39 @@ NEAR_UNITS = 64
 NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit."""
 
+Kept = tuple[str, Where | None]
+"""Ready units of this kind and filter, which are kept for a claim of theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """lease None: nothing was taken. amount: sum of the budget's tag. blocked: the next ready unit
-    would not fit into the budget (with units 0: it is larger than the whole budget). nbytes: what
-    the claim's peer has to pull. needed_bytes: cut by the credit, which had to be this much.
-    slots: the rows, for `Store.table`; they hold until the next change."""
+    """lease None: nothing was taken. blocked: the next ready unit would not fit into the budget
+    (with units 0: it is larger than the whole budget). needed_bytes: cut by the credit, which had
+    to be this much for more, or any. slots: the rows, for `Store.table`; they hold until the next
+    change."""
 
     lease: int | None = None
     units: int = 0
-    amount: float = 0.0
     blocked: bool = False
-    nbytes: int = 0
     needed_bytes: int = 0
     slots: Array | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Picked:
+class _Found:
+    """The first units of a lane that are not kept for others: positions in its buffer, and in
+    which order they are to be taken. whole: all of the lane up to the last one of them."""
+
     ids: Array
-    last: int  # position up to which all of the lane was picked; -1: not its first units
-    amount: float
-    blocked: bool
-    nbytes: int = 0
+    positions: Array
+    whole: bool = True
+    oldest: int = -1
+    """where they are ordered by where they lie: the position of the first one of all"""
+    blocked: bool = False
     needed_bytes: int = 0
+
+    def first(self, count: int) -> _Found:
+        return replace(self, ids=self.ids[:count], positions=self.positions[:count])
 
 
 def take(
@@ -60,49 +70,52 @@ def take(
     want: Want,
     holder: int,
     now: float,
-    lease_ms: int,
-    partial: bool,
-    sealed: bool,
+    claim: int,
     credit: PullCredit | None,
+    sealed: bool,
+    kept: Sequence[Kept],
 ) -> Taken:
     """See `Store.take`."""
     if want.unit not in ("rows", "groups"):
         raise ProtocolError(f"a claim is for rows or groups, not {want.unit!r}")
-    lane = stage.units(want.unit).lane(want.where)
-    ready = stage.units(want.unit).ready(want.where)
+    units = stage.units(want.unit)
+    lane, ready = units.lane(want.where), units.ready(want.where)
     if want.budget_tag is None:
-        least = 1 if partial or sealed else max(1, min(want.minimum, want.count))
+        least = 1 if sealed else max(1, min(want.minimum, want.count))
         if ready < least or want.count < 1:
             return Taken()
-        if credit is not None and ready > want.count and len(state.fields.owners) > 1:
-            picked = _near(state, stage, want, lane, credit.address)
-        else:
-            ids, positions = lane.first(min(ready, want.count))
-            picked = _Picked(ids, int(positions[-1]), 0.0, False)
+        far = credit is not None and len(state.fields.owners) > 1
+        look = max(NEAR_UNITS, want.count) if far and ready > want.count else want.count
+        picked = _first(state, stage, want.unit, lane, min(ready, look), kept)
+        if credit is not None and len(picked.ids) > want.count:
+            picked = _near(state, stage, want.unit, lane, picked, credit.address)
+        picked = picked.first(want.count)
     else:
         least = 1
-        picked = _within_budget(state, stage, want, lane)
-        if not (picked.blocked or partial or sealed) or not len(picked.ids):
-            return Taken(blocked=picked.blocked)
-    if credit is not None:
-        picked = _within_credit(state, want, lane, picked, credit)
-        if len(picked.ids) < least:
-            return Taken(blocked=picked.blocked, needed_bytes=picked.needed_bytes)
-    lane.consume(picked.last)
-    lease = _lease(state, stage, want.unit, picked.ids, holder, now, lease_ms)
-    return Taken(
-        lease.number,
-        len(picked.ids),
-        picked.amount,
-        picked.blocked,
-        picked.nbytes,
-        picked.needed_bytes,
-        lease.slots,
-    )
+        picked = _within_budget(state, stage, want, lane, kept)
+    if credit is not None and credit.most_bytes:
+        picked = _within_credit(state, want, picked, least, credit)
+    full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
+    if len(picked.ids) < least or not full:
+        return Taken(blocked=picked.blocked, needed_bytes=picked.needed_bytes)
+    ids = _consume(lane, picked)
+    lease = _lease(state, stage, want.unit, ids, holder, now, claim)
+    return Taken(lease.number, len(ids), picked.blocked, picked.needed_bytes, lease.slots)
+
+
+def _consume(lane: Lane, picked: _Found) -> Array:
+    """The units leave their lane. They are in its order again."""
+    order = np.argsort(picked.positions, kind="stable")
+    if picked.oldest >= 0:
+        passed = picked.positions[order[0]] != picked.oldest
+        lane.passed_over = lane.passed_over + 1 if passed else 0
+    elif picked.whole:
+        lane.consume(int(picked.positions[order[-1]]))
+    return picked.ids[order]
 
 
 def _lease(
-    state: State, stage: Stage, unit: str, ids: Array, holder: int, now: float, lease_ms: int
+    state: State, stage: Stage, unit: str, ids: Array, holder: int, now: float, claim: int
 ) -> Lease:
     if unit == "rows":
         slots = ids
@@ -118,22 +131,54 @@ def _lease(
         left=np.ones(len(slots), np.bool_),
         holder=holder,
         started=now,
-        deadline=now + lease_ms / 1000 if lease_ms else None,
+        claim=claim,
     )
     state.leases.add(lease)
     return lease
 
 
-def _near(state: State, stage: Stage, want: Want, lane: Lane, address: str) -> _Picked:
-    """`want.count` units of a lane that has more: the near ones first, else the oldest."""
-    ids, positions = lane.first(max(NEAR_UNITS, want.count))
-    far = np.array([peer != address for peer in hosts_of(state, stage, want.unit, ids)])
+def _first(
+    state: State, stage: Stage, unit: str, lane: Lane, count: int, kept: Sequence[Kept]
+) -> _Found:
+    """The first `count` units that are not kept for others, fewer where there are not so many."""
+    look = count
+    while True:
+        ids, positions = lane.first(look)
+        if not kept:
+            return _Found(ids, positions)
+        mine = ~_are_kept(state, stage, unit, ids, kept)
+        if np.count_nonzero(mine) >= count or len(ids) < look:
+            chosen = mine.nonzero()[0][:count]
+            whole = not len(chosen) or int(chosen[-1]) == len(chosen) - 1
+            return _Found(ids[chosen], positions[chosen], whole)
+        look *= 2
+
+
+def _are_kept(state: State, stage: Stage, unit: str, ids: Array, kept: Sequence[Kept]) -> Array:
+    """Per unit: is it, or a unit that it has rows in common with, kept for another claim."""
+    result: Array = np.zeros(len(ids), np.bool_)
+    for of, where in kept:
+        if of == unit:
+            result |= stage.units(unit).is_ready(ids, where)
+        elif unit == "groups":
+            counts, slots = state.groups.members.gather(ids)
+            hit = stage.rows.is_ready(slots.astype(np.int64), where)
+            result |= _per_unit(hit.astype(np.int64), counts) > 0
+        else:
+            groups = state.group[ids]
+            grouped = (groups != UNGROUPED).nonzero()[0]
+            result[grouped] |= stage.groups.is_ready(groups[grouped], where)
+    return result
+
+
+def _near(state: State, stage: Stage, unit: str, lane: Lane, found: _Found, address: str) -> _Found:
+    """The near units first; the oldest one before all where it was passed over too often."""
+    far = np.array([peer != address for peer in hosts_of(state, stage, unit, found.ids)])
+    order = np.argsort(far, kind="stable")
     if lane.passed_over >= NEAR_TURNS:
-        far[0] = False
-    chosen = np.sort(np.argsort(far, kind="stable")[: want.count])
-    lane.passed_over = lane.passed_over + 1 if chosen[0] else 0
-    oldest = int(chosen[-1]) == len(chosen) - 1
-    return _Picked(ids[chosen], int(positions[chosen[-1]]) if oldest else -1, 0.0, False)
+        order = np.concatenate([order[order == 0], order[order != 0]])
+    oldest = int(found.positions[0])
+    return replace(found, ids=found.ids[order], positions=found.positions[order], oldest=oldest)
 
 
 def hosts_of(state: State, stage: Stage, unit: str, ids: Array) -> list[str]:
@@ -146,49 +191,42 @@ def hosts_of(state: State, stage: Stage, unit: str, ids: Array) -> list[str]:
     return [state.fields.owners[number].peer for number in owners.tolist()]
 
 
-def _within_budget(state: State, stage: Stage, want: Want, lane: Lane) -> _Picked:
+def _within_budget(
+    state: State, stage: Stage, want: Want, lane: Lane, kept: Sequence[Kept]
+) -> _Found:
     """As many units from the front as fit the sum of a tag, and at most `count` if that is set."""
     assert want.budget_tag is not None
     most = want.count if want.count > 0 else stage.units(want.unit).ready(want.where)
     look = min(_FIRST_LOOK, most)
     while True:
-        ids, positions = lane.first(look)
-        slots, rows = _rows_of(state, want.unit, ids)
+        found = _first(state, stage, want.unit, lane, look, kept)
+        slots, rows = _rows_of(state, want.unit, found.ids)
         sums = np.cumsum(_per_unit(state.tags.numbers(want.budget_tag, slots), rows))
         fitting = int(np.searchsorted(sums, want.budget, side="right"))
-        if fitting < len(ids) or len(ids) < look or look >= most:
+        if fitting < len(found.ids) or len(found.ids) < look or look >= most:
             break
         look = min(2 * look, most)
-    amount = float(sums[fitting - 1]) if fitting else 0.0
     # a full count ends a claim as a full budget does
-    blocked = fitting < len(ids) or (0 < want.count <= fitting)
-    return _Picked(ids[:fitting], int(positions[fitting - 1]) if fitting else -1, amount, blocked)
+    blocked = fitting < len(found.ids) or (0 < want.count <= fitting)
+    full = bool(fitting) and float(sums[fitting - 1]) >= want.budget
+    return replace(found.first(fitting), blocked=blocked or full)
 
 
 def _within_credit(
-    state: State, want: Want, lane: Lane, picked: _Picked, credit: PullCredit
-) -> _Picked:
-    """Cut what was picked to the bytes that the claim's peer may pull."""
+    state: State, want: Want, picked: _Found, least: int, credit: PullCredit
+) -> _Found:
+    """Cut what was picked to the bytes that the claim's peer can have pulled."""
     slots, rows = _rows_of(state, want.unit, picked.ids)
     at, records = state.fields.elsewhere(slots, credit.fields, credit.address)
     if not len(records):
         return picked
     sums = np.cumsum(_per_unit(pulled_per_row(at, records, len(slots)), rows))
     sums += np.where(sums > 0, rounding(records), 0)
-    fitting = int(np.searchsorted(sums, credit.may_pull(), side="right"))
+    fitting = int(np.searchsorted(sums, credit.most_bytes, side="right"))
     if fitting == len(picked.ids):
-        return replace(picked, nbytes=int(sums[-1]))
-    enough = min(max(want.minimum, fitting + 1), len(picked.ids))
-    ids = picked.ids[:fitting]
-    amount = 0.0
-    if want.budget_tag is not None:
-        taken, _ = _rows_of(state, want.unit, ids)
-        amount = float(state.tags.numbers(want.budget_tag, taken).sum())
-    last, nbytes = -1, 0
-    if fitting:
-        nbytes = int(sums[fitting - 1])
-        last = -1 if picked.last < 0 else int(lane.first(fitting)[1][-1])
-    return _Picked(ids, last, amount, False, nbytes, int(sums[enough - 1]))
+        return picked
+    enough = min(max(least, fitting + 1), len(picked.ids))
+    return replace(picked.first(fitting), blocked=False, needed_bytes=int(sums[enough - 1]))
 
 
 def _rows_of(state: State, unit: str, ids: Array) -> tuple[Array, Array | None]:

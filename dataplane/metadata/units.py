@@ -123,6 +123,11 @@ class Units:
         """How many units are ready and match."""
         return self.counts[READY] if where is None else self.lane(where).count
 
+    def is_ready(self, ids: Array, where: Where | None) -> Array:
+        """Per unit: is it ready, and matches."""
+        result: Array = (self.state[ids] == READY) & self.lane(where).holds(ids)
+        return result
+
     def ready_ids(self) -> Array:
         """The ready units, in the order in which they became so."""
         ids = (self.state == READY).nonzero()[0]

@@ -57,6 +57,8 @@ class Answers:
         self.partitions = partitions
         self.finishing = finishing
         self._operations = Once(host.operations)
+        self._claims = Once(claims.leases)
+        """their operations hold no floor up: a claim may wait for days"""
         self._pinned: Operations[int] = Operations()
         """the pins that answers to reads handed out, by operation"""
         self.handlers: dict[type[m.Body], Any] = {
@@ -114,6 +116,8 @@ class Answers:
             if not request.op:
                 return handler(session, request, body)
             start = functools.partial(handler, session, request, body)
+            if isinstance(body, m.Claim):
+                return self._claims.run(session.id, request.op, request.floor, start)
             if not isinstance(body, WAITING):
                 start = functools.partial(final, start)
             return self._operations.run(session.id, request.op, request.floor, start)
@@ -146,7 +150,6 @@ class Answers:
             case m.Claimed(lease, pin, _):
                 self.finishing.release(session, lease)
                 space.unpin(session.id, [pin])
-                self.host.operations.forget(session.id, request.op)
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])

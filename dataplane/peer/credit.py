@@ -1,7 +1,7 @@
 """How many bytes the claims of this host may still bring here from other hosts.
 
-What a claim was granted counts from the grant until its bytes are here; a grant that does not fit
-is refused. A claim that waits for room holds none, so that no two wait for each other.
+What a claim was granted counts until its bytes are here, all of it or none: a claim that waits for
+room holds its rows and no room, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import ValueTooLarge
-from dataplane.memory.admission import Admission
 from dataplane.metadata.credit import pulled_per_row, rounding
 from dataplane.peer.host import Host
+from dataplane.peer.room import Room
 from dataplane.peer.rows import flat_values
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.tables import Table
@@ -24,12 +23,13 @@ from dataplane.wire.tables import Table
 class Credit:
     """Bytes promised to claims, by a number that the caller chose for each."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, room: Room) -> None:
         self._host = host
         self._promised: dict[int, int] = {}
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: dict[int, tuple[int, asyncio.Future[None]]] = {}
         self.on_wait: Callable[[], None] = lambda: None
         """called when a claim begins to wait"""
+        room.on_room.append(self.look)
 
     def __repr__(self) -> str:
         return f"<Credit {self._promised} promised, {len(self._waiting)} wait>"
@@ -42,16 +42,11 @@ class Credit:
         """How many bytes may be granted now."""
         return max(0, self._host.space.pullable_bytes - sum(self._promised.values()))
 
-    def promised(self, number: int) -> int:
-        return self._promised.get(number, 0)
-
     def promise(self, number: int, nbytes: int) -> bool:
-        """Whether so many more bytes may come for this claim; then they count."""
-        if not nbytes:
-            return True
+        """Whether so many bytes may come for this claim; then they count."""
         if nbytes > self.room():
             return False
-        self._promised[number] = self.promised(number) + nbytes
+        self._promised[number] = nbytes
         return True
 
     def back(self, number: int) -> None:
@@ -60,41 +55,21 @@ class Credit:
             self.look()
 
     def look(self) -> None:
-        """Room came back: whose turn is it?"""
-        if not self._waiting:
-            return
-        may = self.room()
-        for needed_bytes, turn in self._waiting:
-            if needed_bytes <= may and not turn.done():
+        """Room came back: those who have waited longest get theirs."""
+        for number, (nbytes, turn) in self._waiting.items():
+            if not turn.done() and self.promise(number, nbytes):
                 turn.set_result(None)
 
-    async def wait(self, needed_bytes: int, timeout_s: float | None) -> bool:
-        """Until so much may be granted; False when the time is up."""
-        if needed_bytes <= self.room():
-            return True
+    async def wait(self, number: int, nbytes: int, timeout_s: float | None) -> bool:
+        """Until it is promised; False when the time is up. To be given `back` either way."""
         turn = asyncio.get_running_loop().create_future()
-        waiter = (needed_bytes, turn)
-        self._waiting.append(waiter)
+        self._waiting[number] = nbytes, turn
         self.on_wait()
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.done()
         finally:
-            self._waiting.remove(waiter)
-
-    def check(self, needed_bytes: int, what: str) -> None:
-        """ValueTooLarge where so much can never be here at once."""
-        cap = self._host.space.share_bytes[Admission.PULL]
-        if needed_bytes > cap:
-            raise ValueTooLarge(
-                f"{what} needs {needed_bytes} bytes of other hosts here at once, and pulls may use "
-                f"{cap} of this host's arena of {self._host.space.size_bytes}: claim fewer rows at "
-                "a time (or with min=), or make the arena larger (--arena, DATAPLANE_ARENA)",
-                needed_bytes=needed_bytes,
-                cap_bytes=cap,
-                arena_bytes=self._host.space.size_bytes,
-                admission="pull",
-            )
+            del self._waiting[number]
 
     def why(self, needed_bytes: int) -> tuple[str, dict[str, Any]]:
         """What a claim waits for that waits for room, and the figures."""

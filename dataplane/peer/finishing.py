@@ -1,20 +1,16 @@
-"""The end of leases: ack, release, drop, with what was added, as one operation per peer.
+"""The end of leases: ack, release, drop, with what was added, as one operation at the shard.
 
-A lease may have parts at several peers; a part that has ended there keeps nothing of what was
-added, the others count. A session that ends releases all it held.
+A session that ends releases all it held, which the shard is told until it has answered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, LeaseExpired, StaleEpoch, Unavailable
+from dataplane.errors import LeaseExpired, PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.metadata.references import by_owner
 from dataplane.peer import rows as rowset
@@ -22,13 +18,12 @@ from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.leases import Lease, Leases, Part
+from dataplane.peer.leases import Lease, Leases
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import RANGE, U4, column
-from dataplane.wire.tables import Column
 
 
 class Finishing:
@@ -70,111 +65,61 @@ class Finishing:
                 )
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        if len(lease.parts) == 1 and self.host.heir(lease.parts[0].owner) == self.host.owner:
+        if self.host.serves(lease.partition):
             return self._finish_local(session, lease, body, committed)
         return self._finish_routed(session, request, lease, body, committed)
 
     def _finish_local(
         self, session: Session, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
-        part = lease.parts[0]
-        sub = self._sub_finish(lease, part, body, body.index, committed.columns, body.tags)
-        sub.owners = committed.owners
         try:
-            done = self._finish_at(sub)
+            done = self._finish_at(_at_shard(lease, body, committed))
         except BaseException as exc:
             self.host.space.release(committed.ranges, committed.counts)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
-        self._left(lease, body, 0, column(body.index or b"", U4))
+        self._left(lease, body)
         done.extents = self.grants.ahead(session, body.want_bytes)
         return done
 
     async def _finish_routed(
         self, session: Session, request: Request, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
-        """One operation per peer; a part whose lease has ended keeps nothing, the others count."""
         caller = caller_of(self.host, request, session)
-        index = column(body.index, U4) if body.index is not None else np.arange(lease.rows)
-        kept: dict[str, int] = {}
-        failure: DataplaneError | None = None
-        base = 0
         with self.grants.under_way(committed, caller):
-            for number, part in enumerate(lease.parts):
-                at = np.flatnonzero((index >= base) & (index < base + part.rows))
-                first, base = base, base + part.rows
-                if number in lease.ended or not len(at):
-                    continue
-                mine = None if body.index is None else (index[at] - first).astype(U4).tobytes()
-                columns = [rowset.take_column(c, at) for c in committed.columns]
-                tags = {t: v if len(v) == 1 else [v[i] for i in at] for t, v in body.tags.items()}
-                sub = self._sub_finish(lease, part, body, mine, columns, tags)
-                sub.owners = committed.owners
-                try:
-                    done = await self._hand_over(part, sub, caller)
-                    for name, count in done.kept.items():
-                        kept[name] = kept.get(name, 0) + count
-                except DataplaneError as exc:
-                    failure = exc
-                    if not isinstance(exc, LeaseExpired):
-                        continue
-                self._left(lease, body, number, index[at])
-        if failure is not None:
-            raise failure
-        return PutDone(self.grants.ahead(session, body.want_bytes), kept)
+            try:
+                done = await self._hand_over(lease, _at_shard(lease, body, committed), caller)
+            except LeaseExpired:
+                self.leases.close(lease)
+                raise
+            self._left(lease, body)
+        return PutDone(self.grants.ahead(session, body.want_bytes), done.kept)
 
-    async def _hand_over(self, part: Part, body: Finish, caller: Caller) -> PutDone:
-        """To whoever has the rows of this part; again where another peer took them over."""
+    async def _hand_over(self, lease: Lease, body: Finish, caller: Caller) -> PutDone:
+        """To whoever has the shard; again where another peer took it over."""
         end = min(self.host.now() + CALL_S, call_deadline.get())
         while True:
             roster = self.host.roster
-            address = self.host.serving(part.owner)
-            if address is None:
-                raise LeaseExpired(
-                    f"the peer at {part.owner.peer} that leased {part.rows} of these rows is lost, "
-                    "and they with it: see part.stats(), and put them again"
-                )
             try:
-                return await self.grants.hand_over(address, body, caller, roster.epoch)
+                return await self.grants.hand_over(
+                    roster.home(lease.partition), body, caller, roster.epoch
+                )
             except (StaleEpoch, Unavailable) as exc:
                 body.again |= isinstance(exc, Unavailable)
                 if not await self.host.another_roster(roster, end):
                     raise
 
-    def _left(self, lease: Lease, body: Finish, number: int, rows: npt.NDArray[Any]) -> None:
-        """Rows of a part are finished. The lease ends with its last row, and not before: what a
-        peer did not answer for is repeated, or released when the session ends."""
+    def _left(self, lease: Lease, body: Finish) -> None:
+        """Rows are finished. The lease ends with its last row, and not before: what the shard did
+        not answer for is repeated, or released when the session ends."""
         if body.outcome == "keep":
             return
         if body.index is not None:
-            before = sum(part.rows for part in lease.parts[:number])
-            lease.finished.update(rows.tolist())
-            if not lease.finished.issuperset(range(before, before + lease.parts[number].rows)):
+            lease.finished.update(column(body.index, U4).tolist())
+            if len(lease.finished) < lease.rows:
                 return
-        lease.ended.add(number)
-        if len(lease.ended) == len(lease.parts):
-            self.leases.close(lease)
-
-    @staticmethod
-    def _sub_finish(
-        lease: Lease,
-        part: Part,
-        body: Finish,
-        index: bytes | None,
-        columns: list[Column],
-        tags: dict[str, list[bool | int | float | str | None]],
-    ) -> Finish:
-        return Finish(
-            part.lease,
-            body.outcome,
-            index,
-            columns,
-            body.specs,
-            tags,
-            partition=lease.partition,
-            generation=lease.generation,
-        )
+        self.leases.close(lease)
 
     def _finish_at(self, body: Finish) -> PutDone:
         """At the shard: adds and ack are one operation."""
@@ -195,7 +140,6 @@ class Finishing:
             body.specs,
             body.owners,
             body.tags,
-            now=self.host.now(),
         )
         self.settle(entry)
         return PutDone(kept=outcome.kept)
@@ -231,12 +175,26 @@ class Finishing:
         return len(passed)
 
     def _give_back(self, lease: Lease) -> None:
-        for part in lease.parts:
-            body = Finish(
-                part.lease, "release", partition=lease.partition, generation=lease.generation
-            )
-            self.mesh.spawn(self._release_part(part, body))
+        self.mesh.spawn(self._release(lease))
 
-    async def _release_part(self, part: Part, body: Finish) -> None:
-        with contextlib.suppress(LeaseExpired):  # it had ended already
-            await self.mesh.insist(functools.partial(self.host.serving, part.owner), body)
+    async def _release(self, lease: Lease) -> None:
+        body = Finish(
+            lease.number, "release", partition=lease.partition, generation=lease.generation
+        )
+        with contextlib.suppress(LeaseExpired, PartitionGone):  # it had ended already
+            await self.mesh.insist(lambda: self.host.roster.home(lease.partition), body)
+
+
+def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
+    """What a client asked for, as its shard is told."""
+    return Finish(
+        lease.number,
+        body.outcome,
+        body.index,
+        committed.columns,
+        body.specs,
+        body.tags,
+        owners=committed.owners,
+        partition=lease.partition,
+        generation=lease.generation,
+    )

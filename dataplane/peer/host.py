@@ -215,10 +215,6 @@ class Host:
         reason = "lost" if lost else "dropped"
         return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
 
-    def heir(self, owner: Owner) -> Owner:
-        """Who serves what this peer's shards held: itself, or who took them over."""
-        return self.heirs.heir(owner)
-
     def serving(self, owner: Owner) -> str | None:
         """The address of who serves what this peer's shards held; None where all of it is lost."""
         heir = self.heirs.heir(owner)

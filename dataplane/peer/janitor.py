@@ -9,7 +9,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.carrying import Carrying
+from dataplane.peer.finishing import Finishing
+from dataplane.peer.host import Host
+from dataplane.peer.membership import Membership
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Sessions
 from dataplane.peer.standstill import Standstill
@@ -30,19 +33,18 @@ class Janitor:
         sessions: Sessions,
         room: Room,
         standstill: Standstill,
-        settle: Callable[[Entry], None],
+        finishing: Finishing,
+        carrying: Carrying,
+        membership: Membership,
     ) -> None:
         self.host = host
         self.sessions = sessions
         self.room = room
         self.standstill = standstill
-        self.settle = settle
+        self.finishing = finishing
+        self.carrying = carrying
+        self.membership = membership
         self.expired_leases = 0
-        self.expire: Callable[[float], int] = lambda now: 0
-        """ends leases of this host's clients that are over their limit"""
-        self.tidy: Callable[[Sessions], None] = lambda sessions: None
-        """takes back what clients have not used for a while"""
-        self.plane_is_wanted: Callable[[], bool] = lambda: False
         self.abandoned: Callable[[], bool] = lambda: False
         """whether nobody can come any more: the run has no name, and its processes have ended"""
         self.brief = False
@@ -60,17 +62,11 @@ class Janitor:
         faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
-            self.expired_leases += self.expire(now)
-            for entry in list(self.host.entries.values()):
-                ended = entry.store.expire(now)
-                self.expired_leases += len(ended)
-                if ended:
-                    log.info("%d leases of %r were over their limit", len(ended), entry.name)
-                    self.settle(entry)
-            self.tidy(self.sessions)
+            self.expired_leases += self.finishing.expire(now)
+            self.carrying.tidy(self.sessions)
             if self.standstill.lasts(self.room.producers > 0):
                 self.room.end_in_vain()
-            if linger_s is not None and not (self.wanted() or self.plane_is_wanted()):
+            if linger_s is not None and not (self.wanted() or self.membership.plane_is_wanted()):
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
                 return

@@ -9,27 +9,35 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Hashable
+from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from dataplane.metadata.names import hash_names
-from dataplane.metadata.operations import Operations
 from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
-from dataplane.wire.peering import Grant, Release, Settled
+from dataplane.wire.peering import Release
 from dataplane.wire.tables import Rows
 
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release, Settled)
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release)
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[[], Body | Awaitable[Body]]
 
 
+class Memory(Protocol):
+    """Of answers that were given, as `Operations`."""
+
+    def recall(self, session: Any, op: int, part: int = 0) -> Body | None: ...
+
+    def remember(self, session: Any, op: int, floor: int, reply: Body, part: int = 0) -> None: ...
+
+
 class Once:
     """The answers of one door. `who` is the session."""
 
-    def __init__(self, answers: Operations[Body]) -> None:
+    def __init__(self, answers: Memory) -> None:
         self.answers = answers
         self._under_way: dict[tuple[Hashable, int, int], asyncio.Future[Body]] = {}
 
@@ -115,6 +123,4 @@ def part_of(body: Body, epoch: tuple[int, int] = (0, 0)) -> int:
 
 def may_repeat(body: Body, op: int) -> bool:
     """Whether a request to a peer that was perhaps carried out may be sent once more."""
-    if isinstance(body, REPEATABLE):
-        return op > 0
-    return not isinstance(body, Grant)
+    return op > 0 or not isinstance(body, REPEATABLE)

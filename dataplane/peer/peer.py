@@ -1,7 +1,7 @@
 """The peer, put together: its parts, its life, and what follows from a change.
 
 `settle` is called after everything that changed a store: references that ended go to their owners,
-waiting puts are looked at, and the homes learn what became ready.
+waiting puts are looked at, and claims that wait are met.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataplane.peer.answers import Answers
 from dataplane.peer.carrying import Carrying
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
+from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.claims import Claims
 from dataplane.peer.copying import Copying
 from dataplane.peer.credit import Credit
@@ -43,14 +44,12 @@ from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
 from dataplane.peer.room import Room
-from dataplane.peer.seats import Seats
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shipping import Shipping
 from dataplane.peer.spilling import Spilling
 from dataplane.peer.standstill import Standstill
 from dataplane.peer.stats import Reporting
 from dataplane.peer.succession import Succession
-from dataplane.peer.supplying import Supplying
 from dataplane.peer.waits import Waits
 from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
@@ -122,22 +121,28 @@ class Peer:
         )
         self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
         self.checkpoints = Checkpoints(self.writing, self.reading, self.partitions)
-        self.waits = Waits(self.host, self.mesh, self.partitions)
+        self.sessions = Sessions(self.host, self._session_ended)
+        self.waits = Waits(self.host, self.mesh, self.partitions, self.sessions)
         self.losses = LossReports(self.host, self.mesh, self.partitions)
-        self.supplying = Supplying(self.host, self.mesh, self.settle, self.shipping, self.losses)
-        self.seats = Seats(self.host, self.mesh, self.partitions, self.supplying)
-        self.credit = Credit(self.host)
-        self.room.on_room.append(self.credit.look)
+        self.queues = ClaimQueues(
+            self.host,
+            self.mesh,
+            self.partitions,
+            self.shipping,
+            self.losses,
+            self.settle,
+            producers=lambda: self.room.producers,
+        )
+        self.credit = Credit(self.host, self.room)
         self.claims = Claims(
             self.host,
             self.mesh,
             self.partitions,
-            self.seats,
+            self.queues,
             self.leases,
+            self.finishing,
             self.reading,
             self.waits,
-            self.losses,
-            self.supplying,
             self.credit,
         )
         self.answers = Answers(
@@ -154,9 +159,6 @@ class Peer:
             self.losses,
             self.checkpoints,
         )
-        self.sessions = Sessions(self.host, self._session_ended)
-        self.waits.sessions = lambda: self.sessions
-        self.waits.producers = lambda: self.room.producers
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
         self.door.carry_bytes = MAX_CARRIED_BYTES
         self.room.on_wait.append(self._take_back_stretches)
@@ -169,9 +171,8 @@ class Peer:
             self.keeper,
             self.shipping,
             self.partitions,
-            self.supplying,
             self.grants,
-            self.seats,
+            self.queues,
             self.claims,
             self.door,
             self.settle,
@@ -191,11 +192,16 @@ class Peer:
         self.door.handlers[m.Stats] = self.reporting.stats
         self.door.may_serve = self.mesh.door.may_serve = self.membership.may_serve
         self.door.lease = self.mesh.door.lease = self.membership.lease
-        self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims)
-        self.janitor = Janitor(self.host, self.sessions, self.room, self.standstill, self.settle)
-        self.janitor.expire = self.finishing.expire
-        self.janitor.tidy = self.carrying.tidy
-        self.janitor.plane_is_wanted = self.membership.plane_is_wanted
+        self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims, self.queues)
+        self.janitor = Janitor(
+            self.host,
+            self.sessions,
+            self.room,
+            self.standstill,
+            self.finishing,
+            self.carrying,
+            self.membership,
+        )
         self.membership.wanted = self.janitor.wanted
         if runs.is_unnamed(config.run):
             self.janitor.brief = config.linger_s == LINGER_S
@@ -286,7 +292,7 @@ class Peer:
             self.room.pump()
         changed = entry.store.dirty()
         if changed:
-            self.seats.changed(entry, changed)
+            self.queues.changed(entry, changed)
         self.partitions.follow_phase(entry)
         if entry.sealed:
             self.losses.look(entry)
@@ -301,6 +307,8 @@ class Peer:
         """Somebody begins to wait for room."""
         self.carrying.give_back(self.sessions)
         self.room.pump()
+        if self.room.producers:
+            self.queues.producers_wait()
 
     def _waste(self) -> int:
         """Bytes of dead values in blocks that others keep alive: a block of packs dies whole."""

@@ -26,8 +26,8 @@ from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
-from dataplane.wire.messages import Body, Define, Done, Losses, Stats, Wait
-from dataplane.wire.peering import Grant, PeerHello, PeerReply, PeerRequest, Pull, Release, Settled
+from dataplane.wire.messages import Body, Claim, Define, Done, Losses, Stats, Wait
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
 from dataplane.wire.tables import Owner
@@ -38,10 +38,10 @@ CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
-ANY_EPOCH = (Inherited, Release, Grant, Settled, Sample, Pull, Void)
+ANY_EPOCH = (Inherited, Release, Sample, Pull, Void)
 """What does not depend on who serves which shard."""
-ONLY_WAITS = (Wait, Losses, Define)
-"""What changes nothing for as long as it is not answered."""
+ONLY_WAITS = (Claim, Wait, Losses, Define)
+"""What changes nothing of itself while it is not answered."""
 WHENEVER = (*ANYBODY, *ANY_EPOCH)
 UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how

@@ -7,8 +7,7 @@ of other hosts are pulled first. `Read` and `Fetch` are answered here.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from dataplane.memory.space import Space
 from dataplane.peer import rows as rowset
 from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.host import Caller, Host, call_stage
-from dataplane.peer.leases import Handed, Leases
+from dataplane.peer.leases import Leases
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.pulls import PULLER, Pulls
@@ -61,10 +60,6 @@ class Reading:
         mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
-
-    def gather(self, handed: Sequence[Handed], holder: int) -> Resolved | Awaitable[Resolved]:
-        """What a claim was handed, as one table."""
-        return self.resolve(rowset.join([one.table for one in handed]), holder)
 
     def resolve(
         self, table: Table, holder: int, *, in_place: bool = True
@@ -211,14 +206,9 @@ class Reading:
     async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
         lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
-        tables = []
-        for part in lease.parts:
-            found: Found = await self.mesh.reach(
-                functools.partial(self.host.serving, part.owner),
-                Fetch(part.lease, body.fields, lease.partition, lease.generation),
-            )
-            tables.append(found.table)
-        resolved = self.resolve(rowset.join(tables), session.id)
+        asked = Fetch(lease.number, body.fields, lease.partition, lease.generation)
+        found: Found = await self.partitions.ask_home(lease.partition, asked)
+        resolved = self.resolve(found.table, session.id)
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
         return Fetched(pin, table)
 

@@ -22,13 +22,11 @@ from dataplane.metadata.journal import JournaledStore, apply
 from dataplane.metadata.references import ids_of
 from dataplane.metadata.roster import Roster
 from dataplane.metadata.store import Store
-from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Grants
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.orphans import Orphans
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.supplying import Supplying
+from dataplane.peer.shipping import Shipping
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import RANGE, U4, column
@@ -55,7 +53,7 @@ class _Origin:
     stream: int
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
-    holders: dict[int, str] = field(default_factory=dict)
+    holders: dict[int, Owner] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -65,19 +63,15 @@ class Replicas:
         host: Host,
         mesh: Mesh,
         partitions: Partitions,
-        supplying: Supplying,
+        shipping: Shipping,
         grants: Grants,
-        copying: Copying,
-        orphans: Orphans,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
-        self.supplying = supplying
-        self.shipping = supplying.shipping
+        self.shipping = shipping
         self.grants = grants
-        self.copying = copying
-        self.orphans = orphans
+        self.copying = shipping.copying
         self._origins: dict[Owner, _Origin] = {}
         self._named: set[Owner] = set()
         """whose values the rows name that were taken over just now"""
@@ -138,7 +132,7 @@ class Replicas:
             yield
 
     def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
-        origin.holders.update(body.holders)
+        origin.holders.update((h, Owner(peer, life)) for h, peer, life in body.holders)
         try:
             for shipment in body.shipments:
                 self._carry_out(owner, origin, shipment)
@@ -209,7 +203,7 @@ class Replicas:
                 self._forget(owner)
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                self._take_over(owner, origin or _Origin(0), new.has(owner))
+                self._take_over(owner, origin or _Origin(0))
             else:
                 self._forget(owner)
         for owner in list(self._origins):
@@ -231,7 +225,7 @@ class Replicas:
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
-    def _take_over(self, owner: Owner, origin: _Origin, lives: bool) -> None:
+    def _take_over(self, owner: Owner, origin: _Origin) -> None:
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         for copy in origin.copies.values():
             for values, ranges, counts in copy.store.holdings():
@@ -241,27 +235,16 @@ class Replicas:
                 self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
             self.shipping.take_over(entry)
-            for holder, address in origin.holders.items():
-                self.supplying.lent_to(holder, address)
-                if address == owner.peer and not lives:
+            for holder, peer in origin.holders.items():
+                self.shipping.lease_to(holder, peer)
+                if not self.host.roster.has(peer):  # nobody is left to say that it holds nothing
                     entry.store.release_holder(holder)
-            # Also of one that leaves: it may end before a grant of its own is answered.
-            self._look_for_orphans(entry, origin.holders)
             log.warning("took %d rows of %r over from %s", len(copy.store), entry.name, owner.peer)
         self._named |= held.keys()
         for other in self.host.roster.owners:
             ranges, counts = _joined(held.get(other, []))
             body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
             self.grants.took_over(other, body)
-
-    def _look_for_orphans(self, entry: Entry, holders: dict[int, str]) -> None:
-        asked: dict[str, dict[int, Entry]] = {}
-        for lease in entry.store.state.leases:
-            address = holders.get(lease.holder)
-            if address is not None:
-                asked.setdefault(address, {})[lease.number] = entry
-        for address, leases in asked.items():
-            self.orphans.ask(address, leases)
 
 
 def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:

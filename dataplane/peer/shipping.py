@@ -56,10 +56,10 @@ class Shipping:
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()
-        self._lessees: dict[int, str] = {}
-        """which peer the sessions are at that have leases here; the backup has to know it"""
+        self._lessees: dict[int, Owner] = {}
+        """which peer the sessions are of that have leases here; the backup has to know it"""
         self._lessees_limit = MOST_LESSEES
-        self._holders: dict[int, str] = {}
+        self._holders: dict[int, Owner] = {}
         """of them, those that the backup is yet to be told"""
         self._task: asyncio.Task[object] | None = None
 
@@ -79,19 +79,26 @@ class Shipping:
             for op in dump(entry.store):
                 entry.store.emit(op)
 
-    def lease_to(self, holder: int, address: str) -> None:
-        """A session, of that peer, is about to hold leases here."""
+    def lease_to(self, holder: int, peer: Owner) -> None:
+        """A session, of that peer, holds leases here."""
         if len(self._lessees) >= self._lessees_limit:
             self._forget_lessees()
-        self._lessees[holder] = address
+        self._lessees[holder] = peer
         if self.backup is not None:
-            self._holders[holder] = address
+            self._holders[holder] = peer
+
+    def lessees_gone(self, gone: Owner) -> list[int]:
+        """The sessions of a peer that is no more; they are forgotten."""
+        holders = [holder for holder, peer in self._lessees.items() if peer.peer == gone.peer]
+        for holder in holders:
+            del self._lessees[holder]
+        return holders
 
     def _forget_lessees(self) -> None:
         """Those that hold nothing any more."""
         entries = self.host.entries.values()
         hold = {lease.holder for entry in entries for lease in entry.store.state.leases}
-        self._lessees = {h: address for h, address in self._lessees.items() if h in hold}
+        self._lessees = {h: peer for h, peer in self._lessees.items() if h in hold}
         self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
 
     def _emit(self, entry: Entry, op: Op) -> None:
@@ -201,7 +208,8 @@ class Shipping:
                 last.ops.append(one.op)
             else:
                 shipments.append(Shipment(one.partition, one.generation, [one.op]))
-        holders, self._holders = list(self._holders.items()), {}
+        holders = [(h, peer.peer, peer.incarnation) for h, peer in self._holders.items()]
+        self._holders = {}
         return Append(stream, first, shipments, holders), count
 
     async def _append(self, backup: Owner, body: Append) -> None:

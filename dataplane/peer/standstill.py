@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
+from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.claims import Claims
-from dataplane.peer.host import Host
+from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.sessions import Sessions
 from dataplane.wire.rosters import CanFree, Stirring
@@ -51,11 +52,14 @@ def is_standstill(answers: list[Stirring]) -> bool:
 
 
 class Standstill:
-    def __init__(self, host: Host, mesh: Mesh, sessions: Sessions, claims: Claims) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, sessions: Sessions, claims: Claims, queues: ClaimQueues
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.sessions = sessions
         self.claims = claims
+        self.queues = queues
         self.spilling: Spilling | None = None
         self._looks = 0
         self._done: list[int] = []
@@ -64,7 +68,7 @@ class Standstill:
         self._next_look = 0.0
         self._alive = ""
         """where somebody was seen at the last look: asked first the next time"""
-        mesh.handlers[CanFree] = lambda caller, body: self._here()
+        mesh.handlers[CanFree] = self._asked
 
     def __repr__(self) -> str:
         return f"<Standstill seen {self._looks} times>"
@@ -100,6 +104,11 @@ class Standstill:
         same = done == self._done or not self._looks
         self._looks = self._looks + 1 if same and is_standstill(answers) else 0
         self._done = done
+
+    def _asked(self, caller: Caller, body: CanFree) -> Stirring:
+        """Producers wait for room: no claim that waits here keeps rows from those who take some."""
+        self.queues.producers_wait()
+        return self._here()
 
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]

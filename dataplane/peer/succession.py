@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dataplane.metadata.roster import Roster
+from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
 from dataplane.peer.grants import Grants
@@ -13,12 +14,9 @@ from dataplane.peer.keepers import Keeper
 from dataplane.peer.leaving import Leaving
 from dataplane.peer.membership import Membership
 from dataplane.peer.mesh import Mesh
-from dataplane.peer.orphans import Orphans
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.replicas import Replicas
-from dataplane.peer.seats import Seats
 from dataplane.peer.shipping import Shipping
-from dataplane.peer.supplying import Supplying
 
 
 class Succession:
@@ -29,31 +27,22 @@ class Succession:
         keeper: Keeper,
         shipping: Shipping,
         partitions: Partitions,
-        supplying: Supplying,
         grants: Grants,
-        seats: Seats,
+        queues: ClaimQueues,
         claims: Claims,
         door: Door,
         settle: Callable[[Entry], None],
     ) -> None:
         self.shipping = shipping
         self.partitions = partitions
-        self.seats = seats
+        self.queues = queues
         self.claims = claims
         self.membership = Membership(host, mesh, keeper)
         self.membership.in_sync = lambda: shipping.synced
         self.membership.spare = partitions.spare
         self.membership.on_roster.append(self._turned)
-        self.membership.on_gone += [keeper.gone, supplying.gone, grants.gone]
-        self.replicas = Replicas(
-            host,
-            mesh,
-            partitions,
-            supplying,
-            grants,
-            shipping.copying,
-            Orphans(host, mesh, supplying, claims.unheld),
-        )
+        self.membership.on_gone += [keeper.gone, queues.gone, grants.gone]
+        self.replicas = Replicas(host, mesh, partitions, shipping, grants)
         self.membership.lost_before = self.replicas.lost_before
         self.leaving = Leaving(
             host, mesh, self.membership, shipping.copying, door, grants.lent, settle
@@ -66,5 +55,5 @@ class Succession:
         self.shipping.turned(new)
         if new.places_like(old):
             return
-        self.seats.turned()
+        self.queues.turned()
         self.claims.turned()

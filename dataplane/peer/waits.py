@@ -1,21 +1,20 @@
 """Waiting without claiming, and what people are told of what a stage waits for.
 
-`wait` asks the stage's home in turns; `why` asks the peers what is missing, for the message of a
-ClaimTimeout.
+`wait` asks the shard in turns; `why` asks it what is missing, for the message of a ClaimTimeout and
+for what a call that waits says in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
-from dataplane.errors import ClaimTimeout, Unavailable
+from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
 from dataplane.metadata import reasons
-from dataplane.peer.host import Caller, Host, Known
+from dataplane.peer.host import Host, Known
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.partitions import Partitions
@@ -24,11 +23,13 @@ from dataplane.wire.messages import Body, Request, StatsDone, Wait, Want
 from dataplane.wire.peering import Missing
 
 WAIT_TURN_S = 10.0
-"""A home is asked again after so long: what it holds for a waiter ends with the waiter."""
+"""A shard is asked again after so long: what it holds for a waiter ends with the waiter."""
+RETRY_S = 0.5
+"""... and so long after it could not be reached."""
 WHY_S = 2.0
 MOST_WHY_S = 0.5
 LEAST_WHY_S = 0.2
-"""How long the peers that are asked have for an answer; at the end of a call, a quarter of it."""
+"""How long the shard has for an answer; at the end of a call, a quarter of what was left of it."""
 
 
 def _wanted(body: Wait) -> Want | None:
@@ -36,17 +37,16 @@ def _wanted(body: Wait) -> Want | None:
 
 
 class Waits:
-    def __init__(self, host: Host, mesh: Mesh, partitions: Partitions) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, sessions: Iterable[Session]
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
-        self.sessions: Callable[[], Iterable[Session]] = lambda: ()
-        self.producers: Callable[[], int] = lambda: 0
-        """puts that wait for room here"""
-        mesh.handlers[Missing] = self._missing
+        self.sessions = sessions
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
-        """Until the home says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
+        """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         entry = await self.partitions.known(body.partition, body.generation)
         look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
@@ -56,9 +56,7 @@ class Waits:
         try:
             with Telling(self.host, what, subject, look):
                 done = await self._wait_in_turns(body, end)
-        except (ClaimTimeout, Unavailable) as exc:
-            if isinstance(exc, Unavailable) and self.host.now() < end:
-                raise
+        except ClaimTimeout as exc:
             told, details = await why
             raise ClaimTimeout(
                 f"waiting for stage {body.stage!r} of {entry.name!r}, which did not come within "
@@ -70,29 +68,24 @@ class Waits:
         return done
 
     async def _wait_in_turns(self, body: Wait, end: float) -> Body:
+        """Also while nobody can be reached who has the shard: that may end."""
         while True:
-            left = max(0.0, end - self.host.now())
-            asked = msgspec.structs.replace(body, timeout_ms=int(min(left, WAIT_TURN_S) * 1000))
+            left_s = max(0.0, end - self.host.now())
+            asked = msgspec.structs.replace(body, timeout_ms=int(min(left_s, WAIT_TURN_S) * 1000))
+            roster = self.host.roster
             try:
                 done: Body = await self.partitions.ask_home(body.partition, asked)
                 return done
             except ClaimTimeout:
-                if left <= WAIT_TURN_S:
+                if left_s <= WAIT_TURN_S:
                     raise
+            except (StaleEpoch, Unavailable) as exc:
+                now = self.host.now()
+                if now >= end:
+                    raise ClaimTimeout(exc.message, **exc.details) from exc
+                await self.host.another_roster(roster, min(now + RETRY_S, end))
 
     # what is missing
-
-    def _missing(self, caller: Caller, body: Missing) -> Body:
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
-            return StatsDone({})
-        found = entry.store.missing(body.stage, body.unit, self.host.now(), body.where)
-        found["leases"] = [
-            [self.host.labels.get(holder, f"client {holder:x}"), stage, rows, age]
-            for holder, stage, rows, age in found["leases"]
-        ]
-        found["sealed"], found["producers"] = entry.sealed, self.producers()
-        return StatsDone(found)
 
     def explain(self, end: float, look: Callable[[float], Awaitable[Why]]) -> asyncio.Task[Why]:
         """What `look` finds shortly before the end of a call, which is not late for the answer. To
@@ -109,33 +102,45 @@ class Waits:
         return asyncio.ensure_future(later())
 
     def looks(
-        self, session: Session, entry: Known, stage: str, unit: str, want: Want | None = None
+        self,
+        session: Session,
+        entry: Known,
+        stage: str,
+        unit: str,
+        want: Want | None = None,
+        claim: Callable[[], int] = lambda: 0,
     ) -> Callable[[float], Awaitable[Why]]:
-        """`why` of one call."""
-        return functools.partial(self.why, session, entry, stage, unit, want)
+        """`why` of one call. claim: its number at the moment."""
 
-    async def why(
+        def look(limit_s: float = WHY_S) -> Awaitable[Why]:
+            return self._why(session, entry, stage, unit, want, claim(), limit_s)
+
+        return look
+
+    async def _why(
         self,
         session: Session,
         entry: Known,
         stage: str,
         unit: str,
         want: Want | None,
-        limit_s: float = WHY_S,
+        claim: int,
+        limit_s: float,
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
         where = None if want is None else want.where
-        asked = Missing(entry.name, entry.generation, stage, unit, where)  # type: ignore[arg-type]
-        hosts = [self.host.roster.home(entry.name)]
-        answers = await asyncio.gather(
-            *(self.mesh.call(m, asked, timeout_s=limit_s) for m in hosts), return_exceptions=True
-        )
-        silent = sum(isinstance(a, BaseException) for a in answers)
-        told = [a.stats for a in answers if isinstance(a, StatsDone) and a.stats]
-        facts = reasons.added_up(unit, told, silent)
+        asked = Missing(entry.name, entry.generation, stage, unit, where, claim)  # type: ignore[arg-type]
+        home = self.host.roster.home(entry.name)
+        facts = reasons.Facts(unit)
+        try:
+            answer: StatsDone = await self.mesh.call(home, asked, timeout_s=limit_s)
+            if answer.stats:
+                facts = reasons.Facts.of(unit, answer.stats)
+        except DataplaneError:
+            facts.silent = f"{self.mesh.others.name(home)} at {home}"
         wanted = None if want is None or want.budget_tag is not None else want.count
         said = reasons.reason(facts, stage, wanted, session.label)
-        others = (s for s in self.sessions() if entry.name in s.partitions)
+        others = (s for s in self.sessions if entry.name in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)
         own = reasons.only_own(facts, stage, session.label, alone)
         details = facts.details | {"only_own": own}

@@ -40,7 +40,7 @@ class Wrote(Body, tag=200):
 
 class Leased(Body, tag=201):
     """keys: KEY records of the rows, in the order of the lease; group_keys: of groups that were
-    taken whole. lease_ms 0: no hard limit."""
+    taken whole. claim: the number of the one that was met."""
 
     stage: str
     unit: Unit
@@ -48,13 +48,11 @@ class Leased(Body, tag=201):
     keys: bytes
     group_keys: bytes
     holder: int
-    lease_ms: int
+    claim: int
 
 
 class Returned(Body, tag=202):
-    """Leases ended without an outcome (time, or the holder's death); rows of the first come first.
-
-    They are named by number: the backup's clock decides nothing."""
+    """Leases ended without an outcome, with their holder; rows of the first come first."""
 
     leases: list[int]
 
@@ -140,7 +138,7 @@ class Added(Body, tag=215):
 class Held(Body, tag=212):
     """A lease, which starts anew. left: a byte a position: 0 finished, 1 in hand, 2 gone.
 
-    keys: KEY records of the positions that are 1. lease_ms 0: no hard limit."""
+    keys: KEY records of the positions that are 1. claim: as in `Leased`."""
 
     stage: str
     unit: Unit
@@ -148,7 +146,7 @@ class Held(Body, tag=212):
     left: bytes
     keys: bytes
     holder: int
-    lease_ms: int
+    claim: int
 
 
 class Buried(Body, tag=213):

@@ -260,7 +260,7 @@ class ReadDone(Body, tag=36):
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):
-    """A form of demand; claims with equal `unit`, `where` and `budget_tag` share a lane."""
+    """A form of demand; claims with equal `unit` and `where` share a lane."""
 
     unit: Literal["rows", "groups"]
     count: int
@@ -272,7 +272,11 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
 
 class Claim(Body, tag=40):
     """declare: the fields of a stage that is not declared yet. lease_ms 0: no hard limit.
-    timeout_ms -1: as long as rows can come."""
+    timeout_ms -1: as long as rows can come.
+
+    Between peers with all fields that it fetches. number: of the claim, which no other one has.
+    label: what people call its holder. waited_ms: its age. most_bytes: what its host can have
+    pulled at once, 0: any number; timeout_ms 0: it does not wait."""
 
     partition: str
     generation: int
@@ -282,6 +286,10 @@ class Claim(Body, tag=40):
     declare: list[str] | None = None
     timeout_ms: int = -1
     lease_ms: int = 0
+    number: int = 0
+    label: str = ""
+    waited_ms: int = 0
+    most_bytes: int = 0
 
 
 class Claimed(Body, tag=41):

@@ -4,7 +4,7 @@ One envelope a message.
 
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
 VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
-homes and the claims that queue there.
+what becomes of claims, and of bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,
+    Claim,
     Close,
     Define,
     Defined,
@@ -39,7 +40,6 @@ from dataplane.wire.messages import (
     StatsDone,
     Tag,
     Wait,
-    Want,
 )
 from dataplane.wire.tables import Table, Where
 
@@ -73,65 +73,33 @@ class AddStage(Body, tag=103):
     fields: list[str]
 
 
-class Demand(Body, tag=111):
-    """To a stage's home: a claim of this peer that waits. credit_bytes: what the peer may pull."""
-
-    partition: str
-    generation: int
-    stage: str
-    number: int
-    want: Want
-    holder: int
-    label: str
-    lease_ms: int
-    fields: list[str] | None
-    credit_bytes: int
-
-
 class Withdraw(Body, tag=112):
-    """To a stage's home: the claim ended (timed out, cancelled)."""
+    """To a claim's shard: nobody waits for it any more. When this is answered it has no lease, and
+    never will."""
 
     partition: str
     generation: int
     stage: str
     number: int
-
-
-class Grant(Body, tag=114):
-    """From a stage's home to the claim's peer. Answered `unwanted` when the claim has ended.
-
-    complete: the claim has all it gets."""
-
-    number: int
-    lease: int
-    table: Table
-    complete: bool = False
 
 
 class Granted(Body, tag=115):
-    wanted: bool
+    """The answer to a claim: leased rows, with VALUE columns of the fields that it fetches."""
 
-
-class Settled(Body, tag=117):
-    """From a stage's home to the claim's peer: all of it was granted, or no row can come.
-
-    `lost`: no row can come, and some were lost with their peer. `starved`: what is next needs
-    `needed_bytes` beyond what was granted, more than the claim's credit: it queues again when its
-    peer may pull so much. `moved`: the home is another one, ask there."""
-
-    number: int
-    outcome: Literal["complete", "ended", "lost", "unmeetable", "dropped", "starved", "moved"]
-    needed_bytes: int = 0
+    lease: int
+    table: Table
 
 
 class Missing(Body, tag=119):
-    """Why units of a stage are not ready, for a ClaimTimeout's message."""
+    """Why units of a stage are not ready, for a ClaimTimeout's message. claim: the number of the
+    one that waits; 0: none does."""
 
     partition: str
     generation: int
     stage: str
     unit: Literal["rows", "groups"]
     where: Where | None = None
+    claim: int = 0
 
 
 class Pull(Body, tag=134):
@@ -179,14 +147,11 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | rosters.Rostered
         | rosters.Append
         | rosters.Inherited
-        | rosters.Held
         | rosters.CanFree
         | rosters.Void
         | AddStage
-        | Demand
+        | Claim
         | Withdraw
-        | Grant
-        | Settled
         | Missing
         | Release
         | Pull
@@ -222,7 +187,6 @@ class PeerReply(msgspec.Struct, array_like=True):
         | PutDone
         | Dropped
         | Found
-        | rosters.Unheld
         | rosters.Stirring
         | LossesDone
         | StatsDone

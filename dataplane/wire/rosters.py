@@ -49,13 +49,14 @@ class Append(Body, tag=143):
     """To the sender's backup: what its shards did, in order.
 
     stream: of one dump and all that follows. first: number of the first operation in the stream;
-    0 begins it. holders: sessions that leases name, with the address of their peer.
+    0 begins it. holders: sessions that leases name, with their peer's address
+    and incarnation.
     """
 
     stream: int
     first: int
     shipments: list[Shipment]
-    holders: list[tuple[int, str]] = []
+    holders: list[tuple[int, str, int]] = []
 
 
 class Inherited(Body, tag=144):
@@ -69,19 +70,6 @@ class Inherited(Body, tag=144):
     ranges: bytes
     counts: bytes
     began: int = 0
-
-
-class Held(Body, tag=148):
-    """Leases of a lost peer's that the sender took over, or whose grant was not answered: which
-    does no claim of the receiver's clients hold? One that still waits forgets them."""
-
-    leases: list[int]
-
-
-class Unheld(Body, tag=149):
-    """Those of them that nobody holds, or ever will."""
-
-    leases: list[int]
 
 
 class Void(Body, tag=152):

@@ -14,6 +14,7 @@ from dataplane.client.connection import Inbox
 from dataplane.client.opening import join
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
+    Claim,
     Done,
     Failed,
     Hello,
@@ -24,6 +25,7 @@ from dataplane.wire.messages import (
     Stats,
     StatsDone,
     Wait,
+    Want,
 )
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
@@ -203,6 +205,15 @@ def test_operation_ids_rise_and_the_floor_follows_the_answers(
         plane.stats()
     ids = [(r.op, r.floor) for r in peer.requests if isinstance(r.body, Stats)]
     assert ids == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_call_that_waits_for_rows_holds_no_floor_up(peer: ScriptedPeer, plane: Plane) -> None:
+    """Or the peer would have to remember all that it answered in the days that a claim may wait."""
+    waiting = plane._session.request(Claim("p", 1, "s", Want("rows", 1, 1)))
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    plane.stats()
+    (asked,) = [r for r in peer.requests if isinstance(r.body, Stats)]
+    assert asked.floor == asked.op > waiting.op
 
 
 def test_a_call_that_waits_for_a_stopped_peer_says_so(

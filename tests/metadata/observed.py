@@ -111,8 +111,7 @@ def _lease(store: Store, lease: Any) -> Any:
         "finished" if not left else state.index.keys[slot].tobytes() if here else "gone"
         for left, here, slot in zip(lease.left, there, lease.slots.tolist(), strict=True)
     ]
-    span = None if lease.deadline is None else round(1e3 * (lease.deadline - lease.started))
-    return (lease.stage.name, lease.unit, positions, lease.holder, span)
+    return (lease.stage.name, lease.unit, positions, lease.holder, lease.claim)
 
 
 def _holdings(store: Store) -> dict[Any, Any]:

@@ -68,7 +68,6 @@ class Lease:
     rows: list[Row]
     left: list[bool]
     holder: int
-    deadline: float | None
 
 
 class Model:

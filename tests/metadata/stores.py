@@ -67,10 +67,10 @@ def keys_of(from_: Store, taken: Taken) -> list[Name]:
     return found
 
 
-def finish(at: Store, taken: Taken, outcome: str = "ack", now: float = 0.0, **options: Any) -> Any:
+def finish(at: Store, taken: Taken, outcome: str = "ack", **options: Any) -> Any:
     assert taken.lease is not None
     given = {"index": None, "columns": [], "specs": SPECS, "owners": OWNERS, "tags": {}} | options
-    return at.finish(taken.lease, outcome, now=now, **given)
+    return at.finish(taken.lease, outcome, **given)
 
 
 def fill(store: Store) -> None:

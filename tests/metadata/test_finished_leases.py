@@ -14,5 +14,5 @@ def test_only_what_was_not_released_counts_as_finished(outcome: str, known: bool
     put(one, ["a"])
     lease = take(one, "reward", Want("rows", 1, 1)).lease
     assert lease is not None and not one.has_finished(lease, None)
-    one.finish(lease, outcome, None, [], [], [], {}, now=0.0)
+    one.finish(lease, outcome, None, [], [], [], {})
     assert one.has_finished(lease, None) == known

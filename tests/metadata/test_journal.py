@@ -62,14 +62,13 @@ def test_a_call_that_raised_tells_nothing() -> None:
     with pytest.raises(FieldExists):
         put(s, ["a"])
     with pytest.raises(DataplaneError):
-        s.finish(99, "ack", None, [], [], [], {}, 0.0)
+        s.finish(99, "ack", None, [], [], [], {})
     assert len(ops) == told
 
 
-def test_a_claim_that_got_nothing_and_time_that_ended_nothing_are_not_told() -> None:
+def test_a_claim_that_got_nothing_and_an_end_that_ended_nothing_are_not_told() -> None:
     s, ops = journaled()
     assert take(s, "reward", ROWS).lease is None
-    assert s.expire(100.0) == []
     assert s.release_holder(1) == 0
     assert ops == []
 
@@ -82,11 +81,11 @@ def test_a_store_without_a_listener_tells_nobody() -> None:
     assert ops == []
 
 
-def test_leases_that_end_by_time_are_told_by_number() -> None:
+def test_leases_that_end_with_their_holder_are_told_by_number() -> None:
     s, ops = journaled()
     put(s, ["a", "b"])
-    taken = take(s, "reward", ROWS, lease_ms=1_000)
-    s.expire(2.0)
+    taken = take(s, "reward", ROWS)
+    s.release_holder(1)
     assert ops[-1] == Returned([taken.lease])
 
 
@@ -104,22 +103,18 @@ def test_rows_that_come_back_keep_their_order_at_the_copy() -> None:
     assert keys_of(other, take(other, "reward", Want("rows", 4, 4))) == ["a", "b", "c", "d"]
 
 
-def test_a_lease_is_finished_at_the_copy_though_its_time_is_long_over_there() -> None:
+def test_a_copy_knows_which_claim_a_lease_met() -> None:
+    """It is asked again there, when the peer that met it died before it answered."""
     s, ops = journaled()
     put(s, ["a", "b"])
-    finish(s, take(s, "reward", ROWS, lease_ms=10), now=0.005)
-    other = Store("step-1", s.definition, 1)
-    for op in ops:
-        apply(other, op, now=1e9 if isinstance(op, Finish) else 0.0)
-    assert observed(other) == observed(s)
-
-
-def test_leases_of_a_copy_begin_anew_with_all_their_time() -> None:
-    s, _ = journaled()
-    put(s, ["a", "b"])
-    take(s, "reward", ROWS, lease_ms=3_000)
-    other = copy_of(s, now=50.0)
-    assert other.next_deadline() == 53.0
+    taken = take(s, "reward", ROWS, claim=7)
+    followed = Store("step-1", s.definition, 1)
+    carried_over(followed, ops)
+    for copy in (followed, copy_of(s)):
+        found = copy.state.leases.of_claim(7)
+        assert found is not None and found.number == taken.lease
+        copy.finish(found.number, "release", None, [], [], [], {})
+        assert copy.state.leases.of_claim(7) is None
 
 
 def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:

@@ -50,9 +50,6 @@ class JournalMachine(StoreMachine):
         self.store.emit = self.ops.append
         carried_over(self.replica, list(dump(self.store, many)), self.now)
         self.from_the_start = False
-        for number, lease in self.leases.items():
-            known = self.store.state.leases.get(number)
-            lease.deadline = None if known is None else known.deadline
 
     def ship(self) -> None:
         carried_over(self.replica, self.ops, self.now)

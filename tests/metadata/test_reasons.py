@@ -12,7 +12,6 @@ from dataplane.metadata.reasons import (
     Facts,
     Notices,
     Subject,
-    added_up,
     only_own,
     reason,
 )
@@ -23,33 +22,40 @@ ME, OTHER = "pid 1 on host a", "pid 7 on host b"
 
 def told(**changes: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
-        **dict.fromkeys(("ready", "units", "excluded", "alone", "open_groups", "producers"), 0),
+        **dict.fromkeys(
+            ("ready", "units", "excluded", "alone", "open_groups", "producers", "before"), 0
+        ),
         **{"missing": {}, "adders": {}, "leases": [], "sealed": False},
     }
     return plain | changes
 
 
-def test_what_several_peers_say_is_one_sentence() -> None:
-    facts = added_up(
+def test_what_the_shard_says_is_one_sentence() -> None:
+    facts = Facts.of(
         "groups",
-        [
-            told(ready=500, units=500, producers=2),
-            told(
-                ready=9,
-                units=12,
-                missing={"reward": 3},
-                adders={"reward": "judge"},
-                leases=[[OTHER, "judge", 3, 90.2]],
-                alone=1,
-                open_groups=1,
-            ),
-        ],
-        silent=1,
+        told(
+            ready=509,
+            units=512,
+            missing={"reward": 3},
+            adders={"reward": "judge"},
+            leases=[[OTHER, "judge", 3, 90.2]],
+            alone=1,
+            open_groups=1,
+            producers=2,
+            before=1,
+        ),
     )
     assert reason(facts, "train", 512) == (
-        "509 of 512 groups ready, 512 wanted; 3 rows lack `reward`, a field of 'train' that stage "
-        "'judge' adds; 1 group is still open; 1 row has no group; 3 rows leased by pid 7 on host b "
-        "for stage 'judge' for 90 s; 2 puts wait for room in the arena; 1 peer did not answer"
+        "509 of 512 groups ready, 512 wanted; 1 claim of its kind waits before it; 3 rows lack "
+        "`reward`, a field of 'train' that stage 'judge' adds; 1 group is still open; 1 row has no "
+        "group; 3 rows leased by pid 7 on host b for stage 'judge' for 90 s; 2 puts wait for room "
+        "in the arena"
+    )
+
+
+def test_a_shard_that_says_nothing_is_named() -> None:
+    assert reason(Facts("rows", silent="b at tcp://b:1"), "train", 1) == (
+        "peer b at tcp://b:1, which has the partition's shard, does not answer"
     )
 
 
@@ -64,7 +70,7 @@ def test_what_several_peers_say_is_one_sentence() -> None:
     ],
 )
 def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
-    assert says in reason(added_up("rows", [told(**changes)]), "s", 4, ME)
+    assert says in reason(Facts.of("rows", told(**changes)), "s", 4, ME)
 
 
 @pytest.mark.parametrize(

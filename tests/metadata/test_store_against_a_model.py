@@ -158,9 +158,8 @@ class StoreMachine(Model, RuleBasedStateMachine):
         unit=st.sampled_from(["rows", "groups"]),
         count=st.integers(1, 4),
         least=st.integers(1, 4),
-        partial=st.booleans(),
+        sealed=st.booleans(),
         filtered=st.booleans(),
-        lease_ms=st.sampled_from([0, 3_000]),
         holder=st.integers(1, 2),
     )
     def take(
@@ -169,15 +168,14 @@ class StoreMachine(Model, RuleBasedStateMachine):
         unit: str,
         count: int,
         least: int,
-        partial: bool,
+        sealed: bool,
         filtered: bool,
-        lease_ms: int,
         holder: int,
     ) -> None:
         ready = self.ready(stage, unit, filtered)
         want = Want(unit, count, min(least, count), WHERE if filtered else None)
-        taken = self.store.take(stage, want, holder, self.now, lease_ms, partial)
-        enough = len(ready) >= (1 if partial else min(least, count))
+        taken = self.store.take(stage, want, holder, 0.0, sealed=sealed)
+        enough = len(ready) >= (1 if sealed else min(least, count))
         assert taken.units == (min(count, len(ready)) if enough else 0)
         assert (taken.lease is None) == (not enough)
         if taken.lease is None:
@@ -199,8 +197,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             if row.group is not None:
                 group = self.groups[row.group]
                 group.state[stage] = "leased" if unit == "groups" else "split"
-        deadline = self.now + lease_ms / 1000 if lease_ms else None
-        self.leases[taken.lease] = Lease(stage, rows, [True] * len(rows), holder, deadline)
+        self.leases[taken.lease] = Lease(stage, rows, [True] * len(rows), holder)
 
     @rule(
         pick=st.integers(0, 20),
@@ -214,7 +211,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
     ) -> None:
         if not self.leases:
             with pytest.raises(LeaseExpired):
-                self.store.finish(10_000, "ack", None, [], [], [], {}, self.now)
+                self.store.finish(10_000, "ack", None, [], [], [], {})
             return
         number = sorted(self.leases)[pick % len(self.leases)]
         lease = self.leases[number]
@@ -227,11 +224,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         made = {name: self.column(name, [True] * len(positions), True) for name in adds}
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version] * len(positions)}
-        args = (outcome, index, columns, SPECS, OWNERS, tags, self.now)
-        if lease.deadline is not None and self.now >= lease.deadline:
-            with pytest.raises(LeaseExpired):
-                self.store.finish(number, *args)
-            return
+        args = (outcome, index, columns, SPECS, OWNERS, tags)
         if any(
             row.writer.get(name, lease.stage) != lease.stage
             for name in made
@@ -262,16 +255,6 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def a_holder_dies(self, holder: int) -> None:
         held = sorted(number for number, lease in self.leases.items() if lease.holder == holder)
         assert self.store.release_holder(holder) == self.come_back(held)
-
-    @rule(seconds=st.floats(0, 4))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        limits = [one.deadline for one in self.leases.values() if one.deadline is not None]
-        assert self.store.next_deadline() == (min(limits) if limits else None)
-        ended = [lease.number for lease in self.store.expire(self.now)]
-        due = {n for n, one in self.leases.items() if (one.deadline or 1e9) <= self.now}
-        assert set(ended) == due
-        self.come_back(ended)
 
     @rule(keys=SOME_KEYS)
     def drop_rows(self, keys: list[int]) -> None:

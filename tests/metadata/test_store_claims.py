@@ -29,7 +29,7 @@ from tests.metadata.stores import (
 )
 
 
-def test_a_claim_is_exact_unless_it_has_a_minimum_or_may_be_partial() -> None:
+def test_a_claim_is_exact_unless_it_has_a_minimum_or_no_more_can_come() -> None:
     s = store()
     put(s, [1, 2, 3])
     assert take(s, "reward", Want("rows", 4, 4)) == Taken()
@@ -37,8 +37,6 @@ def test_a_claim_is_exact_unless_it_has_a_minimum_or_may_be_partial() -> None:
     put(s, [4, 5])
     assert take(s, "reward", Want("rows", 9, 3)).units == 3
     put(s, [6])
-    assert take(s, "reward", Want("rows", 9, 9), partial=True).units == 1
-    put(s, [7])
     assert take(s, "reward", Want("rows", 9, 9), sealed=True).units == 1
 
 
@@ -50,17 +48,17 @@ def test_a_budget_returns_when_the_next_row_would_not_fit() -> None:
     assert take(s, "reward", want).lease is None
     put(s, [4], length=[50])
     taken = take(s, "reward", want)
-    assert (taken.units, taken.amount, taken.blocked) == (3, 90.0, True)
+    assert (taken.units, taken.blocked) == (3, True)
     assert keys_of(s, taken) == [1, 2, 3]
     rest = take(s, "reward", want, sealed=True)
-    assert (rest.units, rest.amount, rest.blocked) == (1, 50.0, False)
+    assert (rest.units, rest.blocked) == (1, False)
 
 
 def test_a_row_larger_than_the_whole_budget_blocks_and_says_so() -> None:
     s = store()
     put(s, [1, 2], length=[200, 1])
-    taken = take(s, "reward", Want("rows", 0, 0, None, "length", 100), partial=True)
-    assert taken == Taken(None, 0, 0.0, True)
+    taken = take(s, "reward", Want("rows", 0, 0, None, "length", 100))
+    assert taken == Taken(blocked=True)
     assert s.counts("reward").ready_rows == 2
 
 
@@ -68,7 +66,7 @@ def test_a_budget_of_groups_sums_over_all_their_rows() -> None:
     s = store(group_size=2, stages={"train": ["tokens"]})
     put(s, [1, 2, 3, 4, 5, 6], ["p", "p", "q", "q", "r", "r"], length=[10, 20, 30, 5, 30, 20])
     taken = take(s, "train", Want("groups", 0, 0, None, "length", 70))
-    assert (taken.units, taken.amount, taken.blocked) == (2, 65.0, True)
+    assert (taken.units, taken.blocked) == (2, True)
     assert keys_of(s, taken) == [1, 2, 3, 4]
 
 
@@ -76,33 +74,33 @@ def test_a_budget_looks_at_as_many_rows_as_it_needs() -> None:
     s = store()
     put(s, list(range(1_000)), length=[1])
     taken = take(s, "reward", Want("rows", 0, 0, None, "length", 700.5))
-    assert (taken.units, taken.amount, taken.blocked) == (700, 700.0, True)
+    assert (taken.units, taken.blocked) == (700, True)
 
 
 def test_no_more_bytes_are_taken_than_the_claims_peer_may_pull() -> None:
     s = store(group_size=2, stages={"train": ["tokens"]})
     put(s, [1, 2, 3, 4], ["p", "p", "q", "q"], nbytes=1_000)  # 1,024 B each, where they are pulled
     groups = Want("groups", 2, 2)
-    refused = take(s, "train", groups, credit=PullCredit("b", lambda: 12_287))
+    refused = take(s, "train", groups, credit=PullCredit("b", 12_287))
     assert refused == Taken(needed_bytes=4 * 1_024 + 8_192)
-    taken = take(s, "train", groups, credit=PullCredit("b", lambda: 12_287), partial=True)
-    assert (taken.units, taken.nbytes, taken.needed_bytes) == (1, 2 * 1_024 + 8_192, 12_288)
-    assert take(s, "train", Want("rows", 2, 2), credit=PullCredit("b", lambda: 10_240)).units == 2
+    taken = take(s, "train", groups, credit=PullCredit("b", 12_287), sealed=True)
+    assert (taken.units, taken.needed_bytes) == (1, 12_288)
+    assert take(s, "train", Want("rows", 2, 2), credit=PullCredit("b", 10_240)).units == 2
 
 
 def test_what_the_claims_peer_has_itself_needs_no_credit() -> None:
     s = store(stages={"train": ["tokens"]})
     put(s, [1, 2])
-    taken = take(s, "train", Want("rows", 2, 2), credit=PullCredit("a", lambda: 0))
-    assert (taken.units, taken.nbytes) == (2, 0)
+    taken = take(s, "train", Want("rows", 2, 2), credit=PullCredit("a", 1))
+    assert taken.units == 2
 
 
 def test_a_range_that_many_rows_share_is_pulled_once() -> None:
     s = store(stages={"train": ["tokens"]})
     image = values(1, 100_000) * 8
     s.put(named(list(range(8))), [Column("tokens", image)], SPECS, OWNERS, {})
-    taken = take(s, "train", Want("rows", 8, 8), credit=PullCredit("b", lambda: 108_224))
-    assert (taken.units, taken.nbytes) == (8, 100_032 + 8_192)
+    taken = take(s, "train", Want("rows", 8, 8), credit=PullCredit("b", 108_224))
+    assert taken.units == 8
 
 
 def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
@@ -110,8 +108,8 @@ def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
     columns = [Column("tokens", values(1, 100_000)), Column("video", values(1, 100_000, first=1))]
     s.put(named([1]), columns, SPECS, OWNERS, {})
     want = Want("rows", 1, 1)
-    assert take(s, "reward", want, credit=PullCredit("b", lambda: 108_224)).needed_bytes == 208_256
-    assert take(s, "reward", want, credit=PullCredit("b", lambda: 108_224, ["tokens"])).units == 1
+    assert take(s, "reward", want, credit=PullCredit("b", 108_224)).needed_bytes == 208_256
+    assert take(s, "reward", want, credit=PullCredit("b", 108_224, ["tokens"])).units == 1
 
 
 def test_groups_of_different_sizes_never_mix() -> None:
@@ -145,18 +143,6 @@ def test_a_dead_holders_rows_come_back_before_all_others() -> None:
     assert keys_of(s, take(s, "reward", Want("rows", 4, 4))) == [1, 2, 3, 4]
     with pytest.raises(LeaseExpired):
         finish(s, taken)
-
-
-def test_a_late_ack_is_fenced_even_before_expiry_was_noticed() -> None:
-    s = store()
-    put(s, [1])
-    taken = s.take("reward", Want("rows", 1, 1), 1, now=10.0, lease_ms=500)
-    assert s.next_deadline() == 10.5
-    with pytest.raises(LeaseExpired):
-        finish(s, taken, now=10.5)
-    assert [lease.number for lease in s.expire(10.5)] == [taken.lease]
-    assert s.next_deadline() is None
-    assert s.counts("reward").ready_rows == 1
 
 
 def test_positions_in_a_lease_stay_when_some_rows_are_finished() -> None:
@@ -199,7 +185,7 @@ def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) ->
 
 def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
     want = Want(unit, count, count)  # type: ignore[arg-type]
-    return keys_of(s, take(s, "reward", want, credit=PullCredit(peer, lambda: 1 << 30)))
+    return keys_of(s, take(s, "reward", want, credit=PullCredit(peer, 1 << 30)))
 
 
 def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> None:
@@ -243,7 +229,46 @@ def test_near_rows_are_cut_to_the_credit_and_the_others_stay() -> None:
     at("a", s, [1])
     at("b", s, [2, 3, 4])
     want = Want("rows", 3, 1)
-    taken = take(s, "reward", want, credit=PullCredit("c", lambda: 20_480))
+    taken = take(s, "reward", want, credit=PullCredit("c", 20_480))
     assert keys_of(s, taken) == [1]
-    rest = take(s, "reward", Want("rows", 3, 3), credit=PullCredit("b", lambda: 0))
+    rest = take(s, "reward", Want("rows", 3, 3), credit=PullCredit("b", 1))
     assert keys_of(s, rest) == [2, 3, 4]
+
+
+def test_near_rows_stay_in_what_the_credit_cuts() -> None:
+    """The oldest would go first by age, and what costs nothing would be cut off behind them."""
+    s = store()
+    at("a", s, [1, 2])
+    at("b", s, [3, 4])
+    at("a", s, [5, 6])
+    taken = take(s, "reward", Want("rows", 3, 1), credit=PullCredit("b", 1))
+    assert keys_of(s, taken) == [3, 4]
+
+
+def test_a_take_that_got_nothing_passes_nobody_over() -> None:
+    s = store()
+    at("a", s, [1])
+    at("b", s, [2])
+    at("c", s, [3])
+    for _ in range(NEAR_TURNS + 1):
+        want = Want("rows", 2, 2)
+        assert take(s, "reward", want, credit=PullCredit("b", 1)).lease is None
+    assert near(s, "b", 1) == [2]
+
+
+def test_what_is_kept_for_another_claim_is_not_taken() -> None:
+    s = store(group_size=2, stages={"train": ["tokens"]})
+    put(s, [1, 2, 3, 4, 5, 6], ["p", "p", "q", "q", "r", "r"], version=[1, 1, 2, 2, 1, 1])
+    row, group = Want("rows", 1, 1), Want("groups", 1, 1)
+    newer = ["ge", "version", 2]
+    assert take(s, "train", row, kept=[("rows", None)]).lease is None
+    assert take(s, "train", row, kept=[("groups", None)]).lease is None
+    assert take(s, "train", Want("groups", 3, 3), kept=[("rows", newer)]).lease is None
+    assert keys_of(s, take(s, "train", Want("groups", 2, 2), kept=[("rows", newer)])) == [
+        1,
+        2,
+        5,
+        6,
+    ]
+    assert take(s, "train", group, kept=[("groups", newer)]).lease is None
+    assert keys_of(s, take(s, "train", group, kept=[("groups", ["ge", "version", 3])])) == [3, 4]

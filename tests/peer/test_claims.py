@@ -1,70 +1,203 @@
-"""Claims that wait: how one is taken back."""
+"""Claims of a host's clients: whom they ask, again and again, and what is told of the given-up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import pytest
 
+from dataplane.errors import ClaimTimeout, LeaseExpired, StaleEpoch, StreamEnd, Unavailable
+from dataplane.metadata.reasons import Notices
 from dataplane.metadata.roster import Roster
-from dataplane.peer import outcomes
-from dataplane.peer.claims import Claims, Waiting
-from dataplane.wire.messages import Body, Claim, Done, Want
-from dataplane.wire.peering import Withdraw
+from dataplane.peer import claims as claims_module
+from dataplane.peer.claims import Claims
+from dataplane.wire.messages import Body, Claim, Claimed, Want
+from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.tables import Rows, Table
 
-HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
+GRANTED = Granted(31, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
 
 
-async def test_a_claim_is_taken_back_also_where_a_roster_comes_that_moves_nothing() -> None:
-    """Or else it stays at its home, which goes on, and all claims behind it wait for ever."""
-    told: list[tuple[Callable[[], str | None], Body]] = []
+class Asker:
+    """A peer that asks others: each request is answered when the test says so, and with what."""
 
-    async def insist(find: Callable[[], str | None], body: Body) -> None:
-        told.append((find, body))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(claims_module, "RETRY_S", 0.0)
+        self.asked: list[tuple[str, Claim, asyncio.Future[Body]]] = []
+        self.told: list[tuple[str, Withdraw]] = []
+        self.released: list[int] = []
+        before = Roster.from_seeds([HERE, THERE, ELSEWHERE])
+        self.roster = self.at(before, THERE)
+        loop = asyncio.get_running_loop()
+        self.host: Any = SimpleNamespace(
+            address=HERE,
+            incarnation=1,
+            solo=False,
+            silent=False,
+            roster=self.roster,
+            now=loop.time,
+            notices=Notices(),
+            space=SimpleNamespace(share_bytes=(0, 0, 1 << 20)),
+            serves=lambda name: self.host.roster.home(name) == HERE,
+            known=lambda name, generation: self.entry,
+            another_roster=self.another_roster,
+        )
+        self.entry: Any = SimpleNamespace(
+            name="p", generation=1, definition=SimpleNamespace(stages={"s": ["x"]})
+        )
+        self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
+        mesh: Any = SimpleNamespace(call=self.call, insist=self.insist, spawn=asyncio.ensure_future)
+        leases: Any = SimpleNamespace(among=lambda *_: False, open=lambda *_: None)
+        finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
+        reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
+        waits: Any = SimpleNamespace(looks=lambda *_: self.look, explain=self.explain)
+        credit: Any = SimpleNamespace(of=lambda table: 0, back=lambda number: None)
+        self.claims = Claims(self.host, mesh, None, None, leases, finishing, reading, waits, credit)  # type: ignore[arg-type]
 
-    def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
-        return asyncio.ensure_future(work)
+    @staticmethod
+    def at(roster: Roster, home: str) -> Roster:
+        """The same members; the partition is served there."""
+        primaries = roster.primaries.copy()
+        primaries[:] = roster.members.index(home)
+        epoch = (roster.epoch[0], roster.epoch[1] + 1)
+        return dataclasses.replace(roster, epoch=epoch, primaries=primaries)
 
-    before = Roster.from_seeds([HERE, THERE])
-    host: Any = SimpleNamespace(address=HERE, incarnation=1, roster=before)
-    mesh: Any = SimpleNamespace(handlers={}, on_parted=[], insist=insist, spawn=spawn)
-    credit: Any = SimpleNamespace(back=lambda number: None)
-    supplying: Any = SimpleNamespace(release=None)
-    claims = Claims(host, mesh, *[None] * 6, supplying, credit)  # type: ignore[arg-type]
-    entry: Any = SimpleNamespace(name="p", generation=1)
-    want = Claim("p", 1, "s", Want("rows", 1, 1))
-    await claims._give_up(7, Waiting(entry, THERE), entry, want)
+    def turn(self, home: str) -> None:
+        self.host.roster = self.at(self.host.roster, home)
+        self.claims.turned()
+
+    async def call(self, address: str, body: Any, **how: Any) -> Body:
+        assert how["epoch"] == self.host.roster.epoch
+        assert how["caller"].session == 7
+        self.asked.append((address, body, asyncio.get_running_loop().create_future()))
+        return await self.asked[-1][2]
+
+    async def insist(self, find: Callable[[], str], body: Withdraw) -> None:
+        self.told.append((find(), body))
+
+    async def another_roster(self, than: Roster, until: float) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    async def look(self, limit_s: float = 0.0) -> tuple[str, dict[str, Any]]:
+        return "nobody put anything", {"ready": 0}
+
+    def explain(self, end: float, look: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(look())
+
+    def claim(self, timeout_ms: int = -1) -> asyncio.Future[Body]:
+        body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms)
+        outcome = self.claims.claim(self.session, None, body)  # type: ignore[arg-type]
+        assert not isinstance(outcome, Body)
+        return asyncio.ensure_future(outcome)
+
+    async def until_asked(self, times: int) -> asyncio.Future[Body]:
+        async with asyncio.timeout(20):
+            while len(self.asked) < times:
+                await asyncio.sleep(0)
+        return self.asked[times - 1][2]
+
+
+async def test_a_claim_is_asked_again_however_often_nobody_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait for days. Each time under its number, so that it is granted but once."""
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    for times in range(1, 20):
+        asked = await asker.until_asked(times)
+        asked.set_exception(Unavailable("away") if times % 2 else StaleEpoch("behind"))
+    (await asker.until_asked(20)).set_result(GRANTED)
+    assert isinstance(await claiming, Claimed) and not asker.told
+    assert len({body.number for _, body, _ in asker.asked}) == 1
+
+
+async def test_a_claim_whose_shard_moves_asks_there_and_keeps_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    await asker.until_asked(1)
+    asker.turn(THERE)  # another roster, the same process
+    asker.turn(ELSEWHERE)
+    (await asker.until_asked(2)).set_result(GRANTED)
+    await claiming
+    (first, one, _), (then, other, _) = asker.asked
+    assert (first, then) == (THERE, ELSEWHERE) and one.number == other.number
+    assert one.fields == ["x"] and one.most_bytes == 1 << 20
+
+
+async def test_a_claim_that_is_given_up_is_withdrawn_where_its_shard_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    await asker.until_asked(1)
+    asker.host.roster = asker.at(asker.host.roster, ELSEWHERE)
+    claiming.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await claiming
     await asyncio.sleep(0)
-    ((find, body),) = told
-    assert isinstance(body, Withdraw) and body.number == 7
-    synced = np.ones(before.shards, np.bool_)
-    host.roster = dataclasses.replace(before, epoch=(before.epoch[0], 2), in_sync=synced)
-    assert find() == THERE
-    moved = np.zeros(before.shards, np.uint16)
-    host.roster = dataclasses.replace(before, epoch=(before.epoch[0], 3), primaries=moved)
-    assert find() is None  # its home forgot it by itself
+    assert asker.told == [(ELSEWHERE, Withdraw("p", 1, "s", asker.asked[0][1].number))]
+    assert asker.session.waiting == asker.claims.waiting == 0
 
 
-async def test_a_claim_queues_again_however_often_the_link_to_its_home_breaks() -> None:
-    """It may wait for days: three breaks in all that time are nobody's fault."""
-    done = Done()
+async def test_an_answer_that_comes_as_its_claim_is_given_up_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    answer = await asker.until_asked(1)
+    answer.set_result(GRANTED)
+    claiming.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await claiming
+    await asyncio.sleep(0)
+    assert len(asker.told) == 1
 
-    class Breaking(Claims):
-        breaks = 10
 
-        async def _queue_once(self, session: Any, entry: Any, body: Claim) -> Body:
-            self.breaks -= 1
-            if self.breaks:
-                raise outcomes.HomeAway
-            return done
+async def test_a_claim_that_is_out_of_time_says_why_and_is_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    with pytest.raises(ClaimTimeout, match="nobody put anything") as told:
+        await asker.claim(timeout_ms=20)
+    await asyncio.sleep(0)
+    assert told.value.details == {"ready": 0} and len(asker.told) == 1
 
-    mesh: Any = SimpleNamespace(handlers={}, on_parted=[])
-    host: Any = SimpleNamespace(incarnation=1, now=asyncio.get_running_loop().time)
-    claims = Breaking(host, mesh, *[None] * 8)  # type: ignore[arg-type]
-    want = Claim("p", 1, "s", Want("rows", 1, 1))
-    entry: Any = SimpleNamespace(name="p")
-    assert await claims._queue(None, entry, want) is done  # type: ignore[arg-type]
+
+async def test_a_claim_that_does_not_wait_is_asked_once_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim(timeout_ms=0)
+    (await asker.until_asked(1)).set_exception(ClaimTimeout("nothing now"))
+    with pytest.raises(ClaimTimeout, match="nobody put anything"):
+        await claiming
+    assert asker.asked[0][1].timeout_ms == 0 and not asker.told
+
+
+async def test_the_end_of_a_stage_needs_no_withdrawal(monkeypatch: pytest.MonkeyPatch) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    (await asker.until_asked(1)).set_exception(StreamEnd("all had"))
+    with pytest.raises(StreamEnd):
+        await claiming
+    assert not asker.told
+
+
+async def test_a_claim_whose_lease_ended_before_it_heard_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asker = Asker(monkeypatch)
+    claiming = asker.claim()
+    (await asker.until_asked(1)).set_exception(LeaseExpired("over"))
+    (await asker.until_asked(2)).set_result(GRANTED)
+    await claiming
+    assert asker.asked[0][1].number != asker.asked[1][1].number

@@ -50,9 +50,9 @@ class Backup:
         )
         mesh: Any = SimpleNamespace(handlers={})
         partitions: Any = SimpleNamespace(serve=self._serve)
-        supplying: Any = SimpleNamespace(shipping=SimpleNamespace(take_over=lambda entry: None))
+        shipping: Any = SimpleNamespace(take_over=lambda entry: None, copying=None)
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
-        self.replicas = Replicas(self.host, mesh, partitions, supplying, grants, None, None)  # type: ignore[arg-type]
+        self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)
         self.append = mesh.handlers[Append]
 
     def _took_over(self, to: Owner, body: Inherited) -> None:

@@ -1,4 +1,4 @@
-"""Leases of a host's clients: limits that the peer keeps, and grants that come too late."""
+"""Leases of a host's clients: limits that the peer keeps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from dataplane.errors import LeaseExpired
-from dataplane.peer import leases as leases_module
-from dataplane.peer.leases import Leases, Part
-from dataplane.wire.tables import Owner
-
-PARTS = [Part(Owner("a", 1), 7, 2)]
+from dataplane.peer.leases import Leases
+from dataplane.wire.messages import Claimed
+from dataplane.wire.tables import Rows, Table
 
 
 class Client:
@@ -28,11 +26,11 @@ def client() -> Any:
 def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
     leases = Leases()
     one, other = client(), client()
-    first = leases.open(one, "p", 1, "s", PARTS)
-    leases.limit(first.id, 5.0)
-    leases.open(other, "p", 1, "s", PARTS)
-    acked = leases.open(one, "p", 1, "s", PARTS)
-    leases.limit(acked.id, 4.0)
+    first = leases.open(one, 7, "p", 1, "s", 2)
+    leases.limit(first.number, 5.0)
+    leases.open(other, 8, "p", 1, "s", 2)
+    acked = leases.open(one, 9, "p", 1, "s", 2)
+    leases.limit(acked.number, 4.0)
     leases.close(acked)
     assert leases.overdue(4.9) == []
     assert leases.overdue(5.0) == [first]
@@ -42,16 +40,30 @@ def test_a_lease_is_over_its_limit_once_and_not_before() -> None:
 def test_a_lease_is_fenced_off_at_its_limit_before_anybody_ends_it() -> None:
     leases = Leases()
     holder = client()
-    lease = leases.open(holder, "p", 1, "s", PARTS)
-    leases.limit(lease.id, 5.0)
-    assert leases.of(holder, lease.id, 4.9) is lease
+    lease = leases.open(holder, 7, "p", 1, "s", 2)
+    leases.limit(lease.number, 5.0)
+    assert leases.of(holder, lease.number, 4.9) is lease
     with pytest.raises(LeaseExpired, match="claim again"):
-        leases.of(holder, lease.id, 5.0)
+        leases.of(holder, lease.number, 5.0)
 
 
-def test_what_was_refused_stays_so_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "MAX_REFUSED", 2)
+def test_a_claim_that_is_repeated_is_answered_while_its_lease_is_not_in_use() -> None:
     leases = Leases()
-    leases.refuse([1, 2])
-    leases.refuse([3])
-    assert [leases.is_refused(number) for number in (1, 2, 3, 4)] == [False, True, True, False]
+    holder = client()
+    leases.open(holder, 7, "p", 1, "s", 2)
+    claimed = Claimed(7, 0, Table(Rows(b""), [], [], [], {}))
+    leases.remember(1, 50, 60, claimed)  # other operations went on meanwhile, and are forgotten
+    assert leases.recall(1, 50) is claimed and leases.recall(2, 50) is None
+    leases.of(holder, 7, 0.0)
+    assert leases.recall(1, 50) is None
+
+
+def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
+    leases = Leases()
+    holder = client()
+    leases.open(holder, 7, "p", 1, "s", 2)
+    leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
+    assert leases.leave(holder, 7) is not None
+    assert leases.recall(1, 50) is None
+    leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
+    assert leases.recall(1, 50) is None

@@ -19,7 +19,7 @@ from dataplane.peer.progress import Progress
 from dataplane.peer.shipping import Shipping
 from dataplane.wire.messages import Want
 from dataplane.wire.rosters import Append
-from dataplane.wire.tables import Definition
+from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
@@ -109,16 +109,16 @@ async def test_a_backup_that_comes_late_hears_where_those_are_who_have_leases() 
     entry = primary.declare()
     put(entry.store, ["a", "b"])
     for holder, address in ((7, HERE), (8, THERE), (9, THERE)):
-        primary.shipping.lease_to(holder, address)
+        primary.shipping.lease_to(holder, Owner(address, 1))
     for holder in (7, 8):
         entry.store.take("s", Want("rows", 1, 1), holder, 0.0)
     await primary.begin()
-    assert dict(backup.got[0].holders) == {7: HERE, 8: THERE}
+    assert backup.got[0].holders == [(7, HERE, 1), (8, THERE, 1)]
     again = dataclasses.replace(primary.roster, incarnations=(1, 3))
     primary.shipping.synced = False
     primary.shipping.turned(again)
     while not primary.shipping.synced:
         await asyncio.sleep(0)
     first = next(one for one in backup.got if one.stream != backup.got[0].stream)
-    assert dict(first.holders) == {7: HERE, 8: THERE}
+    assert first.holders == [(7, HERE, 1), (8, THERE, 1)]
     await primary.end()

@@ -56,7 +56,8 @@ def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
     host: Any = SimpleNamespace(space=Space(64 * PAGE))
     mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
     part: Any = file
-    made = Spilling(host, mesh, Room(host), Credit(host), part, 64 * PAGE)
+    room = Room(host)
+    made = Spilling(host, mesh, room, Credit(host, room), part, 64 * PAGE)
     ranges = put(host.space, PAGE)
     move = host.space.choose_spill(PAGE)
     assert isinstance(move, Move) and host.space.settle_spill(move) == PAGE

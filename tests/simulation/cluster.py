@@ -208,17 +208,13 @@ class Cluster:
     # clients
 
     def is_leased(self, client: Client, lease: int) -> bool:
-        """Whether the stores that granted a client's lease, or took it over, still have all."""
+        """Whether the store that granted a client's lease, or took it over, still has it."""
         assert client.peer is not None
-        handle = client.peer.leases._leases.get(lease)
-        numbers = [part.lease for part in handle.parts] if handle is not None else []
-        leased = [
-            entry.store.state.leases.get(number) is not None
-            for number in numbers
+        return lease in client.peer.leases._leases and any(
+            entry.store.state.leases.get(lease) is not None
             for peer in self.peers
             for entry in peer.host.entries.values()
-        ]
-        return any(leased)
+        )
 
     def loses_answer(self) -> bool:
         return self.answer_loss > 0 and self.rng.random() < self.answer_loss

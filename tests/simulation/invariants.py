@@ -118,8 +118,9 @@ def left_behind(peer: Peer) -> list[str]:
         )
     if len(peer.grants.lent):
         wrong.append(f"{peer.host.name} has {len(peer.grants.lent)} ranges lent for nothing")
-    if peer.claims.waiting:
-        wrong.append(f"{peer.claims.waiting} claims wait at {peer.host.name} for nobody")
+    if peer.claims.waiting or len(peer.queues):
+        waiting = peer.claims.waiting + len(peer.queues)
+        wrong.append(f"{waiting} claims wait at {peer.host.name} for nobody")
     if peer.host.entries:
         wrong.append(f"{peer.host.name} serves {list(peer.host.entries)}, which were dropped")
     return wrong

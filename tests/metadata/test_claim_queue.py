@@ -1,0 +1,328 @@
+"""Claims that wait at a shard: who is met with what, and that none waits in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.errors import ProtocolError
+from dataplane.metadata.claim_queue import (
+    NEAR_TURNS,
+    WITHHELD_UNITS,
+    ClaimQueue,
+    Met,
+    Outcome,
+    Over,
+    Waiting,
+)
+from dataplane.metadata.store import Store
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Column, Owner
+from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values
+
+EVEN: list[object] = ["eq", "even", True]
+
+
+def rows(count: int, minimum: int | None = None, where: list[object] | None = None) -> Want:
+    return Want("rows", count, count if minimum is None else minimum, where)
+
+
+def budget(total: float, count: int = 0) -> Want:
+    return Want("rows", count, 0, None, "length", total)
+
+
+class Shard:
+    """A store of one stage and the claims that wait for it."""
+
+    def __init__(self, **definition: object) -> None:
+        self.store: Store = store(**({"stages": {"s": ["tokens"]}} | definition))
+        self.queue = ClaimQueue(self.store, "s")
+        self.sealed = False
+        self.keep = True
+
+    def put(self, first: int, count: int = 1, peer: str = "a", **tags: object) -> list[object]:
+        keys = list(range(first, first + count))
+        even = {"even": [key % 2 == 0 for key in keys]}
+        columns = [Column("tokens", values(count, first=first))]
+        self.store.put(named(keys), columns, SPECS, [Owner(peer, 7)], {**even, **tags})  # type: ignore[arg-type,dict-item]
+        return self.serve()
+
+    def claim(
+        self, number: int, want: Want, peer: str = "a", since: float = 0.0, most_bytes: int = 0
+    ) -> list[object]:
+        self.queue.add(Waiting(number, want, 1, peer, None, most_bytes, since))
+        return self.serve()
+
+    def seal(self) -> list[object]:
+        self.sealed = True
+        return self.serve()
+
+    def serve(self) -> list[object]:
+        """(claim, keys) of each that was met, (claim, why) of each that is over."""
+        return [self.shown(one) for one in self.queue.serve(0.0, self.sealed, self.keep)]
+
+    def shown(self, outcome: Outcome) -> object:
+        number = outcome.claim.number
+        if isinstance(outcome, Over):
+            return number, outcome.why
+        return number, keys_of(self.store, outcome.taken)
+
+
+def test_a_claim_is_met_only_in_full_and_holds_nothing_before() -> None:
+    shard = Shard()
+    assert shard.put(0, 7) == []
+    assert shard.claim(1, rows(8)) == []
+    assert shard.store.counts("s").ready_rows == 7
+    assert shard.put(7, 2) == [(1, [0, 1, 2, 3, 4, 5, 6, 7])]
+    assert not len(shard.queue)
+
+
+def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
+    shard = Shard()
+    shard.put(0, 4)
+    assert shard.claim(1, rows(8)) == []
+    assert shard.claim(2, rows(2)) == []  # it would overtake the first
+    assert shard.claim(3, budget(1.0)) == []
+    assert shard.put(4, 7) == [(1, list(range(8))), (2, [8, 9])]
+
+
+def test_a_minimum_is_enough() -> None:
+    shard = Shard()
+    shard.put(0, 2)
+    assert shard.claim(1, rows(8, minimum=3)) == []
+    assert shard.put(2, 3) == [(1, [0, 1, 2, 3, 4])]
+
+
+def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
+    shard = Shard()
+    shard.put(0, 4)
+    shard.claim(1, rows(8))
+    shard.claim(2, rows(8))
+    ((met, keys),) = shard.seal()  # type: ignore[misc]
+    assert (met, keys) == (1, [0, 1, 2, 3])
+    (lease,) = shard.store.state.leases
+    shard.store.finish(lease.number, "ack", None, [], [], [], {})
+    assert shard.serve() == [(2, "ended")]
+    assert shard.claim(3, rows(1)) == [(3, "ended")]
+
+
+def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
+    shard = Shard()
+    shard.put(0, 4)
+    shard.claim(1, rows(4))
+    shard.seal()
+    assert shard.claim(2, rows(4)) == []
+    shard.store.release_holder(1)
+    assert shard.serve() == [(2, [0, 1, 2, 3])]
+
+
+def test_a_withdrawn_head_makes_room_for_the_next() -> None:
+    shard = Shard()
+    shard.put(0, 4)
+    shard.claim(1, rows(8))
+    shard.claim(2, rows(2))
+    assert shard.queue.withdraw(1) and not shard.queue.withdraw(1)
+    assert shard.serve() == [(2, [0, 1])]
+
+
+def test_a_budget_holds_nothing_until_the_next_row_would_not_fit() -> None:
+    shard = Shard()
+    assert shard.claim(1, budget(100.0)) == []
+    assert shard.put(0, 2, length=[30, 30]) == []
+    assert shard.store.counts("s").ready_rows == 2
+    assert shard.put(2, 2, length=[35, 10]) == [(1, [0, 1, 2])]
+
+
+def test_a_budget_is_met_where_it_is_used_up_exactly_or_nothing_more_can_come() -> None:
+    shard = Shard()
+    shard.claim(1, budget(60.0))
+    assert shard.put(0, 2, length=[30, 30]) == [(1, [0, 1])]
+    shard.claim(2, budget(60.0))
+    assert shard.put(2, 1, length=[30]) == []
+    assert shard.seal() == [(2, [2])]
+
+
+def test_a_budget_below_the_next_row_is_told_so() -> None:
+    shard = Shard()
+    shard.put(0, 1, length=[30])
+    assert shard.claim(1, budget(10.0)) == [(1, "unmeetable")]
+
+
+def test_a_budget_also_ends_with_its_count() -> None:
+    shard = Shard()
+    shard.put(0, 5, length=[1])
+    assert shard.claim(1, budget(100.0, count=3)) == [(1, [0, 1, 2])]
+
+
+def test_what_its_host_can_never_pull_fails_at_once() -> None:
+    shard = Shard()
+    shard.put(0, 4)
+    assert shard.claim(1, rows(4), "b", most_bytes=30_000) == [(1, "too_large")]
+    assert shard.claim(2, rows(4, minimum=1), "b", most_bytes=30_000) == [(2, [0, 1])]
+    assert shard.claim(3, rows(2), "a", most_bytes=30_000) == [(3, [2, 3])]
+
+
+def test_a_repeated_claim_keeps_its_place_and_is_met_once() -> None:
+    shard = Shard()
+    shard.claim(1, rows(2), since=1.0)
+    shard.claim(2, rows(1), since=2.0)
+    assert shard.claim(1, rows(2), since=9.0) == []
+    assert [one.number for one in shard.queue] == [1, 2] and len(shard.queue) == 2
+    assert shard.put(0, 3) == [(1, [0, 1]), (2, [2])]
+
+
+def test_a_claim_that_moves_here_goes_where_its_age_puts_it() -> None:
+    shard = Shard()
+    for number, since in ((1, 5.0), (2, 8.0), (3, 2.0), (4, 6.0)):
+        shard.claim(number, rows(1), since=since)
+    assert [shard.queue.before(number) for number in (3, 1, 4, 2)] == [0, 1, 2, 3]
+    assert [number for number, _ in shard.put(0, 4)] == [3, 1, 4, 2]  # type: ignore[misc]
+
+
+def test_lanes_take_turns() -> None:
+    shard = Shard()
+    for number in (1, 2):
+        shard.claim(number, rows(2))
+    for number in (3, 4):
+        shard.claim(number, rows(2, where=EVEN))
+    assert [number for number, _ in shard.put(0, 12)] == [1, 3, 2, 4]  # type: ignore[misc]
+
+
+def test_a_claim_of_nothing_or_by_no_filter_is_refused() -> None:
+    shard = Shard()
+    for want in (rows(0), rows(1, where=["no such", "filter"])):
+        with pytest.raises(ProtocolError):
+            shard.claim(1, want)
+    assert not len(shard.queue)
+
+
+def test_a_claim_whose_units_cannot_be_looked_for_is_over_and_others_are_met() -> None:
+    shard = Shard()
+
+    def fail(*_: object) -> None:
+        shard.store.take = take  # type: ignore[method-assign]
+        raise ProtocolError("no such thing")
+
+    take, shard.store.take = shard.store.take, fail  # type: ignore[method-assign,assignment]
+    shard.claim(1, rows(1))
+    shard.claim(2, rows(1))
+    assert shard.put(0, 1) == [(1, "failed"), (2, [0])]
+
+
+def test_repr_shows_how_many_wait() -> None:
+    shard = Shard()
+    shard.claim(1, rows(8))
+    shard.claim(2, rows(8, where=EVEN))
+    assert repr(shard.queue) == "<ClaimQueue of 's': 2 claims in 2 lanes>"
+
+
+# near ones
+
+
+def test_a_claim_on_whose_host_all_lies_goes_before_the_head() -> None:
+    shard = Shard()
+    for number, peer in enumerate("abc", 1):
+        shard.claim(number, rows(2), peer)
+    assert shard.put(0, 2, "c") == [(3, [0, 1])]
+
+
+def test_a_near_claim_that_its_host_cannot_meet_in_full_waits_its_turn() -> None:
+    shard = Shard()
+    shard.claim(1, rows(1), "a")
+    shard.claim(2, rows(2), "b")
+    assert shard.put(0, 1, "b") == [(1, [0])]
+
+
+def test_a_near_claim_never_keeps_the_head_from_rows_that_it_does_not_get() -> None:
+    shard = Shard()
+    shard.claim(1, rows(1), "a")
+    shard.claim(2, rows(2), "b", most_bytes=1)
+    shard.queue.serve(0.0, False)
+    assert shard.put(0, 1, "c") == [(1, [0])]
+
+
+def test_a_head_lets_near_ones_by_so_often_and_no_more() -> None:
+    shard = Shard()
+    shard.claim(0, rows(1), "a")
+    met: list[object] = []
+    for number in range(1, NEAR_TURNS + 2):
+        shard.claim(number, rows(1), "b")
+        met += shard.put(number, 1, "b")
+    assert [number for number, _ in met] == [*range(1, NEAR_TURNS + 1), 0]  # type: ignore[misc]
+
+
+# what a head keeps for itself
+
+
+def starving() -> Shard:
+    """A claim for many even rows, past which as many were taken one by one as it suffers."""
+    shard = Shard()
+    shard.claim(1, rows(4, where=EVEN))
+    for number in range(WITHHELD_UNITS):
+        shard.claim(10 + number, rows(1))
+        assert shard.put(2 * number) == [(10 + number, [2 * number])]
+    return shard
+
+
+def test_a_head_that_others_were_served_past_keeps_what_it_matches() -> None:
+    shard = starving()
+    shard.claim(30, rows(1))
+    assert shard.put(100) == []
+    assert shard.put(101) == [(30, [101])]  # it does not match
+    for key in (102, 104):
+        assert shard.put(key) == []
+    assert shard.put(106) == [(1, [100, 102, 104, 106])]
+    shard.claim(31, rows(1))
+    assert shard.put(108) == [(31, [108])]
+
+
+def test_a_head_keeps_nothing_while_a_producer_waits() -> None:
+    shard = starving()
+    shard.keep = False
+    shard.claim(30, rows(1))
+    assert shard.put(100) == [(30, [100])]
+
+
+def test_who_is_gone_keeps_nothing() -> None:
+    shard = starving()
+    shard.claim(30, rows(1))
+    assert shard.put(100) == []
+    shard.queue.withdraw(1)
+    assert shard.serve() == [(30, [100])]
+
+
+def test_of_two_that_keep_units_the_one_goes_first_that_began_earlier() -> None:
+    """Or each would keep from the other what it waits for."""
+    shard = starving()
+    shard.claim(2, rows(2))
+    assert shard.put(99) == []
+    next(one for one in shard.queue if one.number == 2).keeps = 99
+    shard.claim(3, rows(1, where=["eq", "even", False]))
+    assert shard.put(102) == []
+    assert shard.put(103) == [(2, [99, 103])]
+    assert shard.put(105) == [(3, [105])]
+    for key in (104, 106):
+        assert shard.put(key) == []
+    assert shard.put(108) == [(1, [102, 104, 106, 108])]
+
+
+def test_a_group_is_kept_for_a_claim_of_its_rows() -> None:
+    shard = Shard(group_size=2)
+    shard.queue.add(Waiting(1, rows(5), 1, "a", None, 0, 0.0))
+    (head,) = shard.queue
+    head.keeps = 1
+    shard.queue.add(Waiting(2, Want("groups", 1, 1), 1, "a", None, 0, 0.0))
+    put(shard.store, [1, 2], ["p", "p"])
+    assert shard.serve() == []
+    put(shard.store, [3, 4, 5, 6], ["q", "q", "r", "r"])
+    assert shard.serve() == [(1, [1, 2, 3, 4, 5])]
+
+
+def test_finished_rows_leave_the_queue_as_it_is() -> None:
+    shard = Shard()
+    shard.put(0, 2)
+    shard.queue.add(Waiting(1, rows(1), 1, "a", None, 0, 0.0))
+    (met,) = shard.queue.serve(0.0, False)
+    assert isinstance(met, Met)
+    shard.claim(2, rows(2))
+    finish(shard.store, met.taken, "release")
+    assert shard.serve() == [(2, [0, 1])]

@@ -1,0 +1,306 @@
+"""Claims at the shard: what is asked twice, given up, overtaken, or asked of a peer that is no
+primary any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import (
+    ClaimTimeout,
+    LeaseExpired,
+    PartitionGone,
+    ProtocolError,
+    RowsLost,
+    StaleEpoch,
+    StreamEnd,
+)
+from dataplane.metadata.claim_queue import WITHHELD_UNITS
+from dataplane.metadata.journal import JournaledStore, apply, dump
+from dataplane.metadata.roster import Roster
+from dataplane.peer import claim_queues
+from dataplane.peer.claim_queues import ClaimQueues
+from dataplane.peer.host import Caller, Entry
+from dataplane.wire.messages import Body, Claim, Done, Wait, Want
+from dataplane.wire.peering import Granted, Missing, Withdraw
+from dataplane.wire.tables import Definition, Owner
+from tests.metadata.stores import named, put
+
+HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
+CLAIMANT = Caller(THERE, 2, session=77)
+NAME = next(
+    f"p{i}" for i in itertools.count() if Roster.from_seeds([HERE, THERE]).home(f"p{i}") == HERE
+)
+
+
+class Shard:
+    """A partition's primary, with nothing around it."""
+
+    def __init__(self) -> None:
+        self.roster = Roster.from_seeds([HERE, THERE])
+        self.entry = Entry(JournaledStore(NAME, DEFINITION, 1, itertools.count(1)))
+        self.host: Any = SimpleNamespace(
+            address=HERE,
+            owner=Owner(HERE, 1),
+            roster=self.roster,
+            entries={NAME: self.entry},
+            silent=False,
+            labels={},
+            now=lambda: 1_000.0,
+            label=lambda holder, label: None,
+            entry=lambda name, generation: self.host.entries.get(name),
+            shard=self.shard,
+            gone=lambda name, generation: PartitionGone("it was dropped"),
+            lost_rows=0,
+            serves=lambda name: self.host.roster.home(name) == HERE,
+        )
+        self.lessees: dict[int, Owner] = {}
+        self.producers = 0
+        self.make()
+
+    def make(self) -> None:
+        self.mesh: Any = SimpleNamespace(handlers={})
+        self.partitions: Any = SimpleNamespace(on_phase=[])
+        shipping: Any = SimpleNamespace(
+            lease_to=self.lessees.__setitem__,
+            lessees_gone=lambda gone: [h for h, o in self.lessees.items() if o == gone],
+            copying=SimpleNamespace(owner_gone=lambda entry, owner: None),
+        )
+        losses: Any = SimpleNamespace(look=lambda entry: None)
+        self.queues = ClaimQueues(
+            self.host,
+            self.mesh,
+            self.partitions,
+            shipping,
+            losses,
+            self.settle,
+            lambda: self.producers,
+        )
+
+    def shard(self, name: str, generation: int) -> Entry:
+        if name not in self.host.entries:
+            raise self.host.gone(name, generation)
+        return self.entry
+
+    def settle(self, entry: Entry) -> None:
+        self.queues.changed(entry, entry.store.dirty())
+
+    def put(self, *keys: int) -> None:
+        put(self.entry.store, list(keys), even=[key % 2 == 0 for key in keys])
+        self.settle(self.entry)
+
+    def claim(self, number: int, count: int = 1, **more: Any) -> Any:
+        want = Want("rows", count, count, more.pop("where", None))
+        body = Claim(NAME, 1, "s", want, ["tokens"], number=number, label="it", **more)
+        return self.queues.claim(CLAIMANT, body)
+
+    def withdraw(self, number: int) -> None:
+        body = Withdraw(NAME, 1, "s", number)
+        assert isinstance(self.mesh.handlers[Withdraw](CLAIMANT, body), Done)
+
+    @property
+    def ready(self) -> int:
+        return self.entry.store.counts("s").ready_rows
+
+    def keys(self, answer: Body) -> list[Any]:
+        assert isinstance(answer, Granted) and answer.table.rows.names is not None
+        return list(answer.table.rows.names)
+
+
+async def test_a_claim_is_answered_at_once_or_when_its_rows_come() -> None:
+    shard = Shard()
+    shard.put(1, 2)
+    assert shard.keys(shard.claim(5, 2)) == [1, 2]
+    waits = shard.claim(6, 2)
+    shard.put(3)
+    assert not waits.done() and len(shard.queues) == 1
+    shard.put(4)
+    assert shard.keys(waits.result()) == [3, 4] and not len(shard.queues)
+    assert shard.lessees == {77: Owner(THERE, 2)}
+
+
+async def test_a_claim_that_is_asked_again_gets_the_lease_that_it_has() -> None:
+    shard = Shard()
+    shard.put(1, 2)
+    first = shard.claim(5)
+    again = shard.claim(5)
+    assert again == first and shard.ready == 1
+    shard.put(3)
+    waits = shard.claim(6, 5)
+    repeated = shard.claim(6, 5, waited_ms=50)
+    assert isinstance(waits.exception(), StaleEpoch) and len(shard.queues) == 1
+    shard.put(4, 5, 6)
+    assert shard.keys(repeated.result()) == [2, 3, 4, 5, 6]
+
+
+async def test_an_heir_answers_a_claim_with_the_lease_that_it_took_over() -> None:
+    """The primary died after it had leased the rows, and before anybody heard of it."""
+    before, after = Shard(), Shard()
+    before.put(1, 2)
+    first = before.claim(5, 2)
+    for op in dump(before.entry.store):
+        apply(after.entry.store, op)
+    assert after.claim(5, 2) == first
+
+
+async def test_what_was_granted_to_a_claim_that_was_given_up_goes_back() -> None:
+    shard = Shard()
+    shard.put(1)
+    shard.claim(5)
+    waits = shard.claim(6)
+    shard.withdraw(5)
+    assert shard.keys(waits.result()) == [1]
+    shard.withdraw(6)
+    shard.withdraw(6)
+    assert shard.ready == 1
+
+
+async def test_a_claim_that_arrives_after_its_withdrawal_waits_for_nobody() -> None:
+    """It was overtaken on another connection."""
+    shard = Shard()
+    shard.withdraw(5)
+    with pytest.raises(LeaseExpired):
+        shard.claim(5)
+    shard.put(1)
+    assert shard.ready == 1 and not len(shard.queues)
+
+
+async def test_a_copy_of_a_claim_that_was_answered_and_finished_waits_for_nobody() -> None:
+    shard = Shard()
+    shard.put(1)
+    granted = shard.claim(5)
+    shard.entry.store.finish(granted.lease, "ack", None, [], [], [], {})
+    with pytest.raises(LeaseExpired):
+        shard.claim(5)
+    assert not len(shard.queues)
+
+
+async def test_claims_that_are_over_are_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_queues, "MAX_PAST", 2)
+    shard = Shard()
+    for number in (1, 2, 3):
+        shard.withdraw(number)
+    assert list(shard.queues._past) == [2, 3]
+
+
+async def test_rows_dropped_before_a_repeated_claim_was_answered_are_others() -> None:
+    shard = Shard()
+    shard.put(1, 2, 3, 4)
+    shard.claim(5, 2)
+    shard.entry.store.drop(rows=named([1]))
+    assert shard.keys(shard.claim(5, 2)) == [2, 3]
+
+
+async def test_a_claim_that_does_not_wait_is_told_so() -> None:
+    shard = Shard()
+    with pytest.raises(ClaimTimeout):
+        shard.claim(5, timeout_ms=0)
+    shard.put(1)
+    assert shard.ready == 1
+    assert shard.keys(shard.claim(6, timeout_ms=0)) == [1]
+
+
+async def test_who_waits_at_a_peer_that_lost_the_shard_asks_elsewhere() -> None:
+    shard = Shard()
+    waits = shard.claim(5)
+    asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, Wait(NAME, 1, "s", "rows", 3)))
+    await asyncio.sleep(0)
+    shard.queues.turned()
+    assert not waits.done()  # another roster, the same primary
+    shard.host.roster = dataclasses.replace(
+        shard.roster, primaries=shard.roster.backups, backups=shard.roster.primaries
+    )
+    shard.queues.turned()
+    assert isinstance(waits.exception(), StaleEpoch)
+    with pytest.raises(StaleEpoch):
+        await asks
+
+
+async def test_a_peer_that_hands_its_shards_over_grants_nothing() -> None:
+    shard = Shard()
+    waits = shard.claim(5)
+    shard.host.silent = True
+    shard.put(1)
+    assert not waits.done() and shard.ready == 1
+
+
+async def test_claims_and_leases_of_a_lost_peer_end() -> None:
+    shard = Shard()
+    shard.put(1, 2)
+    shard.claim(5)
+    waits = shard.claim(6, 9)
+    shard.queues.gone(Owner(THERE, 2))
+    assert waits.done() and not len(shard.queues) and shard.ready == 2
+
+
+async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
+    shard = Shard()
+    waits, far = shard.claim(5), shard.claim(6)
+    shard.entry.store.seal()
+    for tell in shard.partitions.on_phase:
+        tell(shard.entry, "sealed")
+    assert isinstance(waits.exception(), StreamEnd) and isinstance(far.exception(), StreamEnd)
+    shard.entry.store.state.stage("s").lost = 2
+    shard.entry.store.losses.note(["a", "b"])
+    with pytest.raises(RowsLost, match=r"2 rows were lost .*'a'"):
+        shard.claim(7)
+
+
+async def test_a_dropped_partition_ends_all_that_wait() -> None:
+    shard = Shard()
+    waits = shard.claim(5)
+    for tell in shard.partitions.on_phase:
+        tell(shard.entry, "dropped")
+    assert isinstance(waits.exception(), PartitionGone)
+
+
+async def test_a_claim_by_no_filter_is_refused_and_others_wait_on() -> None:
+    shard = Shard()
+    waits = shard.claim(5)
+    with pytest.raises(ProtocolError):
+        shard.claim(6, where=["no such", "filter"])
+    shard.put(1)
+    assert shard.keys(waits.result()) == [1]
+
+
+def starving() -> tuple[Shard, Any]:
+    """A claim of even rows that others were served past as often as it suffers, and one for any."""
+    shard = Shard()
+    shard.claim(1, 3, where=["eq", "even", True])
+    for number in range(WITHHELD_UNITS):
+        shard.claim(10 + number)
+        shard.put(2 * number)
+    return shard, shard.claim(99)
+
+
+async def test_what_a_claim_keeps_goes_to_others_while_producers_wait_for_room() -> None:
+    shard, waits = starving()
+    shard.put(100)
+    assert not waits.done()
+    shard.queues.producers_wait()
+    assert shard.keys(waits.result()) == [100]
+
+
+async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewer() -> None:
+    shard, waits = starving()
+    shard.put(100)
+    body = Wait(NAME, 1, "s", "rows", below=1)
+    asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, body))
+    await asyncio.sleep(0)
+    assert shard.keys(waits.result()) == [100]
+    asks.cancel()
+    await asyncio.gather(asks, return_exceptions=True)
+
+
+async def test_why_a_claim_waits_says_how_many_go_before_it() -> None:
+    shard = Shard()
+    for number in (5, 6, 7):
+        shard.claim(number, 3)
+    asked = Missing(NAME, 1, "s", "rows", None, 7)
+    assert shard.mesh.handlers[Missing](CLAIMANT, asked).stats["before"] == 2

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import xxhash
+from msgspec.structs import replace
 
 from dataplane.errors import (
     ConnectError,
@@ -130,8 +131,9 @@ def attach(
     PeerAmbiguous, SeedsMissing, RunMissing, or ConnectError when no peer answers within 20 s, or
     300 s where other hosts have to let it in.
 
-    fresh: an embedded peer that another launch has left is ended before, and one of this process.
-    InvalidCall where that is not this call's to end.
+    fresh: an embedded peer that another launch has left is ended before, and one of this process;
+    on several hosts each ends its own, and those of the new launch refuse what is left elsewhere.
+    InvalidCall where that is not this call's to end, or launches cannot be told apart.
     """
     peer_name = peer_name or settings.of_variable("peer", environ)
     base = rundir.run_dir(environ)
@@ -142,11 +144,12 @@ def attach(
     deadline = time.monotonic() + START_TIMEOUT_S
     me, began = runs.this_process(environ), False
     if fresh:
-        _end_what_is_left(folder, belongs.name, peer_name, me, deadline)
+        me = replace(me, fresh=True)
+        _end_what_is_left(folder, belongs.name, peer_name, me, environ, deadline)
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
-            config = embedded_config(belongs.name, environ)
+            config = embedded_config(belongs.name, environ, me)
             if config.seeds:
                 deadline = max(deadline, time.monotonic() + MEET_TIMEOUT_S)
             if peer is None:
@@ -163,9 +166,21 @@ def _introduced(run: rundir.LivingRun) -> str:
 
 
 def _end_what_is_left(
-    folder: Path, run: str, peer_name: str | None, me: rundir.Starter, deadline: float
+    folder: Path,
+    run: str,
+    peer_name: str | None,
+    me: rundir.Starter,
+    environ: Mapping[str, str],
+    deadline: float,
 ) -> None:
     """End the embedded peers of a run that is begun anew, unless this launch has done so before."""
+    several = bool(discovery.find_seeds(run, environ))
+    if several and discovery.launchers_run(environ) is None:
+        raise InvalidCall(
+            f"fresh=True cannot tell this launch of run {run!r} from the one before on its other "
+            "hosts: no launcher (Slurm, mpirun, Ray, torchrun --rdzv-id) says an id that is alike "
+            "on all hosts and new each time; give the new launch another name, DATAPLANE_RUN"
+        )
     if peer_name is not None:
         raise InvalidCall(
             f"fresh=True begins a run with a peer of its own, and peer {peer_name!r} is asked for: "
@@ -179,12 +194,14 @@ def _end_what_is_left(
                     f"peer {peer.name!r} of run {run!r} was started by hand: stop it there, "
                     f"dataplane clean --run {run} --force does it, and fresh=True begins the run"
                 )
-            if peer.card.address is not None:
+            mine = starter.launch == me.launch
+            if several and mine and not starter.fresh:
                 raise InvalidCall(
-                    f"run {run!r} has peers on several hosts, and fresh=True ends those of this "
-                    "host only: give the new launch another name"
+                    f"`{starter.command}` (pid {starter.pid}) of this launch has connected to run "
+                    f"{run!r} without fresh=True: where a run has several hosts, all processes of "
+                    "a launch say so or none does"
                 )
-            if starter.launch != me.launch or starter.process == me.process:
+            if not mine or (starter.process == me.process and not several):
                 end(peer)
                 log.info("ended run %r, begun %s ago", run, runs.age(peer.card.age_s))
 
@@ -226,7 +243,9 @@ def _names(folder: Path) -> list[str]:
     return [peer.name for peer in rundir.living_peers(folder)]
 
 
-def embedded_config(run: str, environ: Mapping[str, str]) -> PeerConfig:
+def embedded_config(
+    run: str, environ: Mapping[str, str], starter: rundir.Starter | None = None
+) -> PeerConfig:
     """What the embedded peer is started with; everything that can be refused is refused here."""
     place = discovery.find_place(run, environ)
     seeds = place.seeds
@@ -244,7 +263,7 @@ def embedded_config(run: str, environ: Mapping[str, str]) -> PeerConfig:
             seeds=seeds,
         )
     given = settings.by_hand({"run": run, "name": embedded_name(place.listen)})
-    return peer_config(given, environ, runs.this_process(environ), place)
+    return peer_config(given, environ, starter or runs.this_process(environ), place)
 
 
 def peer_config(

@@ -40,12 +40,13 @@ _CLAIM_PATIENCE_S = 0.2
 
 class Starter(msgspec.Struct, frozen=True):
     """Who started an embedded peer: its launch (a launcher's run, else the process group), the
-    process, and the command that a person would know it by."""
+    process, and the command that a person would know it by. fresh: to begin the run anew."""
 
     launch: str
     process: str
     pid: int
     command: str
+    fresh: bool = False
 
 
 class Card(msgspec.Struct, frozen=True):

@@ -335,6 +335,11 @@ class PeerConfig:
     device_arena: DeviceMemory | None = None
 
     @property
+    def launch(self) -> str:
+        """Of a run that was begun anew: peers of the launch before are none of its plane."""
+        return self.starter.launch if self.starter is not None and self.starter.fresh else ""
+
+    @property
     def arena_name(self) -> str:
         """What the arena is called in /proc: alike for all lives of one peer, and for no other."""
         place = xxhash.xxh3_64_hexdigest(os.fsencode(self.run_dir.resolve()))

@@ -65,10 +65,14 @@ class Roster:
     lost: frozenset[int] = frozenset()
 
     @staticmethod
-    def from_seeds(seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True) -> Roster:
+    def from_seeds(
+        seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True, launch: str = ""
+    ) -> Roster:
         """The first roster. Without seeds: one member, "", which is this peer alone.
 
         keeps: with three or more members the first, which keeps the roster, hosts no shards.
+        launch: which began a run of this name anew; its roster is of another plane than those of
+        launches before.
         """
         members = tuple(canonical(seed) for seed in seeds) or ("",)
         if len(set(members)) != len(members):
@@ -79,7 +83,8 @@ class Roster:
         for host in hosts:
             mine = np.flatnonzero(primaries == host)
             backups[mine] = buddy(members, hosts, host)
-        authority = _hash("\n".join(members if keeps else (*members, ""))) & (2**53 - 1)
+        founders = (*members, *(() if keeps else ("",)), *((f"launch {launch}",) if launch else ()))
+        authority = _hash("\n".join(founders)) & (2**53 - 1)
         unsynced = np.zeros(shards, np.bool_)
         nobody = (0,) * len(members)
         return Roster(members, nobody, (authority, 1), primaries, backups, unsynced)

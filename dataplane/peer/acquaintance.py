@@ -105,7 +105,7 @@ class Acquaintances:
                 raise RosterMismatch(
                     f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, this peer "
                     f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds",
+                    "with the same --run and --seeds, or all by connect(fresh=True) of one launch",
                     what=what,
                 )
         taken = {n: a for a, n in self._names.items()} | {mine.name: mine.address}

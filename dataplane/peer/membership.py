@@ -63,6 +63,8 @@ class Membership:
         self.deposed = asyncio.Event()
         """the plane goes on without this process: it may return as a new one"""
         self.office = Office(host, mesh, self.adopt, keeper.commit, keeper.apart, self.deposed.set)
+        self.begins_anew = False
+        """peers of a launch before may still be where the others of this one will be"""
         self._admitted = False
         self._leaving = False
         self._heard: float | None = None
@@ -125,7 +127,10 @@ class Membership:
                 self.keeper.address(), body, timeout_s=ASK_S, epoch=epoch
             )
         except (RosterMismatch, PeerNameTaken, VersionMismatch) as exc:
-            self._refused = exc
+            if self.begins_anew and isinstance(exc, RosterMismatch):
+                log.debug("another launch's peer is there yet: %s", exc)
+            else:
+                self._refused = exc
             return
         except DataplaneError as exc:
             log.debug("the authority does not answer: %s", exc)

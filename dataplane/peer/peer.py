@@ -66,7 +66,7 @@ ADMITTED_S = 300.0
 class Peer:
     def __init__(self, config: PeerConfig) -> None:
         self.config = config
-        roster = Roster.from_seeds(config.seeds, keeps=not config.roster)
+        roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
         devices = devices_of(config.device_arena) if config.device_arena else []
         arena = arena_beside(config.arena_bytes, config.arena_name, MIN_ARENA_BYTES)
@@ -178,6 +178,7 @@ class Peer:
             self.settle,
         )
         self.membership = self.succession.membership
+        self.membership.begins_anew = bool(config.launch)
         self.spilling: Spilling | None = None
         self.devices = Devices(devices, config.device_arena, self.room, self.grants, self.pulls)
         self.reporting = Reporting(

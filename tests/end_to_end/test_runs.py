@@ -18,7 +18,7 @@ import pytest
 
 import dataplane
 from dataplane.launch import embedded, rundir
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.conftest import Cluster, free_addresses, line, until
 
 PUT = """
 import dataplane, logging, os, sys
@@ -179,6 +179,88 @@ def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
         plane.close()
     with pytest.raises(dataplane.InvalidCall, match="leave one of them out"):
         dataplane.connect("a", run="cell", fresh=True)
+
+
+ON_A_HOST = """
+import os, sys
+host, root = sys.argv[1:3]
+os.environ["DATAPLANE_RUN_DIR"] = f"{root}/{host}"
+from dataplane.launch import discovery
+discovery._is_this_host = lambda address: address == host  # one of two on this machine
+import dataplane
+try:
+    plane = dataplane.connect(run="grpo", fresh="fresh" in sys.argv)
+except dataplane.DataplaneError as exc:
+    print(type(exc).__name__, exc, flush=True)
+    sys.exit()
+part = plane.partition("step-0", {"train": ["x"]})
+print(sorted(part.rows().keys), flush=True)
+for key in sys.stdin:
+    if key.strip() == "rows":
+        print(sorted(part.rows().keys), flush=True)
+    else:
+        part.put({"x": [1]}, key=[key.strip()])
+        print("put", flush=True)
+"""
+"""a process of a launch on one of two hosts: says what rows there are, puts, and says again"""
+
+
+def test_fresh_begins_a_run_anew_on_all_its_hosts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ("127.0.0.1", "127.0.0.2")
+    ports = [address.rpartition(":")[2] for address in free_addresses(2)]
+    pairs = zip(hosts, ports, strict=True)
+    seeds = ",".join(f"tcp://{host}:{port}" for host, port in pairs)
+    monkeypatch.setenv("DATAPLANE_SEEDS", seeds)
+    monkeypatch.setenv("DATAPLANE_ARENA", "32MiB")
+    with ExitStack() as stack:
+
+        def step(host: str, job: int | None, *words: str) -> subprocess.Popen[str]:
+            """A task of a Slurm job's first step."""
+            slurm = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"} if job else {}
+            process = subprocess.Popen(
+                [sys.executable, "-c", ON_A_HOST, host, str(run_dir), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **slurm},
+                process_group=0,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        def end() -> None:
+            for host in hosts:
+                if (run_dir / host).exists():
+                    for run in rundir.living_runs(run_dir / host):
+                        for peer in run.peers:
+                            embedded.end(peer)
+
+        def say(process: subprocess.Popen[str], text: str) -> str:
+            assert process.stdin is not None
+            process.stdin.write(text + "\n")
+            process.stdin.flush()
+            return line(process)
+
+        stack.callback(end)
+        old = [step(host, 1) for host in hosts]
+        assert [line(one) for one in old] == ["[]", "[]"]
+        for one, key in zip(old, ("old-a", "old-b"), strict=True):
+            say(one, key)
+        assert say(old[0], "rows") == "['old-a', 'old-b']"
+        for one in old:
+            one.kill()
+
+        first = step(hosts[0], 2, "fresh")  # waits for the peer of the other, which is not the old
+        second = step(hosts[1], 2, "fresh")
+        assert line(first) == "[]" and line(second) == "[]"
+        say(first, "new")
+        assert say(second, "rows") == "['new']"
+        assert line(step(hosts[1], 2, "fresh")) == "['new']"  # once a launch
+        assert "InvalidCall" in (told := line(step(hosts[0], None, "fresh")))
+        assert "give the new launch another name, DATAPLANE_RUN" in told
 
 
 def test_peers_by_hand_are_met_by_name_and_never_by_chance(

@@ -38,7 +38,8 @@ def connect(
     run whose plane this is (default: DATAPLANE_RUN, else the launcher's, else this launch itself:
     runs never mix, and commands typed in several terminals need a name). Processes that are started
     from now on belong to the same run. fresh: what an earlier launch left of it is ended first,
-    with all its rows, and once: all processes of a launch may say so. devices: whether values in
+    with all its rows, and once: all processes of a launch may say so, and where it has several
+    hosts all must, under a launcher that tells launches apart. devices: whether values in
     the peer's device arenas are read in place, as views of GPU memory: "auto", where this process
     works on that GPU when it connects; "required", on the current GPU (DeviceMissing otherwise);
     "off", never: they come by way of the host (default: DATAPLANE_DEVICES, else auto).

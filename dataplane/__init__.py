@@ -75,8 +75,7 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.metadata.where import Tag, Where, tag
-
-__version__ = "0.1.0.dev0"
+from dataplane.version import __version__
 
 __all__ = [
     "AddressInUse",

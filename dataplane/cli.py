@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dataplane import __version__
 from dataplane.errors import DataplaneError, PeerAmbiguous, PeerNotFound, counted
 from dataplane.launch import embedded, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
+from dataplane.version import __version__
 
 _WATCH_PERIOD_S = 2.0
 _RATE_S = 0.5

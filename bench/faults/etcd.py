@@ -19,7 +19,7 @@ def missing() -> str:
     """Why there can be none; "" where there can."""
     if not shutil.which("etcd"):
         return "there is no etcd here: make system-packages"
-    return "" if find_spec("aiohttp") else "pip install 'dataplane[etcd]'"
+    return "" if find_spec("aiohttp") else "pip install 'dataplane-rl[etcd]'"
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from dataplane.launch.values import (
     check_peer_name,
     parse_address,
 )
+from dataplane.version import __version__
 
 EMBEDDED = "embedded"
 """The name of a peer that `connect()` started; see `embedded_name`."""
@@ -95,8 +96,8 @@ class Attached:
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
         if not self.began and named and starter and starter.launch != self.me.launch:
             remarks.append("another launch began it: connect(fresh=True) would end it first")
-        if card is not None and card.version != (mine := rundir.own_version()):
-            remarks.append(f"this process has dataplane {mine}")
+        if card is not None and card.version != __version__:
+            remarks.append(f"this process has dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
             remarks.append(
                 "ray is not initialised yet, so this is a run of its own: connect() after "

@@ -17,8 +17,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 
 import msgspec
@@ -27,6 +25,7 @@ import xxhash
 from dataplane.errors import InvalidConfig, PeerNameTaken
 from dataplane.launch import settings
 from dataplane.launch.values import check_peer_name, check_run, private_dir
+from dataplane.version import __version__
 
 MAX_SOCKET_PATH_BYTES = 99
 """Linux takes 107; other systems 103."""
@@ -64,14 +63,6 @@ class Card(msgspec.Struct, frozen=True):
     @property
     def age_s(self) -> float:
         return _host_clock_s() - self.began_s
-
-
-def own_version() -> str:
-    """Of the dataplane that runs here; "unknown" in a tree that is not installed."""
-    try:
-        return version_of("dataplane")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 _cards = msgspec.json.Decoder(Card)
@@ -159,7 +150,7 @@ class PeerLock:
     def write_card(self, address: str | None) -> None:
         """Tell other processes of this host who this peer is and where it listens."""
         draft = self.folder / f".{self.name}.json"
-        who = self.name, os.getpid(), self._run, own_version(), self._began_s
+        who = self.name, os.getpid(), self._run, __version__, self._began_s
         draft.write_bytes(msgspec.json.encode(Card(*who, address, self._starter)))
         draft.replace(self.card_path)
 

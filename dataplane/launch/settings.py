@@ -396,7 +396,7 @@ class PeerConfig:
         if find_spec("cryptography") is None:
             raise InvalidConfig(
                 "--bulk-tls (DATAPLANE_BULK_TLS) makes certificates with cryptography, which is "
-                "not installed: pip install 'dataplane[tls]'"
+                "not installed: pip install 'dataplane-rl[tls]'"
             )
 
     def _check_own_seed(self) -> None:

@@ -112,7 +112,7 @@ def _metrics(config: PeerConfig) -> Metrics | None:
         from dataplane.peer.metrics import Metrics
     except ImportError as exc:
         raise InvalidConfig(
-            f"metrics need {exc.name}: pip install 'dataplane[metrics]', or leave out --metrics "
+            f"metrics need {exc.name}: pip install 'dataplane-rl[metrics]', or leave out --metrics "
             "and DATAPLANE_METRICS"
         ) from exc
     return Metrics(config.metrics.host, config.metrics.port)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError
-from dataplane.launch.rundir import own_version
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
@@ -29,6 +28,7 @@ from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import Remote
+from dataplane.version import __version__
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import EXTENT, U4, U8
 from dataplane.wire.sampling import Sample, Sampled
@@ -123,7 +123,7 @@ class Sampling:
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
             requested=str(self.choice),
-            version=own_version(),
+            version=__version__,
             arena_bytes=self.host.space.size_bytes,
             wall_ns=time.time_ns(),
         )

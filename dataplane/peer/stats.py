@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 from dataplane.errors import DataplaneError
-from dataplane.launch.rundir import own_version
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.claims import Claims
 from dataplane.peer.device_paths import STAGED
@@ -23,6 +22,7 @@ from dataplane.peer.room import Room
 from dataplane.peer.sessions import Session
 from dataplane.peer.spilling import Spilling
 from dataplane.transport.seam import Remote
+from dataplane.version import __version__
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
 from dataplane.wire.tables import Owner
 
@@ -139,7 +139,7 @@ class Reporting:
         return {
             "peer": host.name,
             "address": host.address,
-            "version": own_version(),
+            "version": __version__,
             "arena_bytes": host.space.size_bytes,
             **{k: v for k, v in self.pulls.paths.stats().items() if k != "peers"},
             "devices": {k: v for k, v in self.device_pulls.stats().items() if k != "peers"},

@@ -37,7 +37,7 @@ class Etcd:
             import aiohttp
         except ImportError as exc:
             raise InvalidConfig(
-                "--roster etcd://… needs aiohttp: pip install 'dataplane[etcd]'"
+                "--roster etcd://… needs aiohttp: pip install 'dataplane-rl[etcd]'"
             ) from exc
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._failures = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)

@@ -105,10 +105,10 @@ def _nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as exc:
         raise TransportMissing(
-            f"nccl needs cupy: pip install 'dataplane[nccl]' ({exc})", transport="nccl"
+            f"nccl needs cupy: pip install 'dataplane-rl[nccl]' ({exc})", transport="nccl"
         ) from exc
     if not nccl.available:
         raise TransportMissing(
-            "cupy finds no NCCL here: pip install 'dataplane[nccl]'", transport="nccl"
+            "cupy finds no NCCL here: pip install 'dataplane-rl[nccl]'", transport="nccl"
         )
     return nccl

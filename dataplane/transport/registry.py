@@ -25,7 +25,7 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "ucx": (
         ("ucxx", "ucp"),
-        "pip install 'dataplane[ucx-cu13]' (ucx-cu12 with CUDA 12)",
+        "pip install 'dataplane-rl[ucx-cu13]' (ucx-cu12 with CUDA 12)",
     ),
 }
 """Name: the modules of which one must be installed, and how to install it."""

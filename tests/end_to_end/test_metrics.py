@@ -86,7 +86,7 @@ def test_a_peer_that_is_told_nothing_shows_nothing_and_needs_no_library(cluster:
         [*command, "--metrics", free_address()], capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2
-    assert "pip install 'dataplane[metrics]'" in refused.stderr
+    assert "pip install 'dataplane-rl[metrics]'" in refused.stderr
     cluster._run("a", command)
     cluster._await("a")
     with cluster.connect("a") as plane:

@@ -97,7 +97,7 @@ def test_a_switch_is_on_or_off() -> None:
 
 def test_bulk_tls_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)  # as where it is not installed
-    with pytest.raises(InvalidConfig, match=r"pip install 'dataplane\[tls\]'"):
+    with pytest.raises(InvalidConfig, match=r"pip install 'dataplane-rl\[tls\]'"):
         changed(bulk_tls=True)
     assert not changed().bulk_tls
 

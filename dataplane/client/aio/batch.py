@@ -88,7 +88,7 @@ class Converting(Fetching):
         device: str = "cpu",
     ) -> TensorDict:
         """The fields (default: those fetched) as a TensorDict with
-        batch_size [n], in private memory; needs `dataplane[torch]`.
+        batch_size [n], in private memory; needs `dataplane-rl[torch]`.
 
         layout: "auto" gives each field back as it was put: an array or tensor [n, …] dense; nested
         tensors, lists of arrays and lists of numbers as nested jagged tensors, ragged where they

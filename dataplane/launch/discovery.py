@@ -3,6 +3,7 @@
 | launcher | several hosts are seen by | seeds | run |
 |---|---|---|---|
 | any | – | DATAPLANE_SEEDS (`none`: this host alone) | DATAPLANE_RUN |
+| Open MPI | OMPI_COMM_WORLD_SIZE > _LOCAL_SIZE | MASTER_ADDR, others join | PMIX_NAMESPACE |
 | Slurm | SLURM_JOB_NUM_NODES > 1 | SLURM_JOB_NODELIST, all het groups | SLURM_JOB_ID, _STEP_ID |
 | Kubernetes LeaderWorkerSet | LWS_GROUP_SIZE > 1 | leader and its workers | LWS_LEADER_ADDRESS |
 | Ray | the head is elsewhere, or ray knows of several | the head, others join | session, job |
@@ -14,6 +15,7 @@ that sees several hosts and names them; where hosts are seen and not named, Seed
 one launch of a launcher has for itself is an id: a Slurm job without a step is a shell or a script
 in which many things may be started, torchrun's id is "none" unless one is given, and the job ids of
 Ray begin anew in each of its sessions.
+mpirun is asked before Slurm, by which it may start ranks: those of its own host have no step then.
 "Others join": only the first host is known, so a peer must start there; those of other hosts wait
 for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
 starts one on every host instead.
@@ -142,7 +144,10 @@ def own_seed(seeds: tuple[str, ...]) -> str | None:
 
 def jobs(environ: Environ = os.environ) -> list[Job]:
     """The launchers whose variables are there, in the table's order."""
-    found = (look(environ) for look in (_slurm, _leader_worker_set, _ray, _torchrun, _indexed_job))
+    found = (
+        look(environ)
+        for look in (_open_mpi, _slurm, _leader_worker_set, _ray, _torchrun, _indexed_job)
+    )
     return [job for job in found if job is not None]
 
 
@@ -177,6 +182,17 @@ def _expand(item: str) -> Iterator[str]:
 
 def _split_outside_brackets(text: str) -> list[str]:
     return [item.strip() for item in re.split(r",(?![^\[]*\])", text) if item.strip()]
+
+
+def _open_mpi(environ: Environ) -> Job | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    world = _integer(environ, "OMPI_COMM_WORLD_SIZE", 1)
+    several = world > _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world)
+    # mpirun's host, pid and job; of Open MPI 4 a number that is made of them.
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    master = environ.get("MASTER_ADDR", "")
+    return Job("openmpi", job, several, (master,) if master else (), others_join=True)
 
 
 def _slurm(environ: Environ) -> Job | None:

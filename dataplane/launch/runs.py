@@ -3,7 +3,8 @@
 The first of these that is there:
 1. what is said by hand: `connect(run="grpo")`, `dataplane peer --run grpo`;
 2. DATAPLANE_RUN. The first `connect()` of a process sets it for the processes that it starts;
-3. the launcher's: Slurm's job and step, Kubernetes' set, Ray's session and job, torchrun's id;
+3. the launcher's: Slurm's job and step, Kubernetes' set, Ray's session and job, the id of torchrun
+   or mpirun;
 4. the launch itself: the process group that the shell made for what was typed, by the pid and the
    start time of its leader. Such a run is unnamed, and lasts no longer than its processes.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Literal
 
 from dataplane.memory.admission import Admission
@@ -19,6 +18,7 @@ from dataplane.peer.host import Host
 from dataplane.peer.meters import OTHER, ByLabel, Histogram, Meters
 from dataplane.peer.peer import Peer
 from dataplane.transport.registry import TCP
+from dataplane.version import __version__
 
 MAX_CLIENTS = 20
 """Clients that hold most are named one by one, the others together."""
@@ -98,7 +98,7 @@ def _calls(meters: Meters) -> Iterator[Family]:
 def _identity(peer: Peer) -> Iterator[Family]:
     host = peer.host
     labels = {"plane": host.plane, "peer": host.name, "address": host.address}
-    who = (*map(_short, labels.values()), version("dataplane"))
+    who = (*map(_short, labels.values()), __version__)
     yield gauge("dataplane_info", "Who this is.", {who: 1}, *labels, "version")
     yield gauge("dataplane_ready", "1 while calls of clients are answered.", serves(peer))
     yield gauge("dataplane_clients", "Client processes that are attached.", len(peer.sessions))

@@ -17,7 +17,7 @@ PAGES = sorted(
     for pattern in ("README.md", "docs/*.md", "docs/history/*.md", "protocol/*.md")
     for page in ROOT.glob(pattern)
 )
-LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER"
+LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER|OMPI|PMIX"
 NEEDS = {
     "docs/gpu.md": "a GPU",
     "docs/deployment.md": "a Ray cluster",

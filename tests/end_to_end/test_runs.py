@@ -263,6 +263,21 @@ def test_fresh_begins_a_run_anew_on_all_its_hosts(
         assert "give the new launch another name, DATAPLANE_RUN" in told
 
 
+def test_ranks_of_mpirun_are_of_one_run(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a process group of its own, as mpirun gives it."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-vm-1297@1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    first = launch()
+    assert line(first).startswith("began run 'openmpi-prterun-vm-1297@1'")
+    assert line(first).endswith(" 2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    second = launch("leave=1")
+    assert line(second).startswith("joined run 'openmpi-prterun-vm-1297@1'")
+    assert line(second).endswith(" 2")
+
+
 def test_peers_by_hand_are_met_by_name_and_never_by_chance(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

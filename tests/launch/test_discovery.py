@@ -107,6 +107,37 @@ def test_a_heterogeneous_slurm_job_is_one_plane() -> None:
     assert hosts(find_seeds(environ)) == ["cpu1", "gpu1", "gpu2"]
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "PMIX_NAMESPACE": "prterun-vm-1297@1",
+}
+"""as Open MPI 5.0.11 gives them to a rank"""
+
+
+def test_open_mpi() -> None:
+    assert launchers_run(OPEN_MPI) == "openmpi-prterun-vm-1297@1"
+    assert find_seeds(OPEN_MPI) == ()
+    several = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    with pytest.raises(SeedsMissing, match="DATAPLANE_SEEDS"):
+        find_seeds(several)
+    assert hosts(find_seeds({**several, "MASTER_ADDR": "10.0.0.1"})) == ["10.0.0.1"]
+    # Open MPI 4 has no name for a job but a number.
+    older = {**OPEN_MPI, "PMIX_NAMESPACE": "", "OMPI_MCA_ess_base_jobid": "3428122625"}
+    assert launchers_run(older) == "openmpi-3428122625"
+
+
+def test_open_mpi_in_a_slurm_job() -> None:
+    """Ranks of other nodes are started by srun, and have a step; mpirun's own have none."""
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "a[1-2]"}
+    ranks = {**OPEN_MPI, **slurm, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    elsewhere = {**ranks, "SLURM_STEP_ID": "0"}
+    assert launchers_run(ranks) == launchers_run(elsewhere) == "openmpi-prterun-vm-1297@1"
+    assert hosts(find_seeds(ranks)) == hosts(find_seeds(elsewhere)) == ["a1", "a2"]
+
+
 def test_torchrun() -> None:
     environ = {
         "WORLD_SIZE": "16",

@@ -106,12 +106,12 @@ test-gpu:
 
 # Real raylets on this machine, about a minute; what it installs is no part of the other tests.
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
-	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs/test_examples.py -k 'ray'
+	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs -k 'ray or deployment'
 
 # verl itself, without what it needs for a GPU; its wheel brings a package `tests` of its own.
 VERL := $(VENV)/verl
 test-verl: $(VENV)/.test-installed $(VERL)/.installed
-	$(BIN)/python -m pytest -q tests/integrations/test_verl.py
+	$(BIN)/python -m pytest -q tests/integrations/test_verl.py tests/docs/test_pages.py -k 'verl'
 
 $(VERL)/.installed: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv $(VERL)

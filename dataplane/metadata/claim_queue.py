@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
@@ -55,11 +55,11 @@ class Waiting:
     """near claims that went before it"""
     keeps: int = 0
     """since which turn it keeps units for itself; 0: it does not"""
+    lane: Lane = field(init=False)
 
-    @property
-    def lane(self) -> Lane:
+    def __post_init__(self) -> None:
         where = self.want.where
-        return self.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
+        self.lane = self.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
 
     @property
     def least(self) -> int:
@@ -110,13 +110,19 @@ class ClaimQueue:
     def __contains__(self, number: int) -> bool:
         return number in self._claims
 
+    @property
+    def contended(self) -> bool:
+        """Claims of several forms wait for the same rows."""
+        return len(self._lanes) > 1
+
     def add(self, claim: Waiting) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
         ProtocolError where it asks for nothing, or by no filter."""
         want = claim.want
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
-        self.store.counts(self.stage, want.where)
+        if want.where is not None:
+            self.store.counts(self.stage, want.where)
         before = self._claims.get(claim.number)
         if before is not None and before.lane == claim.lane:
             claim.since = min(claim.since, before.since)
@@ -124,9 +130,13 @@ class ClaimQueue:
             claim.keeps = before.keeps
             self._claims[claim.number] = self._lanes[claim.lane][claim.number] = claim
             return
-        self.withdraw(claim.number)
+        if before is not None:
+            self.withdraw(claim.number)
         self._claims[claim.number] = claim
         lane = self._lanes.setdefault(claim.lane, OrderedDict())
+        if not lane or next(reversed(lane.values())).since <= claim.since:
+            lane[claim.number] = claim
+            return
         younger = list(takewhile(lambda one: one.since > claim.since, reversed(lane.values())))
         lane[claim.number] = claim
         for one in reversed(younger):
@@ -152,8 +162,8 @@ class ClaimQueue:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
         heads may keep units from other lanes."""
         outcomes: list[Outcome] = []
-        served = True
-        while served:
+        served = bool(self._lanes)
+        while served and self._lanes:
             served = False
             for lane in list(self._lanes):
                 outcome = self._advance(lane, now, sealed, keep) if lane in self._lanes else None
@@ -172,8 +182,8 @@ class ClaimQueue:
             return self._over(head, "ended")
         if not counts.ready(unit):
             return None
-        kept = self._kept(lane, head) if keep else []
-        near = self._near(head, queue, counts, sealed)
+        kept = self._kept(head) if keep and len(self._lanes) > 1 else []
+        near = self._near(head, queue, counts) if len(queue) > 1 else None
         for claim in (near, head):
             if claim is None or not _may_be_met(claim, counts, sealed):
                 continue
@@ -194,7 +204,8 @@ class ClaimQueue:
         all_there = sealed and remaining == counts.ready(want.unit)
         if want.budget_tag is None:
             least = min(claim.least, remaining) if sealed else claim.least
-            want = Want(want.unit, want.count, least, want.where)
+            if least != want.minimum:
+                want = Want(want.unit, want.count, least, want.where)
         heads = self._other_heads(claim)
         ready = [self._ready(head) for head in heads]
         credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
@@ -229,11 +240,11 @@ class ClaimQueue:
     # who goes before whom
 
     def _near(
-        self, head: Waiting, queue: OrderedDict[int, Waiting], counts: Counts, sealed: bool
+        self, head: Waiting, queue: OrderedDict[int, Waiting], counts: Counts
     ) -> Waiting | None:
         """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
         head's."""
-        if len(queue) == 1 or head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
+        if head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
             return None
         near = self.store.near(self.stage, head.want.unit, head.want.where)
         if near.get(head.address):
@@ -259,7 +270,7 @@ class ClaimQueue:
         if head.passed_over >= WITHHELD_UNITS and not head.keeps:
             head.keeps = next(self._turns)
 
-    def _kept(self, lane: Lane, head: Waiting) -> list[Kept]:
+    def _kept(self, head: Waiting) -> list[Kept]:
         """What claims of this lane may not have: what heads of others keep, those that keep some
         for longer than this one does."""
         return [

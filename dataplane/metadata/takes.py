@@ -87,9 +87,10 @@ def take(
         far = credit is not None and len(state.fields.owners) > 1
         look = max(NEAR_UNITS, want.count) if far and ready > want.count else want.count
         picked = _first(state, stage, want.unit, lane, min(ready, look), kept)
-        if credit is not None and len(picked.ids) > want.count:
-            picked = _near(state, stage, want.unit, lane, picked, credit.address)
-        picked = picked.first(want.count)
+        if len(picked.ids) > want.count:
+            assert credit is not None
+            near = _near(state, stage, want.unit, lane, picked, credit.address)
+            picked = near.first(want.count)
     else:
         least = 1
         picked = _within_budget(state, stage, want, lane, kept)
@@ -105,12 +106,13 @@ def take(
 
 def _consume(lane: Lane, picked: _Found) -> Array:
     """The units leave their lane. They are in its order again."""
+    if picked.oldest < 0:
+        if picked.whole:
+            lane.consume(int(picked.positions[-1]))
+        return picked.ids
     order = np.argsort(picked.positions, kind="stable")
-    if picked.oldest >= 0:
-        passed = picked.positions[order[0]] != picked.oldest
-        lane.passed_over = lane.passed_over + 1 if passed else 0
-    elif picked.whole:
-        lane.consume(int(picked.positions[order[-1]]))
+    passed = picked.positions[order[0]] != picked.oldest
+    lane.passed_over = lane.passed_over + 1 if passed else 0
     return picked.ids[order]
 
 

@@ -229,7 +229,8 @@ class ClaimQueues:
             return None
         mine: Granted | DataplaneError | None = None
         now, sealed = self.host.now(), stage.entry.sealed
-        for outcome in stage.queue.serve(now, sealed, self._may_keep(stage.entry)):
+        keep = stage.queue.contended and self._may_keep(stage.entry)
+        for outcome in stage.queue.serve(now, sealed, keep):
             told = self._told(stage.entry, stage.queue.stage, outcome)
             if outcome.claim.number == number:
                 mine = told

@@ -223,6 +223,7 @@ class Claims:
         one.settled = False
         while True:
             roster = self.host.roster
+            one.asks = _process(roster, roster.home(one.entry.name))
             one.answer = answer or self._ask(one)
             answer = None
             try:
@@ -256,7 +257,6 @@ class Claims:
         """The shard's primary, as the roster names it now."""
         roster = self.host.roster
         home = roster.home(one.entry.name)
-        one.asks = _process(roster, home)
         if home != self.host.address:
             caller = Caller(self.host.address, self.host.incarnation, one.session.id)
             call = self.mesh.call(
@@ -271,7 +271,6 @@ class Claims:
         return done
 
     def _ask_here(self, one: _Waiting) -> Granted | asyncio.Future[Any]:
-        one.asks = _process(self.host.roster, self.host.address)
         caller = Caller(self.host.address, self.host.incarnation, one.session.id)
         try:
             self.host.speak()

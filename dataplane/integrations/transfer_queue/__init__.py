@@ -138,7 +138,9 @@ def attach(config: Any = None) -> TransferQueueClient:
     store = Store(dataplane.connect(run=run))
     told = store.told("config")
     if told is None:
+        store.plane.close()
         raise RuntimeError("nobody has begun a queue in this plane: call init() first")
+    store.dedup.update(told["dedup"])
     return TransferQueueClient(f"{os.getpid()}", store, bool(told["polling"]))
 
 
@@ -207,12 +209,14 @@ def get_client() -> TransferQueueClient:
     return _here.client
 
 
-def _joined() -> TransferQueueClient:
-    """This process's client; it joins the job's queue where there is one."""
+def joined() -> TransferQueueClient:
+    """This process's client; it joins the job's queue where there is one, else RuntimeError."""
     with _here.lock:
         if _here.client is None or _here.pid != os.getpid():
             store = _store(None)
             if store.told("config") is None:
+                _here.store = None
+                store.plane.close()
                 raise RuntimeError("nobody has begun a queue here: call init() first")
             _client(store)
         return get_client()
@@ -220,7 +224,7 @@ def _joined() -> TransferQueueClient:
 
 def get_metrics_endpoint() -> str | None:
     """Where metrics are told as Prometheus reads them (`host:port`); None where they are not."""
-    told = _joined()._store.told("config")
+    told = joined()._store.told("config")
     return told["metrics"] if told else None
 
 
@@ -279,7 +283,7 @@ def kv_batch_put(
         raise ValueError(f"{len(keys)} keys for {len(tags)} tags")
     if len(set(keys)) < len(keys):
         raise ValueError("a key is there twice")
-    return _joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
+    return joined().kv_put(list(keys), partition_id, fields, tags, data_parser)
 
 
 def kv_batch_get(
@@ -290,7 +294,7 @@ def kv_batch_get(
     Scalars are dense, other tensors jagged, everything else a stack of objects; all of it is yours
     to change. StorageKeyNotFoundError (a ValueError) for keys that are not there.
     """
-    return _joined().kv_get(keys, partition_id, select_fields)
+    return joined().kv_get(keys, partition_id, select_fields)
 
 
 def kv_batch_get_by_meta(
@@ -301,19 +305,19 @@ def kv_batch_get_by_meta(
         raise ValueError("this batch is of no partition: set partition_id")
     selected = [select_fields] if isinstance(select_fields, str) else select_fields
     if selected is not None and (odd := [f for f in selected if f not in (meta.fields or ())]):
-        raise ValueError(f"{odd} are no fields of this batch, which has {meta.fields}")
+        raise ValueError(f"select_fields {odd} not found in this batch, which has {meta.fields}")
     fields = meta.fields if selected is None else selected
     return kv_batch_get(meta.keys, meta.partition_id, fields)
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
     """Per partition the tags of each row, by key: of one, or of all. Empty for one that is not."""
-    return _joined().kv_list(partition_id)
+    return joined().kv_list(partition_id)
 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """Free rows. Absent ones are passed over; the keys may be used again."""
-    _joined().kv_clear(keys, partition_id)
+    joined().kv_clear(keys, partition_id)
 
 
 async_kv_put = _twin(kv_put)
@@ -339,7 +343,7 @@ def save_checkpoint(
 
     include_storage: what the plane keeps is in its memory, so rows are always written.
     """
-    store = _joined()._store
+    store = joined()._store
     target = Path(checkpoint_dir)
     new, old = (target.with_name(f"{target.name}.{mark}") for mark in ("tmp", "old"))
     shutil.rmtree(new, ignore_errors=True)
@@ -365,7 +369,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
     FileNotFoundError where it is none.
     """
-    store = _joined()._store
+    store = joined()._store
     target = Path(checkpoint_dir)
     old = target.with_name(f"{target.name}.old")
     if not target.exists() and old.exists():  # a save was cut off between its two renames

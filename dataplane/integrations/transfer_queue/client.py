@@ -395,7 +395,7 @@ class TransferQueueClient:
         found = self._store.find(partition_id, keys)
         if absent := [key for key, row in zip(keys, found, strict=True) if row is None]:
             raise StorageKeyNotFoundError(
-                f"{len(absent)} of {len(keys)} keys are not in {partition_id!r}, such as "
+                f"{len(absent)} of {len(keys)} keys not found in {partition_id!r}, such as "
                 f"{absent[:3]}: never put, or cleared"
             )
         fields = common_fields([row for row in found if row is not None])

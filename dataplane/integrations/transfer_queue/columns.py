@@ -21,7 +21,7 @@ HIDDEN = "\0"
 """How names begin that users do not see."""
 OBJECT = "o"
 _WHOLE = ""
-_TENSOR, _ARRAY = "\0tensor", "\0array"
+_TENSOR, _ARRAY, _TEXTS = "\0tensor", "\0array", "\0texts"
 _SCALARS = (bool, int, float, str)
 _INT64 = 1 << 63
 _MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
@@ -97,11 +97,11 @@ def packed_object(value: Any) -> Any:
         return {_TENSOR: value.detach()}
     if isinstance(value, NonTensorData):
         return packed_object(value.data)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return {
-            _ARRAY: [packed_object(one) for one in value.ravel().tolist()],
-            "shape": value.shape,
-        }
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        entries = value.ravel().tolist()
+        if value.dtype.kind == "O":
+            return {_ARRAY: [packed_object(one) for one in entries], "shape": value.shape}
+        return {_TEXTS: entries, "shape": value.shape, "dtype": value.dtype.str}
     if isinstance(value, Mapping):
         return {key: packed_object(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -119,6 +119,8 @@ def unpacked_object(value: Any) -> Any:
             made = np.empty(len(value[_ARRAY]), object)
             made[:] = [unpacked_object(one) for one in value[_ARRAY]]
             return made.reshape(value["shape"])
+        if _TEXTS in value:
+            return np.array(value[_TEXTS], value["dtype"]).reshape(value["shape"])
         return {key: unpacked_object(one) for key, one in value.items()}
     if isinstance(value, list):
         return [unpacked_object(one) for one in value]

@@ -70,11 +70,16 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         for key, value in (info or {}).items():
             if key in joined and not _equal(joined[key], value):
                 raise ValueError(
-                    f"extra_info {key!r} differs between what is concatenated: "
+                    f"extra_info {key!r} has conflicting values in what is concatenated: "
                     f"{joined[key]!r:.80} and {value!r:.80}"
                 )
             joined[key] = value
     return joined
+
+
+def _twice(names: Sequence[Any]) -> list[Any]:
+    """Those that are there more than once, such as a message can show."""
+    return sorted({name for name in names if names.count(name) > 1}, key=str)[:3]
 
 
 class SampleView:
@@ -318,8 +323,9 @@ class BatchMeta:
         """The fields of both, the other's where both have one; ready where both are."""
         if not other or not self.size:
             return (other if other and not self.size else self).copy()
-        if (self.global_indexes, self.partition_ids) != (other.global_indexes, other.partition_ids):
-            raise ValueError("a union is of the same rows in the same order")
+        for name in ("global_indexes", "partition_ids"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(f"{name} do not match: a union is of the same rows in one order")
         joined = self.copy()
         joined.field_schema |= copy.deepcopy(other.field_schema)
         joined.production_status &= other.production_status
@@ -383,11 +389,13 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"{len(self.keys)} keys have {len(self.tags)} tags")
+            raise ValueError(
+                f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}"
+            )
         if len(set(self.keys)) < len(self.keys):
-            raise ValueError("a key is there twice")
+            raise ValueError(f"Got duplicated keys: {_twice(self.keys)}")
         if self.fields is not None and len(set(self.fields)) < len(self.fields):
-            raise ValueError("a field is there twice")
+            raise ValueError(f"Got duplicated fields: {_twice(self.fields)}")
         self.tags = copy.deepcopy(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -413,13 +421,21 @@ class KVBatchMeta:
         """These rows. RuntimeError for a key that is not here."""
         places = {key: place for place, key in enumerate(self.keys)}
         if absent := [key for key in keys_to_select if key not in places]:
-            raise RuntimeError(f"keys {absent} are not in this batch")
+            raise RuntimeError(f"keys {absent} not found in current batch")
+        if len(set(keys_to_select)) < len(keys_to_select):
+            raise ValueError(f"Contain duplicate keys: {_twice(keys_to_select)}")
         return self._of([places[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
         """Bring the rows into this order; changes this batch."""
+        if len(indexes) != self.size:
+            raise ValueError(
+                f"an order of {len(indexes)} rows does not match a batch of {self.size}"
+            )
+        if len(set(indexes)) < self.size:
+            raise ValueError(f"Contain duplicate indexes: {_twice(indexes)}")
         if sorted(indexes) != list(range(self.size)):
-            raise ValueError(f"an order of {self.size} rows names each of them once")
+            raise ValueError(f"rows of this batch are 0 to {self.size - 1}, not {max(indexes)}")
         self.keys = [self.keys[place] for place in indexes]
         self.tags = [self.tags[place] for place in indexes]
 
@@ -437,9 +453,13 @@ class KVBatchMeta:
         first = parts[0]
         for part in parts[1:]:
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
-                raise ValueError("batches of different fields are not concatenated")
+                raise ValueError(
+                    "Field names do not match: batches of different fields are not concatenated"
+                )
             if part.partition_id != first.partition_id:
-                raise ValueError("batches of different partitions are not concatenated")
+                raise ValueError(
+                    "Partition do not match: batches of different ones are not concatenated"
+                )
         return cls(
             [key for part in parts for key in part.keys],
             [tags for part in parts for tags in part.tags],

@@ -11,11 +11,15 @@ from __future__ import annotations
 import heapq
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Choice = tuple[list[int], list[int]]
 """Rows to hand out, and rows that the task has had from now on."""
+
+
+Fetch = tuple[str, str, Any, Any]
+"""Partition, task, dp_rank (None for none) and batch_index."""
 
 
 class BaseSampler(ABC):
@@ -61,7 +65,7 @@ class BaseSampler(ABC):
         found: dict[Any, Any] = self._states.get(partition_id, {}).get(task_name, {})
         return found
 
-    def _remember(self, where: tuple[str, str, Any, Any], what: Any) -> None:
+    def _remember(self, where: Fetch, what: Any) -> None:
         at = self._states
         for step in where[:-1]:
             at = at.setdefault(step, {})
@@ -93,12 +97,12 @@ class RankAwareSampler(BaseSampler):
         **kwargs: Any,
     ) -> Choice:
         if dp_rank < 0:
-            raise ValueError(f"dp_rank is {dp_rank}; ranks count from 0")
-        known = self._remembered(partition_id, task_name).get(dp_rank, {})
-        taken = known.get(batch_index, ready_indexes[:batch_size])
-        if batch_index not in known:
-            if len(taken) < batch_size:
+            raise ValueError(f"dp_rank must be greater than or equal to 0, not {dp_rank}")
+        taken = self._remembered(partition_id, task_name).get(dp_rank, {}).get(batch_index)
+        if taken is None:
+            if len(ready_indexes) < batch_size:
                 return [], []
+            taken = ready_indexes[:batch_size]
             self._remember((partition_id, task_name, dp_rank, batch_index), taken)
         return taken, list(taken)
 
@@ -113,7 +117,7 @@ class GRPOGroupNSampler(BaseSampler):
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
         if n_samples_per_prompt <= 0:
-            raise ValueError(f"a group has one row at least, not {n_samples_per_prompt}")
+            raise ValueError(f"n_samples_per_prompt must be positive, not {n_samples_per_prompt}")
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def sample(
@@ -125,20 +129,27 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Choice:
-        rank, number = kwargs.get("dp_rank"), kwargs.get("batch_index")
+        fetch = (partition_id, task_name, kwargs.get("dp_rank"), kwargs.get("batch_index"))
+        return self._once(fetch, lambda: self._groups(ready_indexes, batch_size))
+
+    def _once(self, where: Fetch, choose: Callable[[], list[int]]) -> Choice:
+        """What this fetch was given before, else what `choose` gives, remembered unless that is
+        nothing, or the fetch is of no rank."""
+        partition_id, task_name, rank, number = where
         known = self._remembered(partition_id, task_name).get(rank, {})
-        if rank is not None and number in known:
-            taken, consumed = known[number]
-            return list(taken), list(consumed)
-        taken = self._groups(ready_indexes, batch_size)
-        if taken and rank is not None:
-            self._remember((partition_id, task_name, rank, number), (taken, list(taken)))
-        return taken, list(taken)
+        if number not in known:
+            taken = choose()
+            if not taken or rank is None:
+                return taken, list(taken)
+            self._remember(where, (taken, list(taken)))
+            return taken, list(taken)
+        taken, consumed = known[number]
+        return list(taken), list(consumed)
 
     def _groups(self, ready: Sequence[int], rows: int) -> list[int]:
         n = self.n_samples_per_prompt
         if rows % n:
-            raise ValueError(f"{rows} rows are no whole groups of {n}")
+            raise ValueError(f"batch_size {rows} must be a multiple of n_samples_per_prompt {n}")
         groups: dict[tuple[int, int], list[int]] = {}
         for index in sorted(ready):
             partition, number = index >> 32, index & 0xFFFF_FFFF
@@ -154,7 +165,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
         if dp_size <= 0:
-            raise ValueError(f"there is one rank at least, not {dp_size}")
+            raise ValueError(f"dp_size must be positive, not {dp_size}")
         self.dp_size = dp_size
 
     def sample(
@@ -167,18 +178,17 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         **kwargs: Any,
     ) -> Choice:
         rank, number = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
-        if not self.has_cached_result(
-            partition_id, task_name, {"dp_rank": 0, "batch_index": number}
-        ):
+
+        def for_all_ranks() -> list[int]:
+            if number in self._remembered(partition_id, task_name).get(0, {}):
+                return []  # of a rank that is none
             rows = self._groups(ready_indexes, batch_size * self.dp_size)
-            if not rows:
-                return [], []
-            portions = self._balanced(rows, kwargs.get("partition"))
+            portions = self._balanced(rows, kwargs.get("partition")) if rows else []
             for of, taken in enumerate(portions):
                 self._remember((partition_id, task_name, of, number), (taken, list(taken)))
-        known = self._remembered(partition_id, task_name).get(rank, {})
-        taken, consumed = known.get(number, ([], []))
-        return list(taken), list(consumed)
+            return portions[rank] if rank < len(portions) else []
+
+        return self._once((partition_id, task_name, rank, number), for_all_ranks)
 
     def _balanced(self, rows: list[int], partition: Any) -> list[list[int]]:
         n = self.n_samples_per_prompt
@@ -186,17 +196,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         tags = partition.get_custom_meta(rows) if partition is not None else {}
         weights = [sum(tags.get(i, {}).get("total_lengths", 1) for i in group) for group in groups]
         equal = len(groups) % self.dp_size == 0
-        portions = balanced(weights, self.dp_size, equal)
+        portions = get_seqlen_balanced_partitions(weights, self.dp_size, equal)
         return [[i for at in portion for i in groups[at]] for portion in portions]
 
 
-def balanced(weights: Sequence[float], parts: int, equal_size: bool) -> list[list[int]]:
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
     """Places of weights in so many lists with sums near each other: the largest differencing method
     (Karmarkar and Karp 1982). equal_size: of equal lengths; their number must allow it.
 
-    >>> balanced([8, 7, 6, 5], 2, True)
+    >>> get_seqlen_balanced_partitions([8, 7, 6, 5], 2, True)
     [[0, 3], [1, 2]]
     """
+    weights, parts = seqlen_list, k_partitions
     if equal_size and len(weights) % parts:
         raise ValueError(f"{len(weights)} weights are not {parts} lists of equal length")
     order = sorted(range(len(weights)), key=lambda at: (weights[at], at))

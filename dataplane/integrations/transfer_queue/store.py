@@ -165,7 +165,12 @@ class Store:
             if not create:
                 return None
             entry = self._registered(name)
-        part = self.plane.partition(name, free="drop")
+        try:
+            part = self.plane.partition(name, free="drop")
+        except dataplane.PartitionConflict:
+            part = self.plane.partition(name)  # restored: what had claimed is declared now
+            if any(stage["fields"] for stage in part.stats()["stages"].values()):
+                raise  # somebody's who uses the plane itself
         with self._lock:
             return self._known.setdefault(name, (entry[_NUMBER], part))
 
@@ -424,6 +429,41 @@ class Store:
         tags = {_TASK + task: [done] * len(keys)}
         self._on(name, lambda _, part: part.tag(used, tags), create=False)
 
+    # rows that a stage of the plane takes, instead of tags that say who had what
+
+    def claim(
+        self,
+        name: str,
+        task: str,
+        fields: Sequence[str],
+        count: int,
+        least: int,
+        timeout: float | None,
+    ) -> list[Row]:
+        """Rows that have the fields and that the task has not claimed yet; it has then. Waits at
+        the shard for `least` of them, ClaimTimeout; no value is read."""
+        where: dataplane.Where | None = None
+        for field in fields:
+            there = dataplane.tag(_FIELD + field).exists()
+            where = there if where is None else where & there
+
+        def claimed(number: int, part: dataplane.Partition) -> list[Row]:
+            batch = part.claim(task, rows=count, min=least, where=where, fields=(), timeout=timeout)
+            with batch:
+                return _rows(batch)
+
+        return self._on(name, claimed, create=True)
+
+    def unclaimed(self, name: str, task: str) -> int | None:
+        """Rows that the task has not claimed, whatever fields they have; None where it is none, or
+        there are no rows."""
+        try:
+            stats = self._on(name, lambda _, part: part.stats(), create=False)
+        except StorageKeyNotFoundError:
+            return None
+        stage = stats["stages"].get(task)
+        return None if stage is None or not stats["rows"] else int(stage["ready_rows"])
+
     def tasks(self, rows: Sequence[Row]) -> set[str]:
         return {
             tag.removeprefix(_TASK) for row in rows for tag in row.tags if tag.startswith(_TASK)
@@ -447,7 +487,7 @@ def _read(
     return part.get(keys, fields)
 
 
-def _rows(found: dataplane.Rows) -> list[Row]:
+def _rows(found: dataplane.Rows | dataplane.Batch) -> list[Row]:
     columns = list(found.tags.items())
     keys = found.keys
     return [

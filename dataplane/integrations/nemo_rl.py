@@ -1,0 +1,235 @@
+"""NeMo-RL's `DataPlaneClient` over a plane (docs/nemo-rl.md): the boundary through which its
+trainers, rollout actors and policy workers put, claim and read samples.
+
+    client = DataPlaneClient(cfg, bootstrap=True)     # on the driver; bootstrap=False in workers
+
+Signatures are those of NeMo-RL's `nemo_rl.data_plane.interfaces`. Samples are rows by key of
+`dataplane.integrations.transfer_queue`; a task is a stage of the plane, so that a claim waits at
+the shard and nobody polls. nemo_rl itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import dataplane
+from dataplane.integrations import transfer_queue
+from dataplane.integrations.transfer_queue.columns import columns_of
+
+__all__ = ["DataPlaneClient", "KVBatchMeta"]
+
+_BOUNDARY = "nemo_rl.data_plane.interfaces"
+_LENGTH = "input_lengths"
+
+
+@dataclass
+class KVBatchMeta:
+    """Which samples, and what is known of them without a value: what calls return in a process that
+    has not imported NeMo-RL. One that has gets NeMo-RL's own class of this name."""
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.sample_ids)
+
+
+class DataPlaneClient:
+    """NeMo-RL's boundary. For any number of threads; one queue a process.
+
+    cfg: its `data_plane` section. Of it `dedup` is read, names of fields whose equal values are
+    stored once (media of a group); sizes and transports of TransferQueue's backends mean nothing
+    here. bootstrap: the driver begins the queue and its `close` ends it; everybody else joins it,
+    and RuntimeError says where there is none.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any] | None = None, *, bootstrap: bool = True) -> None:
+        if bootstrap:
+            dedup = list((cfg or {}).get("dedup") or ())
+            transfer_queue.init({"dataplane": {"dedup": dedup}})
+        self._client = transfer_queue.joined()
+        self._store = self._client._store
+        self._closed = self._used = False
+        if interfaces := sys.modules.get(_BOUNDARY):
+            interfaces.DataPlaneClient.register(type(self))
+
+    # by task
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """Make a partition, or go on with the one that is there.
+
+        Its fields, tasks and size need not be known before: a field is there with its first value,
+        a task with its first claim, and rows take the room that they take. Groups are balanced by
+        NeMo-RL itself, and texts are stored as they are.
+        """
+        self._used = True
+        self._store.number_of(partition_id)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """Samples that have the fields and that the task has not claimed before; no value is moved.
+
+        blocking: exactly `batch_size` of them, as soon as they are there; ClaimTimeout, a
+        TimeoutError, after `timeout_s`, and then nothing was claimed. Otherwise those that are
+        there now, none included. `dp_rank` is not used, as in NeMo-RL.
+        """
+        self._used = True
+        least, timeout = (batch_size, timeout_s) if blocking else (1, 0.0)
+        try:
+            rows = self._store.claim(
+                partition_id, task_name, required_fields, batch_size, least, timeout
+            )
+        except dataplane.ClaimTimeout:
+            if blocking:
+                raise
+            rows = []
+        tags = [row.custom_meta for row in rows]
+        lengths = [int(of.get(_LENGTH, 0)) for of in tags]
+        return _meta(
+            partition_id=partition_id,
+            task_name=task_name,
+            sample_ids=[str(row.key) for row in rows],
+            fields=list(required_fields),
+            sequence_lengths=lengths if any(_LENGTH in of for of in tags) else None,
+            tags=tags or None,
+        )
+
+    def get_data(self, meta: Any, select_fields: list[str] | None = None) -> TensorDict:
+        """The samples of a meta: these fields, else the meta's. ValueError where neither says."""
+        fields = select_fields if select_fields is not None else meta.fields
+        if fields is None:
+            raise ValueError("say which fields: select_fields, or a meta that has some")
+        return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """Whether each of the tasks has claimed all samples that are there now. Not of a partition
+        without samples."""
+        self._used = True
+        return all(self._store.unclaimed(partition_id, task) == 0 for task in task_names)
+
+    # by key
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Write fields and tags of samples; a field that is there gets the new value, tags are
+        merged. Each sample's fields and tags are seen together. Values are tensors, dense or
+        jagged, and objects of None, numbers, texts, bytes, lists, dicts and arrays."""
+        self._used = True
+        if fields is not None and fields.batch_size[0] != len(sample_ids):
+            raise ValueError(f"{len(sample_ids)} samples for fields of {fields.batch_size[0]}")
+        if tags is not None and len(tags) != len(sample_ids):
+            raise ValueError(f"{len(sample_ids)} samples for {len(tags)} tags")
+        if sample_ids:
+            columns = columns_of(fields) if fields is not None else {}
+            self._store.put(partition_id, sample_ids, columns, tags)
+        return _meta(
+            partition_id=partition_id,
+            task_name=None,
+            sample_ids=list(sample_ids),
+            fields=[str(name) for name, _ in fields.items()] if fields is not None else None,
+            tags=[dict(of) for of in tags] if tags is not None else None,
+        )
+
+    def get_samples(
+        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+    ) -> TensorDict:
+        """Fields of samples, in this order; private copies.
+
+        A tensor whose rows have one shape is dense, others are jagged; the rest is a stack of
+        objects. StorageKeyNotFoundError, a KeyError, where a sample or its field is not there.
+        """
+        if not sample_ids:
+            return TensorDict({}, batch_size=0)
+        self._used = True
+        found = self._store.values(partition_id, sample_ids, list(select_fields))
+        return TensorDict({name: _dense(of) for name, of in found.items()}, len(sample_ids))
+
+    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+        """Free samples, or, with None, the whole partition, whoever wrote it. Ids may be used
+        again. Absent ones are passed over; RuntimeWarning where None finds nothing."""
+        self._used = True
+        if sample_ids is not None:
+            self._store.clear(partition_id, sample_ids)
+        elif self._store.rows(partition_id):
+            self._store.clear_partition(partition_id)
+        else:
+            warnings.warn(
+                f"partition {partition_id!r} has no samples to clear", RuntimeWarning, stacklevel=2
+            )
+
+    def list_sample_ids(self, partition_id: str) -> list[str]:
+        """The ids of a partition's samples."""
+        return [str(row.key) for row in self._store.rows(partition_id)]
+
+    # the whole of it
+
+    def save_checkpoint(
+        self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None
+    ) -> None:
+        """Write all partitions, what each task has claimed, and `metadata`, which JSON can say."""
+        transfer_queue.save_checkpoint(checkpoint_dir, metadata=metadata)
+
+    def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, and return its metadata. RuntimeError where this client has
+        been used already: what it wrote would be gone."""
+        if self._used:
+            raise RuntimeError("load a checkpoint before this client's first other call")
+        transfer_queue.load_checkpoint(checkpoint_dir)
+        told: dict[str, Any] = json.loads((Path(checkpoint_dir) / "metadata.json").read_text())
+        return dict(told["user_metadata"])
+
+    def close(self) -> None:
+        """Leave the queue; the driver's ends it. Again is fine."""
+        if not self._closed:
+            self._closed = True
+            transfer_queue.close()
+
+
+def _meta(**told: Any) -> KVBatchMeta:
+    """A meta of NeMo-RL's class where this process has it: its callers slice and join metas."""
+    kind: type[KVBatchMeta] = getattr(sys.modules.get(_BOUNDARY), "KVBatchMeta", KVBatchMeta)
+    return kind(**told)
+
+
+def _dense(column: Any) -> Any:
+    """NeMo-RL's trainers expect rows of one shape dense, whatever they were put as."""
+    if not (isinstance(column, torch.Tensor) and column.is_nested):
+        return column
+    rows = list(column.unbind())
+    return torch.stack(rows) if len({row.shape for row in rows}) == 1 else column

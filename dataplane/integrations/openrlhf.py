@@ -1,0 +1,157 @@
+"""OpenRLHF's queue between the experience maker and the trainer, over a plane (docs/openrlhf.md).
+
+    from dataplane.integrations.openrlhf import Queue    # instead of ray.util.queue
+
+What `ray.util.queue.Queue` does for it, without an actor through which every batch passes: an item
+lies in the arena of the host that put it, and goes to the host that gets it. An item is whatever
+OpenRLHF puts: a list of `Experience`, with the state of its data loader; None; a text; a tuple.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import dataplane
+from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
+
+__all__ = ["Empty", "Full", "Queue"]
+
+Empty, Full = queue.Empty, queue.Full
+_GET, _ITEM = "get", "item"
+_CLASS = "\0class"
+
+
+class Queue:
+    """First in, first out, for any number of processes, threads and hosts.
+
+    maxsize: items that may wait, 0 for no bound by count; memory is bounded by the arena anyway.
+    With several producers each may be one above it. name: that of the partition; the same name is
+    the same queue, without one it is a new one. run: of the plane, see `dataplane.connect`.
+
+    A queue that is pickled, as an argument of an actor, is the same queue there.
+    """
+
+    def __init__(
+        self, maxsize: int = 0, *, name: str | None = None, run: str | None = None
+    ) -> None:
+        if maxsize < 0:
+            raise ValueError(f"maxsize is {maxsize}: give 0 for no bound, or more")
+        self.maxsize = maxsize
+        self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
+        self._plane = dataplane.connect(run=run)
+        self._part = self._plane.partition(self.name, stages={_GET: [_ITEM]})
+
+    def __reduce__(self) -> Any:
+        return _attached, (self.maxsize, self.name, self._plane.name)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Add an item; waits while the queue is full, `Full` after `timeout` seconds.
+
+        Media that are equal, arrays inside `mm_train_inputs` of one prompt's samples, are stored
+        once. InvalidValue names what is neither None, number, text, bytes, list, tuple, dict,
+        array, tensor nor dataclass; nothing was put then.
+        """
+        packed = _packed(item)
+        if self.maxsize:
+            try:
+                self._part.wait(_GET, below=self.maxsize, timeout=timeout if block else 0)
+            except TimeoutError:
+                raise Full(f"{self.maxsize} items wait in {self.name}") from None
+        self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take the oldest item; waits for one, `Empty` after `timeout` seconds. Tensors are private
+        copies. A dataclass comes back as one where this process has imported its class."""
+        try:
+            batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)
+        except TimeoutError:
+            raise Empty(f"no item in {self.name}") from None
+        with batch:
+            return _unpacked(batch[_ITEM][0][_ITEM])
+
+    def put_nowait(self, item: Any) -> None:
+        self.put(item, block=False)
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    async def put_async(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        await asyncio.to_thread(self.put, item, block, timeout)
+
+    async def get_async(self, block: bool = True, timeout: float | None = None) -> Any:
+        return await asyncio.to_thread(self.get, block, timeout)
+
+    def qsize(self) -> int:
+        """Items that wait."""
+        return int(self._part.stats()["stages"][_GET]["ready_rows"])
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+    def empty(self) -> bool:
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        return 0 < self.maxsize <= self.qsize()
+
+    def shutdown(self) -> None:
+        """End the queue: items that wait are freed, who waits for one gets PartitionGone."""
+        self._part.drop()
+
+    def close(self) -> None:
+        """Leave the queue, which others go on with."""
+        self._plane.close()
+
+
+def _attached(maxsize: int, name: str, run: str) -> Queue:
+    return Queue(maxsize, name=name, run=run)
+
+
+def _packed(value: Any) -> Any:
+    """As the plane takes it; a dataclass under its class's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        fields = {one.name: _packed(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {_CLASS: [kind.__module__, kind.__qualname__], "fields": fields}
+    if isinstance(value, Mapping):
+        return {key: _packed(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_packed(one) for one in value]
+    if type(value) is tuple:
+        return tuple(_packed(one) for one in value)
+    return packed_object(value)
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict) and _CLASS in value:
+        kind = _imported(*value[_CLASS])
+        return kind(**{name: _unpacked(one) for name, one in value["fields"].items()})
+    if isinstance(value, dict) and not any(
+        isinstance(key, str) and key.startswith("\0") for key in value
+    ):
+        return {key: _unpacked(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_unpacked(one) for one in value)
+    return unpacked_object(value)
+
+
+def _imported(module: str, qualname: str) -> Any:
+    """TypeError unless it is a dataclass of a module that this process has imported: what others
+    tell names code, and never has it loaded."""
+    kind: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        kind = getattr(kind, name, None)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise TypeError(
+            f"{module}.{qualname} is no dataclass that this process has imported: import {module} "
+            "before it gets items of it"
+        )
+    return kind

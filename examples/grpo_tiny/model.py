@@ -1,15 +1,10 @@
 """The task, and a transformer small enough to learn it from scratch on a CPU.
 
-The task: "count on". A prompt is [start, step], and the answer counts on from start by step, modulo
-10: [7, 3] wants 0 3 6 9 2 5 8 1. The reward is the share of tokens that are right after the one
-before, so that an answer which is right for a while is worth something, and can be verified.
+"Count on": a prompt is [start, step], the answer counts on from start by step, modulo 10: [7, 3]
+wants 0 3 6 9 2 5 8 1. The reward is the share of tokens that are right after the one before.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +31,12 @@ class Model(nn.Module):
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.token = nn.Embedding(DIGITS, width)
+        self.token, self.head = nn.Embedding(DIGITS, width), nn.Linear(width, DIGITS)
         self.place = nn.Embedding(PROMPT + ANSWER, width)
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0, batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, DIGITS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [rows, length, 10] of tokens [rows, length]."""
@@ -56,7 +50,6 @@ class Model(nn.Module):
         logits = self(torch.cat([prompt, answer[:, :-1]], dim=1))[:, PROMPT - 1 :]
         return logits.log_softmax(-1).gather(-1, answer[..., None])[..., 0]
 
-    @torch.no_grad()
     def sample(self, prompt: Tensor) -> Tensor:
         """One answer [rows, 8] for each prompt."""
         tokens = prompt
@@ -64,16 +57,3 @@ class Model(nn.Module):
             chances = self(tokens)[:, -1].softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1)], dim=1)
         return tokens[:, PROMPT:]
-
-
-# How weights come to the rollout workers is not the plane's matter: here, a file.
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all: a trainer may be killed at any moment."""
-    torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
-
-
-def load(path: Path) -> dict[str, Any] | None:
-    return torch.load(path, weights_only=True) if path.exists() else None

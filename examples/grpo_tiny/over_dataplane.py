@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from model import prompts
-from stages import GROUP_SIZE, GROUPS, ROWS, STAGES, WORKERS, Trainer, stage_of
+from stages import GROUP_SIZE, GROUPS, ROWS, STAGES, WORKERS, Stage, Trainer
 
 import dataplane
 
@@ -20,32 +20,22 @@ def partition(plane: dataplane.Plane, steps: int) -> dataplane.Partition:
 
 
 def feed(steps: int, lag: int, tick: Callable[[int], None]) -> None:
-    """Prompts of a step, once no more than `lag` steps' groups are not trained on yet.
-
-    So lag=0 is synchronous, and otherwise the groups under way are bounded. A group that takes far
-    longer than the others may be overtaken, and then be older than `lag` steps.
-    """
+    """Prompts of a step, once no more than `lag` steps' groups are not trained on yet: 0 is
+    synchronous. `tick` sees to workers that died."""
     with dataplane.connect() as plane:
         part = partition(plane, steps)
-        for step in range(steps):
-            wait(part, lag * GROUPS + 1, lambda step=step: tick(step))
-            keys = np.arange(step * ROWS, (step + 1) * ROWS)
-            part.put(
-                {"prompt": prompts(step, GROUPS).repeat(GROUP_SIZE, 0)},
-                key=keys.tolist(),
-                group=(keys // GROUP_SIZE).tolist(),
-            )
-        wait(part, 1, lambda: tick(steps))
-
-
-def wait(part: dataplane.Partition, below: int, tick: Callable[[], None]) -> None:
-    """Until fewer than `below` groups are not trained on yet."""
-    while True:
-        tick()  # sees to workers that died
-        try:
-            return part.wait("train", below=below, timeout=0.5)
-        except TimeoutError:
-            pass
+        for step in range(steps + 1):
+            while True:
+                tick(step)
+                try:
+                    part.wait("train", below=lag * GROUPS + 1 if step < steps else 1, timeout=0.5)
+                    break
+                except TimeoutError:
+                    pass
+            if step < steps:
+                keys = np.arange(step * ROWS, (step + 1) * ROWS)
+                rows = {"prompt": prompts(step, GROUPS).repeat(GROUP_SIZE, 0)}
+                part.put(rows, key=keys.tolist(), group=(keys // GROUP_SIZE).tolist())
 
 
 def work(stage: str, rank: int, out: Path, steps: int) -> None:
@@ -55,9 +45,9 @@ def work(stage: str, rank: int, out: Path, steps: int) -> None:
         part = partition(plane, steps)
         if stage == "train":
             return train(part, rank, Trainer(out))
-        do = stage_of(stage, out)
+        do = Stage(stage, out)
         for batch in part.stream(stage, groups=GROUPS // WORKERS[stage], min=1):
-            batch.add(**do({name: batch.numpy(name) for name in STAGES[stage]}))
+            batch.add(**do({name: batch.torch(name) for name in STAGES[stage]}))
 
 
 def train(part: dataplane.Partition, rank: int, trainer: Trainer) -> None:
@@ -73,4 +63,4 @@ def train(part: dataplane.Partition, rank: int, trainer: Trainer) -> None:
         if keys[0] < 0:
             return
         rows = part.get(keys[rank * share :][:share].tolist(), STAGES["train"])
-        trainer({name: rows.numpy(name) for name in STAGES["train"]})
+        trainer({name: rows.torch(name) for name in STAGES["train"]})

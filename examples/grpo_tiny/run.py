@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import over_controller
 import over_dataplane
@@ -26,6 +25,55 @@ from stages import WORKERS
 
 RESTARTS = 3
 spawn = multiprocessing.get_context("spawn")
+
+
+class Job:
+    """The worker processes. Under the controller each has a pipe to it."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.to_kill, self.restarts = given, given.kill, 0
+        self.processes: dict[tuple[str, int], Any] = {}
+        self.pipes: dict[str, list[Any]] = {stage: [] for stage in WORKERS}
+        self.start([(stage, rank) for stage, count in WORKERS.items() for rank in range(count)])
+
+    def start(self, workers: list[tuple[str, int]]) -> None:
+        for stage, rank in workers:
+            ours, theirs = spawn.Pipe()
+            self.pipes[stage].append(ours)
+            what = (stage, rank, self.given, self.restarts, theirs)
+            self.processes[stage, rank] = spawn.Process(target=worker, args=what)
+            self.processes[stage, rank].start()
+            theirs.close()
+
+    def tick(self, step: int) -> None:
+        """Kill whom we are told to; start anew who died, and all trainers where one did."""
+        if self.to_kill and step > self.given.steps // 2:
+            self.processes["train" if self.to_kill == "trainer" else self.to_kill, 1].kill()
+            self.to_kill = None
+        dead = [who for who, process in self.processes.items() if process.exitcode]
+        if not dead:
+            return
+        if self.given.plane == "controller" or self.restarts == RESTARTS:
+            raise SystemExit(f"{dead} died, and so the run does")
+        self.restarts += 1
+        if any(stage == "train" for stage, _ in dead):
+            dead = [who for who in self.processes if who[0] == "train" or who in dead]
+        for who in dead:
+            self.processes[who].kill()
+            self.processes[who].join()
+        print(f"before step {step}: {dead} died or wait for it, and start again", flush=True)
+        self.start(dead)
+
+
+def worker(stage: str, rank: int, given: argparse.Namespace, restarts: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    if stage == "train":
+        meeting = f"file://{(given.out / f'meeting-{restarts}').absolute()}"
+        dist.init_process_group("gloo", meeting, rank=rank, world_size=WORKERS[stage])
+    if given.plane == "controller":
+        over_controller.work(stage, given.out, pipe)
+    else:
+        over_dataplane.work(stage, rank, given.out, given.steps)
 
 
 def main(given: argparse.Namespace) -> None:
@@ -48,75 +96,20 @@ def main(given: argparse.Namespace) -> None:
     report(given.out)
 
 
-class Job:
-    """The worker processes. Under the controller each has a pipe to it."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.to_kill, self.restarts = given, given.kill, 0
-        self.processes: dict[tuple[str, int], BaseProcess] = {}
-        self.pipes: dict[str, list[Connection]] = {stage: [] for stage in WORKERS}
-        self.start([(stage, rank) for stage, count in WORKERS.items() for rank in range(count)])
-
-    def start(self, workers: list[tuple[str, int]]) -> None:
-        for stage, rank in workers:
-            pipe = None
-            if self.given.plane == "controller":
-                ours, pipe = spawn.Pipe()
-                self.pipes[stage].append(ours)
-            meeting = (self.given.out / f"meeting-{self.restarts}").absolute()
-            what = (stage, rank, self.given, f"file://{meeting}", pipe)
-            self.processes[stage, rank] = spawn.Process(target=worker, args=what)
-            self.processes[stage, rank].start()
-
-    def tick(self, step: int) -> None:
-        """Kill whom we are told to; start anew who died, and all trainers where one did."""
-        if self.to_kill and step > self.given.steps // 2:
-            self.processes["train" if self.to_kill == "trainer" else self.to_kill, 1].kill()
-            self.to_kill = None
-        dead = [who for who, process in self.processes.items() if process.exitcode]
-        if not dead:
-            return
-        if self.given.plane == "controller" or self.restarts == RESTARTS:
-            raise SystemExit(f"{dead} died, and so the run does")
-        self.restarts += 1
-        if any(stage == "train" for stage, _ in dead):
-            dead = [who for who in self.processes if who[0] == "train" or who in dead]
-        for who in dead:
-            self.processes[who].kill()
-            self.processes[who].join()
-        print(f"before step {step}: {dead} died or wait for it, and start again", flush=True)
-        self.start(dead)
-
-
-def worker(
-    stage: str, rank: int, given: argparse.Namespace, meeting: str, pipe: Connection | None
-) -> None:
-    torch.set_num_threads(1)
-    if stage == "train":
-        dist.init_process_group("gloo", meeting, rank=rank, world_size=WORKERS[stage])
-    if pipe:
-        over_controller.work(stage, given.out, pipe)
-    else:
-        over_dataplane.work(stage, rank, given.out, given.steps)
-
-
 def report(out: Path) -> None:
     """The rewards in words, and as a picture where matplotlib is installed."""
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
-    tenth = max(1, len(steps) // 10)
-    first, last = (
-        sum(s["reward"] for s in part) / tenth for part in (steps[:tenth], steps[-tenth:])
-    )
-    seconds, lag = steps[-1]["time"] - steps[0]["time"], max(s["lag"] for s in steps)
+    rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
+    first, last = (sum(some) / tenth for some in (rewards[:tenth], rewards[-tenth:]))
+    seconds, lag = steps[-1]["time"] - steps[0]["time"], max(step["lag"] for step in steps)
     print(f"{len(steps)} steps in {seconds:.0f} s, reward {first:.2f} -> {last:.2f}, lag <= {lag}")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no picture without matplotlib; the figures are in {out}/steps.jsonl")
-        return
+        return print(f"no picture without matplotlib; the figures are in {out}/steps.jsonl")
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([s["step"] for s in steps], [s["reward"] for s in steps])
+    axes.plot([step["step"] for step in steps], rewards)
     axes.set(xlabel="step", ylabel="mean reward of the step", ylim=(0, 1))
     figure.savefig(out / "reward.png", dpi=120)
     print(f"{out}/reward.png")

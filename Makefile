@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chaos coverage fuzz soak surface sync example-grpo bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-gpu test-ray test-ucx test-verl testbed check docs clean
+.PHONY: chaos coverage fuzz soak surface sync example-grpo example-multimodal bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-frameworks test-gpu test-ray test-ucx test-verl test-wheels testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -31,6 +31,10 @@ system-packages:
 # A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill trainer"`, see examples/grpo_tiny.
 example-grpo: $(VENV)/.examples-installed
 	$(BIN)/python examples/grpo_tiny/run.py $(GRPO)
+
+# Photographs through a vision model's processor, from one host to a reader on another.
+example-multimodal: $(VENV)/.examples-installed
+	$(BIN)/python examples/multimodal/run.py
 
 bench-transports: $(VENV)/.bench-installed $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m bench perf --only transports --rounds 9 --json bench/out/transports.json

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -81,7 +82,7 @@ class ClaimQueues:
         self._owners: dict[int, Owner] = {}
         """the peers of the claims that wait"""
         self._answers: dict[int, Answer] = {}
-        self._past: dict[int, None] = {}
+        self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
         partitions.on_phase.append(self._on_phase)
         mesh.handlers |= {
@@ -182,7 +183,7 @@ class ClaimQueues:
     def _remember(self, number: int) -> None:
         self._past[number] = None
         if len(self._past) > MAX_PAST:
-            del self._past[next(iter(self._past))]
+            self._past.popitem(last=False)
 
     def _answer(self, number: int, outcome: Body | DataplaneError) -> None:
         answer = self._answers.pop(number, None)

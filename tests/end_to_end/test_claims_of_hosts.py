@@ -1,0 +1,115 @@
+"""Claims of several hosts wait in one place: who comes first, and who waits no more."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane import Partition, Plane, tag
+from dataplane.metadata.claim_queue import NEAR_TURNS, WITHHELD_UNITS
+from tests.end_to_end.conftest import PLANE, Cluster, until
+
+Hosts = tuple[Plane, Plane]
+
+WAITS = f"""
+import dataplane
+part = dataplane.connect("b", run={PLANE!r}).partition("p")
+print("claims", flush=True)
+part.claim("train", rows=64)
+"""
+
+
+@pytest.fixture
+def hosts(cluster: Cluster) -> Iterator[Hosts]:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        yield here, there
+
+
+def halves(hosts: Hosts, name: str = "p") -> tuple[Partition, Partition]:
+    here, there = hosts
+    return here.partition(name, stages={"train": ["x"]}), there.partition(name)
+
+
+def put(part: Partition, rows: int, **tags: int) -> None:
+    part.put({"x": [np.zeros(8)] * rows}, tags=tags)
+
+
+def test_a_claim_that_does_not_wait_gets_what_is_there_on_whichever_host(hosts: Hosts) -> None:
+    for name in "pqrs":  # some have their shard here, some there
+        for part in halves(hosts, name):
+            with pytest.raises(dataplane.ClaimTimeout):
+                part.claim("train", rows=1, timeout=0)
+            put(part, 1)
+            with part.claim("train", rows=1, timeout=0) as batch:
+                assert len(batch) == 1
+
+
+def test_claims_of_one_row_do_not_starve_another_hosts_claim_of_many(hosts: Hosts) -> None:
+    for name in "pqrs":
+        near, far = halves(hosts, name)
+        got: list[dataplane.Batch] = []
+        many = threading.Thread(target=lambda f=far, g=got: g.append(f.claim("train", rows=16)))
+        many.start()
+        until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
+        before = 0
+        while not got and before <= NEAR_TURNS:
+            put(near, 1)
+            try:
+                near.claim("train", rows=1, timeout=0).ack()
+                before += 1  # what lies here is for claims of this host, a few times
+            except dataplane.ClaimTimeout:
+                assert before == NEAR_TURNS
+        many.join(20)
+        assert len(got[0]) == 16
+        got[0].ack()
+
+
+def test_a_claim_with_a_filter_is_passed_over_so_often_and_no_more(hosts: Hosts) -> None:
+    near, far = halves(hosts)
+    got: list[dataplane.Batch] = []
+    fresh = tag("version") >= 7
+    few = threading.Thread(target=lambda: got.append(far.claim("train", rows=4, where=fresh)))
+    few.start()
+    until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
+    taken = 0
+    while not got and taken < 5 * WITHHELD_UNITS:
+        put(near, 1, version=7)
+        with contextlib.suppress(dataplane.ClaimTimeout):
+            near.claim("train", rows=1, timeout=0).ack()
+            taken += 1
+    few.join(20)
+    assert len(got[0]) == 4 and taken < 5 * WITHHELD_UNITS
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_rows_are_not_kept_for_a_worker_that_ended_while_it_waited(
+    hosts: Hosts, how: signal.Signals
+) -> None:
+    near, far = halves(hosts)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert worker.stdout is not None and worker.stdout.readline()
+        until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
+        put(near, 63)
+        worker.send_signal(how)
+        worker.wait(20)
+        put(near, 1)
+        for part in (near, far):
+            with part.claim("train", rows=32, timeout=20) as batch:
+                assert len(batch) == 32
+    finally:
+        worker.kill()
+        worker.wait()
+        assert worker.stdout is not None
+        worker.stdout.close()

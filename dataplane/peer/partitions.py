@@ -87,13 +87,17 @@ class Partitions:
         self._note(of.name, await self.ask_home(of.name, body))
 
     def _note(self, partition: str, told: Defined) -> None:
-        self._newest = max(self._newest, told.generation)
+        self.heard(told.generation)
         if partition not in self.host.entries:
             handles = self.host.handles
             handles.pop(partition, None)
             handles[partition] = Handle(partition, told.generation, told.definition)
             if len(handles) > MAX_HANDLES:
                 del handles[next(iter(handles))]
+
+    def heard(self, generation: int) -> None:
+        """There is, or was, such a generation: those made here are newer, whatever the clock says."""
+        self._newest = max(self._newest, generation)
 
     # at the shard
 
@@ -185,7 +189,7 @@ class Partitions:
 
     def serve(self, store: JournaledStore) -> Entry:
         """From now on this peer has its shard."""
-        self._newest = max(self._newest, store.generation)
+        self.heard(store.generation)
         entry = self.host.entries[store.partition] = Entry(store)
         self.host.handles.pop(store.partition, None)
         return entry

@@ -143,6 +143,7 @@ class Replicas:
     def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
         key = shipment.partition, shipment.generation
         if shipment.definition is not None:
+            self.partitions.heard(shipment.generation)
             store = JournaledStore(
                 shipment.partition,
                 shipment.definition,

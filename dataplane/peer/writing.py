@@ -129,6 +129,7 @@ class Writing:
     async def _put_here(self, caller: Caller, body: Put) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         async with self.copying.beforehand(entry, body):
+            self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
             outcome = self._store(entry, body, body.columns, body.owners)
         self.settle(entry)
         # What is perhaps a repetition may pass over the rows of its own first time.

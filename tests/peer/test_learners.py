@@ -49,7 +49,7 @@ class Backup:
             now=lambda: 0.0,
         )
         mesh: Any = SimpleNamespace(handlers={})
-        partitions: Any = SimpleNamespace(serve=self._serve)
+        partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
         shipping: Any = SimpleNamespace(take_over=lambda entry: None, copying=None)
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)

@@ -96,7 +96,7 @@ class Partitions:
                 del handles[next(iter(handles))]
 
     def heard(self, generation: int) -> None:
-        """There is, or was, such a generation: those made here are newer, whatever the clock says."""
+        """There was such a generation: those made here are newer, whatever the clock says."""
         self._newest = max(self._newest, generation)
 
     # at the shard

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata import finishes
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import CLOSED
@@ -53,9 +53,22 @@ _BYTE = np.dtype("u1")
 _STATES = {"ready": READY, "leased": LEASED, "acked": ACKED, "split": SPLIT}
 
 
-def carry_out(store: Store, op: Op, now: float) -> None:
-    """One operation. Any DataplaneError says that the store is not what the operation expects."""
-    _HOW[type(op)](store, op, now)
+def apply(store: Store, op: Op, now: float = 0.0) -> None:
+    """Carry out an operation on a store that records nothing itself; leases begin at `now`.
+
+    ProtocolError when the store is not as the operation expects: a replica is then broken, and is
+    made anew from a dump. References that go are collected at a replica as well: drain `freed` and
+    forget them, for the primary tells their owners.
+    """
+    assert store.emit is None
+    try:
+        _HOW[type(op)](store, op, now)
+    except DataplaneError as exc:
+        raise ProtocolError(
+            f"{type(op).__name__} does not fit this copy of partition {store.partition!r}, which "
+            f"must be made anew: {exc}",
+            partition=store.partition,
+        ) from exc
 
 
 # what happens to a store while it is used

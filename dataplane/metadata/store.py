@@ -1,4 +1,5 @@
-"""One partition: its definition and phase, rows, groups, stages and leases.
+"""One partition: its definition and phase, rows, groups, stages and leases, and the records of
+what is done to them, by which a backup does the same (`replay`).
 
 Sans-I/O: time comes as an argument (seconds, monotonic), bytes are only named, never touched. Each
 call either raises a typed error and changes nothing, or is carried out whole.
@@ -7,7 +8,7 @@ call either raises a typed error and changes nothing, or is carried out whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -35,9 +36,22 @@ from dataplane.metadata.state import State
 from dataplane.metadata.takes import Kept, Taken
 from dataplane.metadata.where import parse
 from dataplane.wire.checkpoint import Restore
+from dataplane.wire.journal import (
+    Discarded,
+    Ended,
+    Expected,
+    Leased,
+    Op,
+    Relocated,
+    Returned,
+    Sealed,
+    Wrote,
+)
+from dataplane.wire.journal import Lost as LostWith
 from dataplane.wire.limits import MAX_NAME_BYTES
-from dataplane.wire.messages import Want
-from dataplane.wire.records import U4, column
+from dataplane.wire.messages import Finish, Reset, Tag, Want
+from dataplane.wire.peering import AddStage
+from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
 
 Tagging = Mapping[str, Sequence[Scalar]]
@@ -46,6 +60,8 @@ Tagging = Mapping[str, Sequence[Scalar]]
 class Store:
     """The metadata of one partition.
 
+    emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
+    nothing is recorded. A record says what was decided; what follows from records is not recorded.
     lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
     lease is named by its number alone, and start it where no other peer does.
     """
@@ -56,7 +72,9 @@ class Store:
         definition: Definition,
         generation: int,
         lease_numbers: Iterator[int] | None = None,
+        emit: Callable[[Op], None] | None = None,
     ) -> None:
+        self.emit = emit
         self.partition = partition
         self.declared = definition
         self.generation = generation
@@ -122,6 +140,11 @@ class Store:
         outcome = puts.apply_put(self._state, plan, specs, owners)
         if outcome.closed_groups:
             self._seal_if_full()
+        if self.emit is not None:
+            op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
+            op.mode = "replace" if replace else "keep" if keep else "new"
+            op.reuse = reuse
+            self.emit(op)
         return outcome
 
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
@@ -129,6 +152,8 @@ class Store:
         closed = drops.close(self._state, group_key, n, name)
         if closed:
             self._seal_if_full()
+        if self.emit is not None:
+            self.emit(Expected(group_key, n, name))
         return closed
 
     def tag(self, rows: Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None) -> None:
@@ -150,6 +175,8 @@ class Store:
                 )
         self._state.tags.set(slots, tags)
         self._state.retag(slots)
+        if self.emit is not None:
+            self.emit(Tag(self.partition, self.generation, Rows(rows.keys), _lists(tags)))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -157,14 +184,20 @@ class Store:
         Returns how many closed; asking again changes nothing."""
         if self._state.sealed:
             return 0
+        if self.emit is not None:
+            self.emit(Sealed(keep_short))
+        return self._end_groups(keep_short)
+
+    def _end_groups(self, keep_short: bool = False) -> int:
         self._state.sealed = True
         return drops.end_open_groups(self._state, keep_short)
 
     def _seal_if_full(self) -> None:
-        """It seals itself when as many groups have closed as it was declared with."""
+        """It seals itself when as many groups have closed as it was declared with: that follows
+        from what is recorded."""
         groups = self.declared.groups
-        if groups is not None and self._state.closed_groups >= groups:
-            Store.seal(self)  # which follows from what is recorded
+        if groups is not None and self._state.closed_groups >= groups and not self.sealed:
+            self._end_groups()
 
     # definition and stages
 
@@ -208,10 +241,15 @@ class Store:
             )
         self._state.check_stage_room(name, fields)
         self._state.add_stage(name, list(fields))
+        if self.emit is not None:
+            self.emit(AddStage(self.partition, self.generation, name, list(fields)))
 
     def reset(self, stage: str) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased."""
-        return len(self._state.stage(stage).reset(self._state.live()))
+        rows = len(self._state.stage(stage).reset(self._state.live()))
+        if self.emit is not None:
+            self.emit(Reset(self.partition, self.generation, stage))
+        return rows
 
     def take(
         self,
@@ -234,7 +272,26 @@ class Store:
         claim: its number, by which the lease is found again.
         """
         found = self._state.stage(stage)
-        return takes.take(self._state, found, want, holder, now, claim, credit, sealed, kept)
+        taken = takes.take(self._state, found, want, holder, now, claim, credit, sealed, kept)
+        if self.emit is not None and taken.lease is not None:
+            self.emit(self._leased(taken.lease))
+        return taken
+
+    def _leased(self, number: int) -> Leased:
+        """Which rows and groups were taken, and not how they were found."""
+        state = self._state
+        lease = state.leases.get(number)
+        assert lease is not None
+        groups = state.groups_of(lease.slots) if lease.unit == "groups" else lease.slots[:0]
+        return Leased(
+            lease.stage.name,
+            lease.unit,  # type: ignore[arg-type]
+            number,
+            state.index.keys[lease.slots].tobytes(),
+            state.groups.index.keys[groups].tobytes(),
+            lease.holder,
+            lease.claim,
+        )
 
     def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
         """Of the first ready units, how many have their largest value at which peer (address)."""
@@ -260,7 +317,12 @@ class Store:
         for a lease that has ended; InvalidRows for a row that was finished before.
         """
         lease = finishes.lease_of(self._state, lease_id)
-        return finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
+        done = finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
+        if self.emit is not None:
+            op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
+            op.owners = list(owners)
+            self.emit(op)
+        return done
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
         """Whether such a `finish` was carried out already: the lease ended by one that was no
@@ -272,7 +334,11 @@ class Store:
 
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others. Returns how many."""
-        return finishes.give_back_all(self._state, self._state.leases.of(holder))
+        leases = self._state.leases.of(holder)
+        rows = finishes.give_back_all(self._state, leases)
+        if self.emit is not None and leases:
+            self.emit(Returned([lease.number for lease in leases]))
+        return rows
 
     # rows out
 
@@ -311,21 +377,31 @@ class Store:
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
         if rows is not None:
-            return drops.drop_rows(self._state, drops.check_keys(rows))
-        if groups is not None:
-            return drops.drop_groups(self._state, groups)
-        slots = self._state.matching(parse(where))
-        return len(slots), self._state.remove_rows(slots, dropped=True)
+            dropped = drops.drop_rows(self._state, drops.check_keys(rows))
+        elif groups is not None:
+            dropped = drops.drop_groups(self._state, groups)
+        else:
+            slots = self._state.matching(parse(where))
+            dropped = len(slots), self._state.remove_rows(slots, dropped=True)
+        if self.emit is not None:
+            keys = b"" if rows is None else rows.keys
+            self.emit(Discarded(keys, b"".join(groups or ()), where))
+        return dropped
 
     def clear(self) -> int:
         """The partition was dropped: every row goes. Returns how many."""
         slots = self._state.live()
         self._state.remove_rows(slots)
+        if self.emit is not None:
+            self.emit(Ended())
         return len(slots)
 
     def lost(self, owner: Owner) -> Lost:
         """A peer is no more: the rows with bytes there go, and their groups with them."""
-        return drops.lose(self._state, owner)
+        lost = drops.lose(self._state, owner)
+        if self.emit is not None:
+            self.emit(LostWith(owner))
+        return lost
 
     def relocate(
         self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
@@ -337,7 +413,12 @@ class Store:
         as freed.
         """
         live = self._state.live()
-        return self._state.fields.relocate(live, old, ranges, new, new_ranges, reach)
+        moved = self._state.fields.relocate(live, old, ranges, new, new_ranges, reach)
+        if self.emit is not None:
+            here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
+            ends = b"" if reach is None else reach.astype(U8).tobytes()
+            self.emit(Relocated(old, here, new, there, ends))
+        return moved
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
@@ -357,6 +438,8 @@ class Store:
         PartitionConflict where one of them is here already."""
         checkpoint.restore(self._state, op)
         self._seal_if_full()
+        if self.emit is not None:
+            self.emit(op)
 
     # looking
 
@@ -427,6 +510,10 @@ class Store:
     def figures(self) -> looks.Figures:
         """What is known without looking at rows."""
         return looks.figures(self._state)
+
+
+def _lists(tags: Tagging) -> dict[str, list[Scalar]]:
+    return {name: list(values) for name, values in tags.items()}
 
 
 def check_definition(partition: str, definition: Definition) -> None:

@@ -24,10 +24,10 @@ from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.copies import Copies
 from dataplane.metadata.heirs import Heirs
-from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.reasons import Notices
 from dataplane.metadata.roster import Flags, Roster
+from dataplane.metadata.store import Store
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
@@ -73,7 +73,7 @@ class Handle:
 class Entry:
     """A partition that this peer serves: its shard is here."""
 
-    store: JournaledStore
+    store: Store
     copies: Copies | None = None
     """with replicas=2: the second copies of what other peers wrote"""
     seal_told: bool = False

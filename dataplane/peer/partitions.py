@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dataplane.errors import PartitionUndefined, StaleEpoch
-from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Flags
-from dataplane.metadata.store import check_definition
+from dataplane.metadata.store import Store, check_definition
 from dataplane.peer.host import Caller, Entry, Handle, Host, Known
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.shipping import Shipping
@@ -127,7 +126,7 @@ class Partitions:
             raise StaleEpoch(f"the shard of partition {partition!r} moves: call again")
         # The wall clock, because generations of a plane that is gone must not come again.
         self._newest = max(self._newest + 1, time.time_ns())
-        store = JournaledStore(partition, definition, self._newest, self.host.lease_numbers)
+        store = Store(partition, definition, self._newest, self.host.lease_numbers)
         entry = self.serve(store)
         self.shipping.watch(entry)
         event = self._defined.pop(partition, None)
@@ -187,7 +186,7 @@ class Partitions:
 
     # a new roster
 
-    def serve(self, store: JournaledStore) -> Entry:
+    def serve(self, store: Store) -> Entry:
         """From now on this peer has its shard."""
         self.heard(store.generation)
         entry = self.host.entries[store.partition] = Entry(store)

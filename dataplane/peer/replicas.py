@@ -18,8 +18,8 @@ import numpy as np
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.columns import Array
 from dataplane.metadata.copies import Copies, named_by
-from dataplane.metadata.journal import JournaledStore, apply
 from dataplane.metadata.references import ids_of
+from dataplane.metadata.replay import apply
 from dataplane.metadata.roster import Roster
 from dataplane.metadata.store import Store
 from dataplane.peer.grants import Grants
@@ -42,7 +42,7 @@ Key = tuple[str, int]
 class _Copy:
     """of one partition. values: second copies of what the primary wrote, with replicas=2"""
 
-    store: JournaledStore
+    store: Store
     values: Copies | None = None
 
 
@@ -144,7 +144,7 @@ class Replicas:
         key = shipment.partition, shipment.generation
         if shipment.definition is not None:
             self.partitions.heard(shipment.generation)
-            store = JournaledStore(
+            store = Store(
                 shipment.partition,
                 shipment.definition,
                 shipment.generation,

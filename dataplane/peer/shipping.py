@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
-from dataplane.metadata.journal import dump
+from dataplane.metadata.dump import dump
 from dataplane.metadata.roster import Roster
 from dataplane.peer.copying import Copying
 from dataplane.peer.host import Entry, Host

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.metadata.journal import apply
+from dataplane.metadata.replay import apply
 from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op, decode_ops, encode_ops
 from dataplane.wire.limits import ABSENT

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant
 
 from dataplane.errors import DataplaneError, PartitionConflict, ProtocolError
 from dataplane.metadata import checkpoint
-from dataplane.metadata.journal import JournaledStore, dump
+from dataplane.metadata.dump import dump
 from dataplane.metadata.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
 from dataplane.wire.journal import Op, decode_ops, encode_ops
@@ -51,7 +51,7 @@ def message(one: SaveDone, closed: int = 0) -> Restore:
 
 
 def restored(store: Store, nbytes: int = ALL, ops: list[Op] | None = None) -> Store:
-    made = JournaledStore("step-1", store.definition, 1)
+    made = Store("step-1", store.definition, 1)
     made.emit = (ops if ops is not None else []).append
     answers, closed = saved(store, nbytes)
     for one in answers:

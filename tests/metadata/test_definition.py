@@ -13,7 +13,7 @@ from dataplane.errors import (
     StageUndefined,
 )
 from dataplane.metadata import names
-from dataplane.metadata.journal import JournaledStore, dump
+from dataplane.metadata.dump import dump
 from dataplane.metadata.store import Store, check_definition
 from dataplane.wire.journal import Op, Sealed, Wrote
 from dataplane.wire.limits import MAX_STAGES
@@ -60,7 +60,7 @@ def test_a_stage_cannot_be_added_where_acked_rows_are_freed() -> None:
 def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
     """Dropped ones do not count; and no record says so, for it follows from those of the puts."""
     ops: list[Op] = []
-    s = JournaledStore("step-1", TRAIN, 1, emit=ops.append)
+    s = Store("step-1", TRAIN, 1, emit=ops.append)
     put(s, [1, 2], ["p", "p"])
     s.drop(groups=[names.hash_name("p")])
     put(s, [3, 4], ["q", "q"])
@@ -78,7 +78,7 @@ def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
 
 def test_a_seal_is_one_record_however_often_it_is_asked_for() -> None:
     ops: list[Op] = []
-    s = JournaledStore("step-1", TRAIN, 1, emit=ops.append)
+    s = Store("step-1", TRAIN, 1, emit=ops.append)
     put(s, [1], ["p"])
     s.seal()
     s.seal()
@@ -105,7 +105,7 @@ def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> 
 def test_groups_that_are_short_at_the_seal_are_dropped_unless_they_are_to_be_kept() -> None:
     for keep_short in (False, True):
         ops: list[Op] = []
-        s = JournaledStore("p", Definition(stages={"s": ["tokens"]}, group_size=2), 1)
+        s = Store("p", Definition(stages={"s": ["tokens"]}, group_size=2), 1)
         s.emit = ops.append
         put(s, [1, 2, 3], ["p", "p", "short"])
         assert s.seal(keep_short) == int(keep_short)

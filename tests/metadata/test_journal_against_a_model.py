@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from dataplane.metadata.journal import JournaledStore, dump
+from dataplane.metadata.dump import dump
+from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.tables import Definition
 from tests.metadata.observed import carried_over, observed
@@ -24,7 +25,7 @@ class JournalMachine(StoreMachine):
         super().__init__()
         self.numbers = itertools.count(1)
         self.ops: list[Op] = []
-        self.store: JournaledStore = self.empty()
+        self.store: Store = self.empty()
         self.store.emit = self.ops.append
         self.replica = self.empty()
         self.from_the_start = True
@@ -32,8 +33,8 @@ class JournalMachine(StoreMachine):
     def definition(self) -> Definition:
         return Definition(stages=STAGES, free=self.free, group_size=self.group_size)
 
-    def empty(self) -> JournaledStore:
-        return JournaledStore("p", self.definition(), 1, self.numbers)
+    def empty(self) -> Store:
+        return Store("p", self.definition(), 1, self.numbers)
 
     @rule(many=st.integers(1, 5))
     def a_replica_is_made_anew_from_a_dump(self, many: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.errors import PartitionSealed, RowsDropped
 from dataplane.metadata import names
-from dataplane.metadata.journal import JournaledStore, dump
+from dataplane.metadata.dump import dump
 from dataplane.metadata.puts import PutOutcome
 from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op
@@ -90,7 +90,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
 
 def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:
     ops: list[Op] = []
-    s = JournaledStore("p", ONCE, 1, emit=ops.append)
+    s = Store("p", ONCE, 1, emit=ops.append)
     put(s, ["a", "b", "c"], ["g", "g", None])
     s.close(names.hash_name("g"), 2, "g")
     consume(s, 3)

@@ -21,8 +21,10 @@ from dataplane.errors import (
     StreamEnd,
 )
 from dataplane.metadata.claim_queue import WITHHELD_UNITS
-from dataplane.metadata.journal import JournaledStore, apply, dump
+from dataplane.metadata.dump import dump
+from dataplane.metadata.replay import apply
 from dataplane.metadata.roster import Roster
+from dataplane.metadata.store import Store
 from dataplane.peer import claim_queues
 from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.host import Caller, Entry
@@ -44,7 +46,7 @@ class Shard:
 
     def __init__(self) -> None:
         self.roster = Roster.from_seeds([HERE, THERE])
-        self.entry = Entry(JournaledStore(NAME, DEFINITION, 1, itertools.count(1)))
+        self.entry = Entry(Store(NAME, DEFINITION, 1, itertools.count(1)))
         self.host: Any = SimpleNamespace(
             address=HERE,
             owner=Owner(HERE, 1),

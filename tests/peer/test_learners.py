@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dataplane.metadata.authority import Authority
-from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
+from dataplane.metadata.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.replicas import Replicas
 from dataplane.wire.journal import Ended, encode_ops
@@ -58,7 +58,7 @@ class Backup:
     def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)
 
-    def _serve(self, store: JournaledStore) -> Entry:
+    def _serve(self, store: Store) -> Entry:
         self.taken.append(store.partition)
         self.stages = list(store.definition.stages)
         return Entry(store)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
-from dataplane.metadata.journal import JournaledStore
 from dataplane.metadata.roster import Roster
+from dataplane.metadata.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
 from dataplane.peer.shipping import Shipping
@@ -67,7 +67,7 @@ class Primary:
 
     def declare(self) -> Entry:
         definition = Definition({"s": ["tokens"]})
-        entry = Entry(JournaledStore("p", definition, 1, itertools.count(1)))
+        entry = Entry(Store("p", definition, 1, itertools.count(1)))
         self.host.entries["p"] = entry
         self.shipping.watch(entry)
         return entry

@@ -15,7 +15,7 @@ from unittest import mock
 from dataplane.errors import DataplaneError
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.drops import Lost
-from dataplane.metadata.journal import JournaledStore
+from dataplane.metadata.store import Store
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.cluster import Cluster, described
@@ -126,7 +126,7 @@ class Run:
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
         """The authority's decisions, and what stores report as lost."""
-        remove, lost, relocate = Authority._remove, JournaledStore.lost, JournaledStore.relocate
+        remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
         run = self
 
         def removing(authority: Authority, address: str) -> None:
@@ -146,19 +146,19 @@ class Run:
                 run.ledger.removed(run.cluster.known, owner, in_sync, hosts, run.loop.now)
             remove(authority, address)
 
-        def losing(store: JournaledStore, owner: Owner) -> Lost:
+        def losing(store: Store, owner: Owner) -> Lost:
             gone = lost(store, owner)
             run.ledger.reported(gone.rows.keys)
             return gone
 
-        def relocating(store: JournaledStore, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
+        def relocating(store: Store, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
             run.ledger.moved(store, old, new)
             return relocate(store, old, ranges, new, *to)
 
         with (
             mock.patch.object(Authority, "_remove", removing),
-            mock.patch.object(JournaledStore, "lost", losing),
-            mock.patch.object(JournaledStore, "relocate", relocating),
+            mock.patch.object(Store, "lost", losing),
+            mock.patch.object(Store, "relocate", relocating),
         ):
             yield
 

@@ -74,6 +74,9 @@ def lose(state: State, owner: Owner) -> Lost:
     groups = state.groups_of(hit)
     _, members = state.groups.members.gather(groups)
     slots = np.union1d(hit, members.astype(np.int64))
+    # by key: a copy, whose slots are others, has to number them alike
+    keys = state.index.keys[slots]
+    slots = slots[np.lexsort((keys[:, 1], keys[:, 0]))]
     lost = Lost(rows_of(state, slots), len(groups))
     given = lost.rows.names
     state.losses.note(format_minted_many(lost.rows.keys) if given is None else given)

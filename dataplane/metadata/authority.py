@@ -195,22 +195,23 @@ class Authority:
         primaries, backups = roster.primaries.copy(), roster.backups.copy()
         mine, lost = roster.primaries == at, roster.lost
         if roster.in_sync[mine].any():
-            # Shards that are not in sync yet came from another peer just now, and start there with
-            # nothing but what arrived: their operations are in the same sequence.
+            # Shards that are not in sync yet came from another peer just now: what has arrived of
+            # them is no whole copy, so they begin empty there.
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
                 "%s is gone: %s takes its shards over%s",
                 address,
                 roster.members[heir],
-                f", {partly} of {int(mine.sum())} without all of their rows" if partly else "",
+                f", {partly} of {int(mine.sum())} without their rows" if partly else "",
             )
             primaries[mine] = heir
+            lost |= set(np.flatnonzero(mine & ~roster.in_sync).tolist())
         elif mine.any():
             log.warning("%s is gone, and had no backup in sync: its shards start empty", address)
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
-            lost |= {int(shard) for shard in np.flatnonzero(mine)}
+            lost |= set(np.flatnonzero(mine).tolist())
         backups[mine | (backups == at)] = NO_BACKUP
         renumber = np.full(NO_BACKUP + 1, NO_BACKUP, np.uint16)
         renumber[rest] = np.arange(len(rest), dtype=np.uint16)

@@ -204,7 +204,7 @@ class Replicas:
                 self._forget(owner)
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                self._take_over(owner, origin or _Origin(0))
+                self._take_over(owner, origin or _Origin(0), new.lost - old.lost)
             else:
                 self._forget(owner)
         for owner in list(self._origins):
@@ -226,9 +226,13 @@ class Replicas:
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
-    def _take_over(self, owner: Owner, origin: _Origin) -> None:
+    def _take_over(self, owner: Owner, origin: _Origin, empty: frozenset[int]) -> None:
+        """empty: shards that begin so, of which there may be the beginning of a copy."""
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         for copy in origin.copies.values():
+            if self.host.roster.bucket(copy.store.partition) in empty:
+                self._release(copy)
+                continue
             for values, ranges, counts in copy.store.holdings():
                 held.setdefault(values, []).append((ranges, counts))
             entry = self.partitions.serve(copy.store)

@@ -119,6 +119,23 @@ def test_a_restarted_peer_returns_as_an_empty_member_and_gets_empty_shards() -> 
     assert busy <= shards(made, heir)
 
 
+def test_a_roster_says_of_which_shards_both_copies_were_lost() -> None:
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    had = {address: shards(made, address) for address in (B, C, D)}
+    heir = made.roster.backup_of(B)[0]
+    assert heir is not None
+    made.lost(Owner(B, 2))
+    assert not made.roster.lost
+    made.lost(next(one for one in made.roster.owners if one.peer == heir))
+    assert made.roster.lost == had[B]  # the heir's own have a backup in sync
+    again = Roster.from_table(made.roster.table)
+    assert again.lost == had[B]
+    (left,) = {B, C, D} - {B, heir}
+    made.lost(next(one for one in made.roster.owners if one.peer == left))
+    assert made.roster.lost == had[B] | had[C] | had[D]
+
+
 def test_a_process_that_was_called_lost_is_not_let_in_again() -> None:
     made = authority(A, B, C, D)
     made.lost(Owner(B, 2))

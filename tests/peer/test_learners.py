@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,3 +124,16 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     for roster in later:
         backup.turn(roster)
     assert (backup.taken, backup.stages) == (["p"], ["late"])
+
+
+def test_the_beginning_of_a_copy_is_not_served() -> None:
+    """Shards that the primary had taken over just before: both copies of them were lost."""
+    first, *later = rosters(in_sync=True, misses_that=False)
+    assert first.bucket("p") != first.bucket("q")
+    backup = Backup(first)
+    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
+    *between, last = later
+    for roster in (*between, dataclasses.replace(last, lost=frozenset({last.bucket("p")}))):
+        backup.turn(roster)
+    assert backup.taken == ["q"]

@@ -22,6 +22,7 @@ from dataplane.errors import (
     PartitionGone,
     ProtocolError,
 )
+from dataplane.metadata.where import Where
 from dataplane.wire.checkpoint import Census, CensusDone
 from dataplane.wire.messages import (
     Body,
@@ -217,6 +218,7 @@ def wait(
     groups: int | None,
     below: int | None,
     unit: str | None,
+    where: Where | None,
     timeout: float | None,
 ) -> Operation[None]:
     """Until so many rows or groups are ready, or fewer than `below` are not yet done."""
@@ -241,6 +243,7 @@ def wait(
         count=wanted,
         below=below,
         timeout_ms=milliseconds(timeout),
+        where=arguments.filter_of(where),
     )
     yield from wait_for(body, Done, timeout)
 

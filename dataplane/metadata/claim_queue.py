@@ -76,12 +76,11 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A claim that never can be met. ended: no row can come any more. unmeetable: its budget is
-    smaller than the next unit. too_large: what is next needs more bytes at its host than can be.
-    failed: so did looking for its units, with this error."""
+    """A claim that never can be met. ended: no row can come any more. too_large: what is next needs
+    more bytes at its host than can be. failed: so did looking for its units, with this error."""
 
     claim: Waiting
-    why: Literal["ended", "unmeetable", "too_large", "failed"]
+    why: Literal["ended", "too_large", "failed"]
     needed_bytes: int = 0
     error: DataplaneError | None = None
 
@@ -223,14 +222,12 @@ class ClaimQueue:
             return Met(claim, taken)
         if taken.needed_bytes:
             return self._over(claim, "too_large", taken.needed_bytes)
-        if taken.blocked:
-            return self._over(claim, "unmeetable")
         return None
 
     def _over(
         self,
         claim: Waiting,
-        why: Literal["ended", "unmeetable", "too_large", "failed"],
+        why: Literal["ended", "too_large", "failed"],
         needed_bytes: int = 0,
         error: DataplaneError | None = None,
     ) -> Over:

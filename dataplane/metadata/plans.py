@@ -1,4 +1,4 @@
-"""Which rank of a trainer takes which rows, in which order: pure, and the same wherever it is computed.
+"""Which rank of a trainer takes which rows, in which order: a pure function.
 
 Ranks that meet in collectives hang unless each takes as many steps as the others. So all of them
 are laid out at once, from the rows of the plan in their order with a weight each, and from what was

@@ -75,15 +75,16 @@ class Stage:
         return changed
 
     def counts(self, where: Where | None) -> Counts:
-        """Exact counts. With a filter, ready units that do not match are not remaining."""
+        """Exact counts. With a filter, ready units that do not match count for nothing; those that
+        are leased, or not ready yet, may match when they are."""
         ready_rows, ready_groups = self.rows.ready(where), self.groups.ready(where)
         return Counts(
             ready_rows=ready_rows,
             ready_groups=ready_groups,
             remaining_rows=self.rows.counts[PENDING] + ready_rows,
             remaining_groups=self.groups.counts[PENDING] + ready_groups,
-            outstanding_rows=self.rows.outstanding,
-            outstanding_groups=self.groups.outstanding,
+            outstanding_rows=self.rows.outstanding - self.rows.counts[READY] + ready_rows,
+            outstanding_groups=self.groups.outstanding - self.groups.counts[READY] + ready_groups,
             lost_rows=self.lost,
         )
 

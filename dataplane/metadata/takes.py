@@ -35,14 +35,11 @@ Kept = tuple[str, Where | None]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """lease None: nothing was taken. blocked: the next ready unit would not fit into the budget
-    (with units 0: it is larger than the whole budget). needed_bytes: cut by the credit, which had
-    to be this much for more, or any. slots: the rows, for `Store.table`; they hold until the next
-    change."""
+    """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
+    more, or any. slots: the rows, for `Store.table`; they hold until the next change."""
 
     lease: int | None = None
     units: int = 0
-    blocked: bool = False
     needed_bytes: int = 0
     slots: Array | None = field(default=None, compare=False)
 
@@ -98,10 +95,10 @@ def take(
         picked = _within_credit(state, want, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
     if len(picked.ids) < least or not full:
-        return Taken(blocked=picked.blocked, needed_bytes=picked.needed_bytes)
+        return Taken(needed_bytes=picked.needed_bytes)
     ids = _consume(lane, picked)
     lease = _lease(state, stage, want.unit, ids, holder, now, claim)
-    return Taken(lease.number, len(ids), picked.blocked, picked.needed_bytes, lease.slots)
+    return Taken(lease.number, len(ids), picked.needed_bytes, lease.slots)
 
 
 def _consume(lane: Lane, picked: _Found) -> Array:
@@ -196,7 +193,8 @@ def hosts_of(state: State, stage: Stage, unit: str, ids: Array) -> list[str]:
 def _within_budget(
     state: State, stage: Stage, want: Want, lane: Lane, kept: Sequence[Kept]
 ) -> _Found:
-    """As many units from the front as fit the sum of a tag, and at most `count` if that is set."""
+    """As many units from the front as fit the sum of a tag, at most `count` if that is set, and at
+    least one."""
     assert want.budget_tag is not None
     most = want.count if want.count > 0 else stage.units(want.unit).ready(want.where)
     look = min(_FIRST_LOOK, most)
@@ -204,7 +202,8 @@ def _within_budget(
         found = _first(state, stage, want.unit, lane, look, kept)
         slots, rows = _rows_of(state, want.unit, found.ids)
         sums = np.cumsum(_per_unit(state.tags.numbers(want.budget_tag, slots), rows))
-        fitting = int(np.searchsorted(sums, want.budget, side="right"))
+        # at least one: a unit heavier than every budget would be in the way for ever
+        fitting = max(int(np.searchsorted(sums, want.budget, side="right")), min(1, len(sums)))
         if fitting < len(found.ids) or len(found.ids) < look or look >= most:
             break
         look = min(2 * look, most)

@@ -361,14 +361,8 @@ def _granted(entry: Entry, lease: int, rows: Array | int, fields: list[str] | No
 
 def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
     """What is told of a claim that can never be met."""
-    want = over.claim.want
     if over.error is not None:
         return over.error
-    if over.why == "unmeetable":
-        return ValueTooLarge(
-            f"the next unit alone exceeds the budget of {want.budget:g} {want.budget_tag!r}: claim "
-            "with a larger budget, or rows=1"
-        )
     if over.why == "too_large":
         return ValueTooLarge(
             f"a claim of stage {stage!r} of {entry.name!r} needs {over.needed_bytes} bytes of "
@@ -390,11 +384,16 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
             rows=lost.total,
             keys=keys,
         )
-    return StreamEnd(f"partition {entry.name!r} is sealed and stage {stage!r} has had every row")
+    want = over.claim.want
+    left = entry.store.counts(stage).remaining(want.unit)
+    had = f"partition {entry.name!r} is sealed and stage {stage!r} has had every row"
+    if left:
+        had += f" that matches; {left} {want.unit} that do not are left"
+    return StreamEnd(had, remaining=left)
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
-    counts = entry.store.counts(body.stage)
+    counts = entry.store.counts(body.stage, body.where)
     outstanding = counts.outstanding(body.unit)
     enough = body.count and counts.ready(body.unit) >= body.count
     if enough or (body.below and outstanding < body.below):
@@ -404,7 +403,8 @@ def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
         answer.set_exception(
             StreamEnd(
                 f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
-                f"{body.unit} left, {body.count} will never be ready",
+                f"{body.unit} left{' that match' if body.where else ''}, {body.count} will never "
+                "be ready",
                 remaining=remaining,
             )
         )

@@ -33,7 +33,7 @@ LEAST_WHY_S = 0.2
 
 
 def _wanted(body: Wait) -> Want | None:
-    return Want(body.unit, body.count, body.count) if body.count else None
+    return Want(body.unit, body.count, body.count, body.where) if body.count else None
 
 
 class Waits:
@@ -51,7 +51,9 @@ class Waits:
         entry = await self.partitions.known(body.partition, body.generation)
         look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
         why = self.explain(end, look)
-        subject = reasons.Subject("wait", entry.name, body.stage, (entry.generation, body.unit))
+        subject = reasons.Subject(
+            "wait", entry.name, body.stage, (entry.generation, body.unit, str(body.where))
+        )
         what = f"wait for stage {body.stage!r} of partition {entry.name!r}"
         try:
             with Telling(self.host, what, subject, look):

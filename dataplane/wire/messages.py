@@ -339,7 +339,9 @@ class Finish(Body, tag=44):
 
 
 class Wait(Body, tag=45):
-    """Until `count` units are ready for the stage, or fewer than `below` are not yet done."""
+    """Until `count` units are ready for the stage, or fewer than `below` are not yet done.
+
+    where: of those that match; what is leased or not ready yet counts until it is known."""
 
     partition: str
     generation: int
@@ -348,6 +350,7 @@ class Wait(Body, tag=45):
     count: int = 0
     below: int = 0
     timeout_ms: int = -1
+    where: Where | None = None
 
 
 class Losses(Body, tag=46):

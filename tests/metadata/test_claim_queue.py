@@ -141,10 +141,11 @@ def test_a_budget_is_met_where_it_is_used_up_exactly_or_nothing_more_can_come() 
     assert shard.seal() == [(2, [2])]
 
 
-def test_a_budget_below_the_next_row_is_told_so() -> None:
+def test_a_budget_takes_at_least_one_row() -> None:
     shard = Shard()
-    shard.put(0, 1, length=[30])
-    assert shard.claim(1, budget(10.0)) == [(1, "unmeetable")]
+    shard.put(0, 2, length=[30])
+    assert shard.claim(1, budget(10.0)) == [(1, [0])]
+    assert shard.claim(2, budget(10.0)) == [(2, [1])]
 
 
 def test_a_budget_also_ends_with_its_count() -> None:

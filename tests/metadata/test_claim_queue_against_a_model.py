@@ -70,10 +70,10 @@ class Naive:
 
     def advance(self, lane: str, keep: bool) -> tuple[int, Any] | None:
         head = self.of(lane)[0]
-        if self.sealed and not self.ready and not self.leased:
+        rows = [row for row in self.ready if matches(row, lane)]
+        if self.sealed and not rows and not self.leased:
             self.end(head)
             return head.number, "ended"
-        rows = [row for row in self.ready if matches(row, lane)]
         heads = [self.of(other)[0] for other in self.lanes if other != lane]
         keepers = [
             other.lane
@@ -82,9 +82,6 @@ class Naive:
         ]
         free = [row for row in rows if not any(matches(row, other) for other in keepers)]
         got = self.fitting(head, rows, free, bool(keepers))
-        if isinstance(got, str):
-            self.end(head)
-            return head.number, got
         if not got:
             return None
         for other in heads:
@@ -99,16 +96,12 @@ class Naive:
             self.lanes.append(lane)
         return head.number, got
 
-    def fitting(
-        self, head: Claim, rows: list[int], free: list[int], some_kept: bool
-    ) -> list[int] | str:
+    def fitting(self, head: Claim, rows: list[int], free: list[int], some_kept: bool) -> list[int]:
         if head.budget:
             sums = list(itertools.accumulate(map(length_of, free)))
-            fit = sum(total <= head.budget for total in sums)
+            fit = max(sum(total <= head.budget for total in sums), min(1, len(free)))
             full = fit < len(free) or (bool(fit) and sums[fit - 1] >= head.budget)
             last = self.sealed and not some_kept
-            if free and not fit:
-                return "unmeetable"
             return free[:fit] if full or (last and fit) else []
         least = min(head.least, len(rows)) if self.sealed else head.least
         return free[: head.count] if least and len(free) >= least else []

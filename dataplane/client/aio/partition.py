@@ -231,11 +231,15 @@ class Partition:
         groups: int | None = None,
         below: int | None = None,
         unit: str | None = None,
+        where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
         """Until so many rows or groups are ready for the stage, or fewer than `below` of them
-        (groups where the partition has a group_size) are not yet done: back-pressure by count."""
-        await self._run(core.wait(self._handle, stage, rows, groups, below, unit, timeout))
+        (groups where the partition has a group_size) are not yet done: back-pressure by count.
+
+        where: of those that match. Rows that are leased, or not ready yet, count whatever their
+        tags: they may match when they are ready."""
+        await self._run(core.wait(self._handle, stage, rows, groups, below, unit, where, timeout))
 
     def lost(self, timeout: float | None = None) -> Lost:
         """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.

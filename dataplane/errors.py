@@ -215,6 +215,10 @@ class BackPressure(DataplaneError):
     """The arena is full; the message says what is needed and who holds the bytes."""
 
 
+class ShardFull(BackPressure):
+    """The host that keeps the rows of a partition has no room for more metadata."""
+
+
 class SpillFull(BackPressure):
     """The arena is full, and the disk that it spills to has no room either."""
 

@@ -20,7 +20,7 @@ from dataplane.memory.extents import padded
 from dataplane.wire.arrays import Array
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
 from dataplane.wire.tables import Name, Rows, Spec
 
 UNKNOWN = 0xFFFF_FFFF
@@ -84,7 +84,7 @@ class PartFiles:
             raise
 
     def write(self, saved: SaveDone, arena: Array) -> None:
-        """One answer, whose values lie in the arena (uint8)."""
+        """One answer, whose values lie in the arena (uint8), or came with it."""
         with failing(self._target):
             batches = [_groups(saved), _rows(saved), self._values(saved, arena)]
             for table, batch in zip(self._tables, batches, strict=True):
@@ -104,7 +104,7 @@ class PartFiles:
 
     def _values(self, saved: SaveDone, arena: Array) -> pa.RecordBatch:
         """The table of the values, whose bytes are written: equal places once."""
-        records = _records(saved)
+        records = _records(saved, len(arena))
         _, first, inverse = np.unique(records["place"], return_index=True, return_inverse=True)
         order = np.argsort(first)
         places = records["place"][first[order]].copy().view("<u8").reshape(-1, 2)
@@ -112,7 +112,7 @@ class PartFiles:
         rank[order] = np.arange(len(order))
         room = padded(places[:, 1])
         starts = self._files[3].nbytes + np.cumsum(room) - room
-        self._write_bytes(arena, places, room)
+        self._write_bytes(arena, saved.table.inline, places, room)
         at = rank[inverse]
         names = [c.field for c in saved.table.columns]
         specs = saved.table.specs
@@ -129,12 +129,14 @@ class PartFiles:
             schema=VALUES,
         )
 
-    def _write_bytes(self, arena: Array, places: Records, room: Records) -> None:
-        """Each stretch of the arena, padded; small ones joined."""
+    def _write_bytes(self, arena: Array, inline: bytes, places: Records, room: Records) -> None:
+        """Each stretch of the arena, or of what lies behind it, padded; small ones joined."""
         file, pending, size = self._files[3], [], 0
-        memory = memoryview(arena)  # type: ignore[arg-type]
+        memory, behind = memoryview(arena), memoryview(inline)  # type: ignore[arg-type]
         for (offset, nbytes), space in zip(places.tolist(), room.tolist(), strict=True):
-            pending += [memory[offset : offset + nbytes], bytes(space - nbytes)]
+            at = offset - len(memory)
+            part = memory[offset : offset + nbytes] if at < 0 else behind[at : at + nbytes]
+            pending += [part, bytes(space - nbytes)]
             size += space
             if size >= _WRITE_BYTES:
                 _write_all(file, pending, size)
@@ -150,28 +152,32 @@ def _write_all(file: SummedFile, parts: list[Any], size: int) -> None:
         file.write(b"".join(parts))
 
 
-def _records(saved: SaveDone) -> Records:
-    """Every value and leaf of the table, by row, field and leaf; leaf -1: the value itself."""
+def _records(saved: SaveDone, arena_bytes: int) -> Records:
+    """Every value and leaf of the table, by row, field and leaf; leaf -1: the value itself. What
+    came with the answer lies behind the arena."""
     parts = [np.zeros(0, _VALUE)]
     for number, one in enumerate(saved.table.columns):
         values = column(one.values, PLACE)
         rows = np.flatnonzero(values["flags"] & PLACE_ABSENT == 0)
-        parts.append(_filled(values[rows], rows, number, np.full(len(rows), -1)))
+        parts.append(_filled(values[rows], rows, number, np.full(len(rows), -1), arena_bytes))
         if one.leaf_counts:
             counts = column(one.leaf_counts, U4, len(values)).astype(np.int64)
             rows = np.repeat(np.arange(len(values)), counts)
             leaf = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-            parts.append(_filled(column(one.leaves, PLACE, len(rows)), rows, number, leaf))
+            parts.append(
+                _filled(column(one.leaves, PLACE, len(rows)), rows, number, leaf, arena_bytes)
+            )
     joined = np.concatenate(parts)
     return joined[np.lexsort((joined["leaf"], joined["field"], joined["row"]))]
 
 
-def _filled(places: Records, rows: Records, field: int, leaf: Records) -> Records:
+def _filled(places: Records, rows: Records, field: int, leaf: Records, arena_bytes: int) -> Records:
     records = np.zeros(len(places), _VALUE)
     records["row"], records["field"], records["leaf"] = rows, field, leaf
     records["spec"] = places["spec"]
     pairs = np.empty((len(places), 2), "<u8")
     pairs[:, 0], pairs[:, 1] = places["offset"], places["nbytes"]
+    pairs[places["flags"] & PLACE_INLINE != 0, 0] += np.uint64(arena_bytes)
     records["place"] = pairs.view("V16").ravel()
     return records
 

@@ -40,6 +40,8 @@ from dataplane.wire.tables import Definition, Name
 
 DEFAULT_TIMEOUT_S = 30.0
 ATTACH_S = 1.0
+SHARD_FULL_S = 1.0
+"""A shard that had no room for small values is asked again after so long."""
 """A call that waits for rows takes at least so long to find the partition that it is about."""
 
 T = TypeVar("T")
@@ -125,6 +127,15 @@ class Handle:
     session: Session
     name: str
     defined: Defined | None = None
+    full_until: float = 0.0
+
+    def takes_inline(self) -> bool:
+        """Whether the shard may have room for small values: it said nothing else of late."""
+        return time.monotonic() >= self.full_until
+
+    def shard_is_full(self) -> None:
+        """It had no room for small values; for a while nobody need ask it."""
+        self.full_until = time.monotonic() + SHARD_FULL_S
 
     def attach(self, deadline: Deadline) -> Operation[int]:
         """The generation; asks once, waiting until somebody has defined the partition."""

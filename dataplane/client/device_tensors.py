@@ -53,7 +53,7 @@ def copied(
     that are short and lie apart. InvalidValue where torch has no such dtype or layout.
     """
     landing = direct.landing(device)
-    if landing is None:
+    if landing is None or (base := column.base) is None:
         return None
     torch = sys.modules["torch"]
     sizes = column.places["nbytes"].astype(np.uint64)
@@ -66,7 +66,7 @@ def copied(
         return None
     forms = [_torch_form(torch, column, row) for row in range(1 if uniform else len(column))]
     memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=landing.place)
-    if not direct.copy(runs, memory.data_ptr(), landing, column.base):
+    if not direct.copy(runs, memory.data_ptr(), landing, base):
         return None
     if uniform and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
         dtype, shape = forms[0]

@@ -30,13 +30,14 @@ def view_of(
     base: Array,
     name_of: Callable[[int], object] | None,
     devices: Devices,
+    inline: bytes,
 ) -> ColumnView:
     """The column, where none of it lies on a device a plain one."""
     places = column(source.values, PLACE)
-    on_device = (places["offset"] >= devices.arena_bytes) & (places["flags"] & PLACE_ABSENT == 0)
+    on_device = (places["offset"] >= devices.arena_bytes) & (places["flags"] == 0)
     if not on_device.any():
-        return ColumnView(source, specs, base, name_of)
-    return DeviceColumn(source, specs, base, name_of, devices, places, on_device)
+        return ColumnView(source, specs, base, name_of, inline)
+    return DeviceColumn(source, specs, base, name_of, devices, inline, places, on_device)
 
 
 class DeviceColumn(ColumnView):
@@ -45,7 +46,7 @@ class DeviceColumn(ColumnView):
     read-only memory between processes: do not write to them. Of another device than the client's
     each is a private copy on the client's, made when it is asked for."""
 
-    __slots__ = ("_devices", "_on_device", "_there")
+    __slots__ = ("_devices", "_on_device", "_pin", "_there")
 
     def __init__(
         self,
@@ -54,16 +55,18 @@ class DeviceColumn(ColumnView):
         base: Array,
         name_of: Callable[[int], object] | None,
         devices: Devices,
+        inline: bytes,
         places: Records,
         on_device: npt.NDArray[np.bool_],
     ) -> None:
         here = places.copy()
         here["flags"][on_device] |= PLACE_ABSENT
         plain = Column(source.field, here.tobytes(), source.leaf_counts, source.leaves)
-        super().__init__(plain, specs, base, name_of)
+        super().__init__(plain, specs, base, name_of, inline)
         if (places["spec"][on_device] >= len(specs)).any():
             raise ProtocolError(f"{self.field}: a value on a device that has no spec")
         self._devices, self._there, self._on_device = devices, places, on_device
+        self._pin = base.base
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -86,7 +89,7 @@ class DeviceColumn(ColumnView):
         part = object.__new__(DeviceColumn)
         for name in ColumnView.__slots__:
             setattr(part, name, getattr(plain, name))
-        part._devices = self._devices
+        part._devices, part._pin = self._devices, self._pin
         part._there, part._on_device = self._there[chosen], self._on_device[chosen]
         return part
 
@@ -127,8 +130,9 @@ class DeviceColumn(ColumnView):
                 opened.device.copy(first + start, opened.place(offset), nbytes)
                 touched[opened.number] = opened.device
             else:
-                memory[start : start + nbytes] = self._base[offset : offset + nbytes]
-            places["offset"][row] = start
+                flags = int(places["flags"][row])
+                memory[start : start + nbytes] = self._memory(offset, nbytes, flags)
+            places["offset"][row], places["flags"][row] = start, 0
         for device in touched.values():
             if not device.finish(FETCH_S):
                 raise DeviceMissing(f"{device} did not copy {self.field!r} within {FETCH_S:g} s")
@@ -149,5 +153,4 @@ class DeviceColumn(ColumnView):
         shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
         if opened.reached:
             return opened.device.bring(opened.place(offset), form.dtype, shape)
-        keep = self._base.base  # the pin
-        return opened.pool.array(offset - opened.base, form.dtype, shape, keep)
+        return opened.pool.array(offset - opened.base, form.dtype, shape, self._pin)

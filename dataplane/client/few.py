@@ -1,7 +1,8 @@
 """A put of few values, laid out in plain Python: for these numpy's fixed cost a call is most of it.
 
-The rules are those of `layout`, and so is the result. Small values of all fields share one block,
-larger ones are ranges of their own behind it. Runs in the client, without I/O.
+The rules are those of `layout`, and so is the result. The smallest values go inline, others below
+4 KiB of all fields share one block, larger ones are ranges of their own behind it. Runs in the
+client, without I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from dataplane.client.values import Buffer, Prepared, Strip
 from dataplane.client.written import Cells, Written
 from dataplane.memory.mapping import WriteMaps
 from dataplane.memory.placement import place
-from dataplane.wire.limits import ALIGNMENT_BYTES, CARRIED, PACK_LIMIT_BYTES
+from dataplane.wire.limits import (
+    ALIGNMENT_BYTES,
+    INLINE_ALIGNMENT_BYTES,
+    INLINE_LIMIT_BYTES,
+    INLINE_ROW_BYTES,
+    PACK_LIMIT_BYTES,
+)
 from dataplane.wire.records import EXTENT, U4, VALUE
 from dataplane.wire.tables import Spec
 
@@ -47,6 +54,7 @@ class Few:
     """bytes of each range"""
     nbytes: int
     """what they take in the arena, padding included"""
+    inline: bytes
 
     def offsets(self, extents: Records) -> list[int]:
         """Where each range starts, as `place` says."""
@@ -62,18 +70,10 @@ class Few:
         copies = ((writes.view(at, size), np.frombuffer(one, np.uint8)) for one, at, size in places)
         carry_out(copies, self.nbytes)
 
-    def riding(self) -> Written:
-        """As the parts of a message that has the values in it."""
-        ranges = np.array([(CARRIED, size) for size in self.sizes], EXTENT)
-        parts: list[Buffer] = [self.block]
-        for value, size in zip(self.large, self.sizes[1 if self.block else 0 :], strict=True):
-            parts += (value, _PADDING[room(size) - size])
-        return Written(self.cells, self.specs, ranges, carried=b"".join(parts))
-
     def written(self, offsets: list[int]) -> Written:
         """As the parts of a message."""
         ranges = np.array(list(zip(offsets, self.sizes, strict=True)), EXTENT)
-        return Written(self.cells, self.specs, ranges)
+        return Written(self.cells, self.specs, ranges, inline=self.inline)
 
 
 def room(size: int) -> int:
@@ -81,7 +81,12 @@ def room(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES or ALIGNMENT_BYTES
 
 
-def lay_few(prepared: Prepared) -> Few | None:
+def inline_room(size: int) -> int:
+    """What a value of this size takes inline."""
+    return -(-size // INLINE_ALIGNMENT_BYTES) * INLINE_ALIGNMENT_BYTES
+
+
+def lay_few(prepared: Prepared, inline: bool) -> Few | None:
     """The whole put in one block and one message; None where it is more than that."""
     columns = prepared.columns
     strips = [s for c in columns for s in (c.values, c.leaves) if s is not None]
@@ -90,14 +95,18 @@ def lay_few(prepared: Prepared) -> Few | None:
     if prepared.n > 1 and sum(map(_nbytes, strips)) > _FEW_BYTES:
         return None
     sizes = [_each(strip.sizes, strip.count) for strip in strips]
-    rooms = [list(map(room, each)) for each in sizes]
-    large = [n for each in sizes for n in each if n >= PACK_LIMIT_BYTES]
-    total = sum(map(sum, rooms))
+    goes = _goes_inline(prepared, sizes) if inline else [[False] * len(each) for each in sizes]
+    stay = [
+        [n for n, out in zip(each, outs, strict=True) if not out]
+        for each, outs in zip(sizes, goes, strict=True)
+    ]
+    large = [n for each in stay for n in each if n >= PACK_LIMIT_BYTES]
+    total = sum(room(n) for each in stay for n in each)
     small = total - sum(map(room, large))
     if small > BLOCK_STEP_BYTES or len(large) > FEW_LARGE:
         return None
     laid = _Laid(1 if small else 0)
-    records = iter([laid.add(*one) for one in zip(strips, sizes, rooms, strict=True)])
+    records = iter([laid.add(*one) for one in zip(strips, sizes, goes, strict=True)])
     cells = [
         Cells(c.field, next(records))
         if c.leaf_counts is None
@@ -105,7 +114,7 @@ def lay_few(prepared: Prepared) -> Few | None:
         for c in columns
     ]
     ranges = [small, *large] if small else large
-    return Few(cells, prepared.specs, b"".join(laid.packed), laid.large, ranges, total)
+    return Few(cells, prepared.specs, b"".join(laid.packed), laid.large, ranges, total, laid.inline)
 
 
 class _Laid:
@@ -114,15 +123,26 @@ class _Laid:
     def __init__(self, first_large: int) -> None:
         self.packed: list[Buffer] = []
         self.large: list[Buffer] = []
+        self._inline: list[Buffer] = []
         self._next_range = first_large
-        self._delta = 0
+        self._delta = self._inline_bytes = 0
 
-    def add(self, strip: Strip, sizes: list[int], rooms: list[int]) -> Records:
-        """The VALUE records of a strip."""
+    @property
+    def inline(self) -> bytes:
+        return b"".join(self._inline)
+
+    def add(self, strip: Strip, sizes: list[int], goes: list[bool]) -> Records:
+        """The VALUE records of a strip. goes: which are inline."""
         specs = _each(strip.specs, strip.count)
         records = []
-        for value, size, takes, spec in zip(strip.source, sizes, rooms, specs, strict=True):
-            if size < PACK_LIMIT_BYTES:
+        for value, size, inline, spec in zip(strip.source, sizes, goes, specs, strict=True):
+            if inline:
+                records.append(_VALUE.pack(self._inline_bytes, 0, size, spec, 0, 1))
+                takes = inline_room(size)
+                self._inline += (value, _PADDING[takes - size])
+                self._inline_bytes += takes
+            elif size < PACK_LIMIT_BYTES:
+                takes = room(size)
                 records.append(_VALUE.pack(0, 0, size, spec, self._delta, 0))
                 self.packed += (value, _PADDING[takes - size])
                 self._delta += takes
@@ -131,6 +151,35 @@ class _Laid:
                 self.large.append(value)
                 self._next_range += 1
         return np.frombuffer(b"".join(records), VALUE)
+
+
+def _goes_inline(prepared: Prepared, sizes: list[list[int]]) -> list[list[bool]]:
+    """Per strip which values are small, and within what a row may bring of such: its fields in
+    order, the leaves of a value all or none."""
+    left = [INLINE_ROW_BYTES] * prepared.n
+    goes: list[list[bool]] = []
+    given = iter(sizes)
+    for one in prepared.columns:
+        outs = []
+        for row, size in enumerate(next(given)):
+            out = size <= INLINE_LIMIT_BYTES and inline_room(size) <= left[row]
+            left[row] -= inline_room(size) if out else 0
+            outs.append(out)
+        goes.append(outs)
+        if one.leaf_counts is not None:
+            leaves, at, outs = next(given), 0, []
+            for row, count in enumerate(one.leaf_counts.tolist()):
+                some = leaves[at : at + count]
+                small = [size <= INLINE_LIMIT_BYTES for size in some]
+                takes = sum(inline_room(size) for size in some if size <= INLINE_LIMIT_BYTES)
+                if takes > left[row]:
+                    small = [False] * count
+                else:
+                    left[row] -= takes
+                outs += small
+                at += count
+            goes.append(outs)
+    return goes
 
 
 def _nbytes(strip: Strip) -> int:

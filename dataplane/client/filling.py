@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dataplane.client.parallel import SHARED_BYTES, Copy, carry_out
 from dataplane.client.parcel import Ints, Parcel, Strand
 from dataplane.client.values import Buffer
-from dataplane.wire.limits import ALIGNMENT_BYTES, PACK_LIMIT_BYTES
+from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ALIGNMENT_BYTES, PACK_LIMIT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 Write = Callable[[int, int], Bytes]
@@ -34,6 +34,18 @@ def fill(parcel: Parcel, offsets: npt.NDArray[np.uint64], write: Write) -> None:
     """
     if len(offsets):
         carry_out(_copies(parcel, offsets.astype(np.int64), write), parcel.nbytes)
+
+
+def inline_of(parcel: Parcel) -> bytes:
+    """What goes with the message that commits the parcel."""
+    size = parcel.inline_bytes
+    if not size:
+        return b""
+    image = np.zeros(size, np.uint8)
+    for strand in parcel.inline_strands():
+        targets = strand.records["range"].astype(np.int64)
+        carry_out(_copy_to(image, strand, targets, INLINE_ALIGNMENT_BYTES), 0)
+    return image.tobytes()
 
 
 def _copies(parcel: Parcel, starts: Ints, write: Write) -> Iterator[Copy]:
@@ -60,16 +72,23 @@ def _within(strand: Strand, first: int, last: int) -> Strand:
 
 
 def _copy(window: Bytes, strand: Strand, starts: Ints) -> Iterable[Copy]:
-    records, count = strand.records, len(strand.records)
-    if not count:
+    records = strand.records
+    if not len(records):
         return ()
     targets = starts[records["range"]] + records["delta"]
+    return _copy_to(window, strand, targets, ALIGNMENT_BYTES)
+
+
+def _copy_to(window: Bytes, strand: Strand, targets: Ints, alignment: int) -> Iterable[Copy]:
+    """alignment: of the values, which are padded to it."""
+    records, count = strand.records, len(strand.records)
     source = _chosen(strand)
     if isinstance(source, np.ndarray) and count > _FEW:
         return _copy_rows(window, source, targets)
     if count <= _FEW:
         return _copy_each(window, source, targets, records["nbytes"])
-    return _copy_items(window, list(source), targets, records["nbytes"].astype(np.int64))
+    sizes = records["nbytes"].astype(np.int64)
+    return _copy_items(window, list(source), targets, sizes, alignment)
 
 
 def _chosen(strand: Strand) -> Bytes | list[Buffer]:
@@ -112,7 +131,9 @@ def _copy_regular(window: Bytes, rows: Bytes, start: int, step: int) -> Iterable
     return ()
 
 
-def _copy_items(window: Bytes, items: list[Buffer], targets: Ints, sizes: Ints) -> Iterator[Copy]:
+def _copy_items(
+    window: Bytes, items: list[Buffer], targets: Ints, sizes: Ints, alignment: int
+) -> Iterator[Copy]:
     """Values of any length: large ones by themselves, runs of small ones joined."""
     large = sizes >= PACK_LIMIT_BYTES
     if large.any():
@@ -124,7 +145,9 @@ def _copy_items(window: Bytes, items: list[Buffer], targets: Ints, sizes: Ints) 
         items, targets, sizes = [items[index] for index in at.tolist()], targets[at], sizes[at]
     if not items:
         return
-    rooms = np.maximum(-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+    rooms = -(-sizes // alignment) * alignment
+    if alignment == ALIGNMENT_BYTES:
+        rooms = np.maximum(rooms, alignment)
     padding = map(_PADDING.__getitem__, (rooms - sizes).tolist())
     parts = list(chain.from_iterable(zip(items, padding, strict=True)))
     ends = targets + rooms

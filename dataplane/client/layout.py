@@ -1,9 +1,10 @@
 """How a put lies in the arena: which values share a range, in parcels that are written whole.
 
 Runs in the client, sans-I/O, in columns. A parcel is what the peer reserves as one unit: whole
-groups (or single rows) of up to about 1 MiB together, or one larger group alone. Values of at least
-4 KiB are ranges of their own; smaller ones are packed, field by field, into blocks of at most
-64 KiB. Where a range lies is decided later, by `memory.placement`; the copy is in `filling`.
+groups (or single rows) of up to about 1 MiB together, or one larger group alone. Values of up to
+1 KiB go inline, with the message, as far as a row may bring of such; those of at least 4 KiB are
+ranges of their own; the others are packed, field by field, into blocks of at most 64 KiB. Where a
+range lies is decided later, by `memory.placement`; the copy is in `filling`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from dataplane.client.values import Prepared, PreparedColumn, Strip
 from dataplane.errors import LimitExceeded
 from dataplane.wire.limits import (
     ALIGNMENT_BYTES,
+    INLINE_ALIGNMENT_BYTES,
+    INLINE_LIMIT_BYTES,
+    INLINE_ROW_BYTES,
     MAX_ROWS_PER_MESSAGE,
     NO_GROUP,
     PACK_BLOCK_BYTES,
@@ -32,26 +36,32 @@ from dataplane.wire.records import U8, VALUE
 __all__ = ["Parcel", "fill", "join", "plan", "plan_beside"]
 
 PARCEL_BYTES = 1 << 20
+_FURTHEST = 1 << 32
+"""What a record can say of where it starts."""
 BLOCK_STEP_BYTES = PACK_BLOCK_BYTES - PACK_LIMIT_BYTES
 """A packed value is in the block `its last byte // this`, counted through the parcel: so blocks are
 found for all values at once, follow each other without a gap, and none is over PACK_BLOCK_BYTES."""
+MAX_INLINE_BYTES = 16 << 20
+"""What one parcel may bring inline; a put of larger ones has nothing inline."""
 
 
-def plan(prepared: Prepared, group_index: np.ndarray | None = None) -> list[Parcel]:
-    """Cut a put into parcels.
+def plan(
+    prepared: Prepared, group_index: np.ndarray | None = None, inline: bool = False
+) -> list[Parcel]:
+    """Cut a put into parcels. inline: whether small values go with the message.
 
     group_index: u4 a row, NO_GROUP for a row without group. Rows of one group stay together
     wherever they are in the put; else rows keep their order. LimitExceeded where one group has
     more rows than a message takes.
     """
-    return plan_beside([prepared], group_index)[0]
+    return plan_beside([prepared], group_index, inline)[0]
 
 
 def plan_beside(
-    parts: Sequence[Prepared], group_index: np.ndarray | None = None
+    parts: Sequence[Prepared], group_index: np.ndarray | None = None, inline: bool = False
 ) -> list[list[Parcel]]:
     """As `plan`, for fields of the same rows that go to different memories: parcels of each part,
-    which are cut alike."""
+    which are cut alike. Only of the first one anything is inline."""
     n = parts[0].n
     row_bytes = _row_bytes(parts[0])
     for other in parts[1:]:
@@ -67,14 +77,14 @@ def plan_beside(
         if order is not None:
             row_ends = np.cumsum(row_bytes[order])
         bounds = _cut(row_ends, unit_ends)
-    return [_parcels(part, order, bounds) for part in parts]
+    return [_parcels(part, order, bounds, inline and part is parts[0]) for part in parts]
 
 
-def _parcels(prepared: Prepared, order: Ints | None, bounds: Ints) -> list[Parcel]:
+def _parcels(prepared: Prepared, order: Ints | None, bounds: Ints, inline: bool) -> list[Parcel]:
     columns = prepared.columns
     if order is not None:
         columns = [_reordered(column, order) for column in columns]
-    layout = _lay(prepared, columns, bounds)
+    layout = _lay(prepared, columns, bounds, inline)
     layout.order = order
     return [Parcel(layout, at, at + 1) for at in range(len(bounds) - 1)]
 
@@ -162,7 +172,9 @@ def _taken(strip: Strip, order: Ints) -> Strip:
     return Strip(len(order), source, sizes, specs)
 
 
-def _lay(prepared: Prepared, columns: list[PreparedColumn], row_bounds: Ints) -> Layout:
+def _lay(
+    prepared: Prepared, columns: list[PreparedColumn], row_bounds: Ints, inline: bool
+) -> Layout:
     laid: list[LaidColumn] = []
     strips: list[tuple[Strip, LaidStrip]] = []
     for column in columns:
@@ -176,11 +188,68 @@ def _lay(prepared: Prepared, columns: list[PreparedColumn], row_bounds: Ints) ->
         laid.append(LaidColumn(column.field, values, column.leaf_counts, leaves, column.dedup))
     for strip, target in strips:
         target.records["nbytes"], target.records["spec"] = strip.sizes, strip.specs
+    targets, parcels = [target for _, target in strips], len(row_bounds) - 1
+    inline_bounds = np.zeros(parcels + 1, np.int64)
+    if inline:
+        _choose_inline(laid, prepared.n)
+        inline_bounds = _number_inline(targets, parcels)
     copies = find_copies(laid) if any(column.dedup for column in laid) else Copies()
-    sizes, range_bounds = _number([target for _, target in strips], len(row_bounds) - 1)
-    layout = Layout(prepared.specs, row_bounds, range_bounds, sizes, laid)
+    sizes, range_bounds = _number([t for t in targets if not t.all_inline], parcels)
+    layout = Layout(prepared.specs, row_bounds, range_bounds, sizes, laid, inline_bounds)
     copies.settle(layout)
     return layout
+
+
+def _inline_room(sizes: Ints) -> Ints:
+    return -(-sizes // INLINE_ALIGNMENT_BYTES) * INLINE_ALIGNMENT_BYTES
+
+
+def _choose_inline(columns: list[LaidColumn], n: int) -> None:
+    """Mark the small values, as far as a row may bring of such: its fields in order, the leaves of
+    a value all or none."""
+    used = np.zeros(n, np.int64)
+    for column in columns:
+        sizes = column.values.records["nbytes"].astype(np.int64)
+        room = _inline_room(sizes)
+        goes = (sizes <= INLINE_LIMIT_BYTES) & (used + room <= INLINE_ROW_BYTES)
+        used += np.where(goes, room, 0)
+        column.values.inline = goes if goes.any() else None
+        if column.leaves is None or column.leaf_counts is None:
+            continue
+        sizes = column.leaves.records["nbytes"].astype(np.int64)
+        small = sizes <= INLINE_LIMIT_BYTES
+        row = np.repeat(np.arange(n), column.leaf_counts)
+        takes = np.bincount(row, np.where(small, _inline_room(sizes), 0), n).astype(np.int64)
+        fits = used + takes <= INLINE_ROW_BYTES
+        used += np.where(fits, takes, 0)
+        small &= fits[row]
+        column.leaves.inline = small if small.any() else None
+
+
+def _number_inline(strips: list[LaidStrip], parcels: int) -> Ints:
+    """Say where inline values start, counted through the put: in each parcel strip by strip.
+    Returns the bounds of the parcels in their bytes."""
+    chosen = [strip for strip in strips if strip.inline is not None]
+    within, bounds = np.zeros(parcels, np.int64), np.zeros(parcels + 1, np.int64)
+    places: list[tuple[LaidStrip, Ints, Ints]] = []
+    for strip in chosen:
+        edges = np.asarray(strip.bounds)
+        room = np.asarray(_inline_room(strip.records["nbytes"].astype(np.int64)))
+        room[~np.asarray(strip.inline)] = 0
+        ends = _from_zero(room)
+        at, counts = ends[edges], _steps(edges)
+        places.append((strip, ends[:-1] + np.repeat(within - at[:-1], counts), counts))
+        within = within + _steps(at)
+    np.cumsum(within, out=bounds[1:])
+    if within.max(initial=0) > MAX_INLINE_BYTES or bounds[-1] >= _FURTHEST:
+        for strip in chosen:
+            strip.inline = None
+        return np.zeros(parcels + 1, np.int64)
+    for strip, starts, counts in places:
+        starts = starts + np.repeat(bounds[:-1], counts)
+        strip.records["range"][strip.inline] = starts[strip.inline]
+        strip.records["owner"][strip.inline] = 1
+    return bounds
 
 
 class _Places(NamedTuple):
@@ -208,8 +277,10 @@ def _places(strips: list[LaidStrip], parcels: int) -> tuple[list[_Places], Ints,
             places.append(_Places(counts, ranks, None))
             continue
         sizes = strip.records["nbytes"].astype(np.int64)
-        small = sizes < PACK_LIMIT_BYTES
-        own = ~small if strip.skip is None else ~(small | strip.skip)
+        small, elsewhere = sizes < PACK_LIMIT_BYTES, strip.elsewhere
+        if strip.inline is not None:
+            small &= ~strip.inline
+        own = ~small if elsewhere is None else ~(small | elsewhere)
         room = np.where(small, _room(sizes), 0)
         ends, ranks = _from_zero(room), _from_zero(own)
         at, rank_at = ends[bounds], ranks[bounds]
@@ -244,9 +315,12 @@ def _number(strips: list[LaidStrip], parcels: int) -> tuple[np.ndarray, Ints]:
         ranges = np.where(small, np.repeat(range_bounds[:-1], counts) + inside, ranges)
         _end_blocks(block_ends, ranges[small], ends[small])
         before = np.where(inside > 0, block_ends[ranges - 1], 0)
-        records["range"] = ranges
+        if strip.inline is None:
+            records["range"] = ranges
+        else:
+            records["range"] = np.where(strip.inline, records["range"], ranges)
         records["delta"] = np.where(small, ends - room - before, 0)
-        own = ~small if strip.skip is None else ~(small | strip.skip)
+        own = ~small if strip.elsewhere is None else ~(small | strip.elsewhere)
         sizes[ranges[own]] = records["nbytes"][own]
     is_block = block_ends[:-1] > 0
     starts = np.where(_first_of_parcel(range_bounds), 0, np.roll(block_ends[:-1], 1))

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments
-from dataplane.client.carrying import carries, landed
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -32,10 +31,11 @@ from dataplane.client.core import (
     milliseconds,
     wait_for,
 )
+from dataplane.client.inlining import landed
 from dataplane.client.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.writing import write_columns
 from dataplane.client.written import Written, beside
-from dataplane.errors import BackPressure, FieldExists, InvalidCall, InvalidRows, LeaseExpired
+from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired, ShardFull
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
@@ -210,13 +210,12 @@ class Lease:
             )
         if (devices := self.handle.session.devices) is not None:
             devices.tell_of_host_copies(columns, "what is added to a batch always is")
-        riding = sum(len(one.written.carried) for one in self._added)
         deadline = Deadline(timeout)
-        written = yield from write_columns(self.handle, columns, len(at), deadline, riding)
+        written = yield from write_columns(self.handle, columns, len(at), deadline)
         parts = [*(one.written for one in self._added), written]
         size = sum(map(part_bytes, parts))
         if size > MAX_FRAME_BYTES // 2:
-            self.handle.session.keep(written.extents)
+            self.handle.session.keep(written.ranges)
             raise InvalidRows(
                 f"what was added to these {self.n} rows needs a message of {size} bytes: claim "
                 "fewer rows at a time",
@@ -307,9 +306,11 @@ class Lease:
             self._added.remove(one)
             written, unused = one.written, np.zeros(0, EXTENT)
             if len(left):
-                written, rest = one.written.divide(local, session.writes.view)
+                written, rest, copied = one.written.divide(local, session.writes.view)
                 kept = np.setdiff1d(one.at, at)
                 self._added.append(Added(kept, rest))
+                if copied:
+                    written = yield from self._landed(written, timeout)
             elif len(local) < len(one.at):
                 written, unused = one.written.take(local)
             parts.append(written)
@@ -336,17 +337,20 @@ class Lease:
                 )
 
     def _ack_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
-        """Once more where what the message carries finds no room."""
-        if not written.carried or carries(self.handle, len(written.carried)):
-            try:
-                return (yield from self._send(_with(body, written), timeout))
-            except BackPressure:
-                if not written.carried:
-                    raise
+        """Once more where the shard has no room for what is inline."""
+        try:
+            return (yield from self._send(_with(body, written), timeout))
+        except ShardFull:
+            if not written.inline:
+                raise
+        self.handle.shard_is_full()
+        written = yield from self._landed(written, timeout)
+        return (yield from self._send(_with(body, written), timeout))
+
+    def _landed(self, written: Written, timeout: float | None) -> Operation[Written]:
         deadline = Deadline(timeout)
         generation = yield from self.handle.attach(deadline)
-        written = yield from landed(self.handle, generation, written, lambda: True, deadline)
-        return (yield from self._send(_with(body, written), timeout))
+        return (yield from landed(self.handle, generation, written, lambda: True, deadline))
 
     def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
         """Finish is answered with PutDone where values came along, else Done will do."""
@@ -372,7 +376,7 @@ class Lease:
         self.state = state
         session.leases.discard(self.id)
         for one in self._added:
-            session.keep(one.written.extents)
+            session.keep(one.written.ranges)
         self._added = []
 
     def give_back(self, timeout: float | None) -> Operation[None]:
@@ -390,7 +394,7 @@ class Lease:
         """Give the rows back without a call: from a finalizer."""
         if self.state == "leased":
             self.state, self._abandoned = "released", True
-            self.handle.session.abandon(self.id, [one.written.extents for one in self._added])
+            self.handle.session.abandon(self.id, [one.written.ranges for one in self._added])
 
     def __del__(self) -> None:
         self.abandon()
@@ -420,11 +424,11 @@ def _with(body: Finish, written: Written) -> Finish:
         ranges=written.ranges.tobytes(),
         shared=written.shared.tobytes(),
         want_bytes=written.nbytes,
-        carried=written.carried,
+        inline=written.inline,
     )
 
 
 def part_bytes(written: Written) -> int:
     """What these values add to a message."""
     cells = sum(c.values.nbytes + c.leaves.nbytes + 4 * len(c.values) for c in written.cells)
-    return cells + len(written.carried) + written.ranges.nbytes + 64 * len(written.specs)
+    return cells + len(written.inline) + written.ranges.nbytes + 64 * len(written.specs)

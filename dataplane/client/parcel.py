@@ -32,13 +32,27 @@ class LaidStrip:
     """Values of one field in the order of the layout, with their VALUE records.
 
     `bounds` cuts them into parcels; ranges are numbered through the put. `skip` marks values that
-    lie where an equal one of the same parcel is written.
+    lie where an equal one of the same parcel is written, `inline` those that go with the message:
+    their records have the owner 1 and say where they start in its bytes, counted through the put.
     """
 
     source: npt.NDArray[np.uint8] | list[Buffer]
     records: Records
     bounds: Sequence[int] | Ints
     skip: Mask | None = None
+    inline: Mask | None = None
+
+    @property
+    def all_inline(self) -> bool:
+        return self.inline is not None and bool(self.inline.all())
+
+    @property
+    def elsewhere(self) -> Mask | None:
+        """Which values are not written where their range is new; None: all are."""
+        if self.inline is None or self.skip is None:
+            return self.skip if self.inline is None else self.inline
+        both: Mask = self.inline | self.skip
+        return both
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +79,7 @@ class Layout:
     range_bounds: Sequence[int] | Ints
     sizes: npt.NDArray[np.uint64]
     columns: list[LaidColumn]
+    inline_bounds: Ints
     order: Ints | None = None
     digests: Records = field(default_factory=lambda: np.zeros(0, DIGEST))
     digest_ranges: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -126,6 +141,12 @@ class Parcel:
         low, high = self._ranges()
         sizes = self._layout.sizes[low:high]
         return sizes if self._shared is None else sizes[~self._shared]
+
+    @property
+    def inline_bytes(self) -> int:
+        """What goes with the message."""
+        low, high = self._inline()
+        return high - low
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +225,7 @@ class Parcel:
         else:
             each = cost if layout.order is None else cost[layout.order]
             costs = np.concatenate(([0], np.cumsum(each)))[rows]
+        costs = costs + layout.inline_bounds
         nbytes = layout.ends[layout.range_bounds]
         stop = min(
             int(np.searchsorted(totals, totals[first] + most, "right")) - 1
@@ -242,14 +264,24 @@ class Parcel:
                 if strip is not None:
                     yield self._strand(strip)
 
+    def inline_strands(self) -> Iterator[Strand]:
+        """What goes with the message; the records say where each starts in its bytes."""
+        for column in self._layout.columns:
+            for strip in (column.values, column.leaves):
+                if strip is not None and strip.inline is not None:
+                    low, high = strip.bounds[self._first], strip.bounds[self._last]
+                    at = np.flatnonzero(strip.inline[low:high])
+                    whole = None if len(at) == high - low else at
+                    yield Strand(strip.source, int(low), whole, self._records(strip)[at])
+
     def _strand(self, strip: LaidStrip) -> Strand:
         low, high = strip.bounds[self._first], strip.bounds[self._last]
-        records = self._records(strip)
-        if self._shared is None and strip.skip is None:
+        records, elsewhere = self._records(strip), strip.elsewhere
+        if self._shared is None and elsewhere is None:
             return Strand(strip.source, int(low), None, records)
         written = records["range"] < len(self.sizes)
-        if strip.skip is not None:
-            written &= ~strip.skip[low:high]
+        if elsewhere is not None:
+            written &= ~elsewhere[low:high]
         at = np.flatnonzero(written)
         return Strand(strip.source, int(low), at, records[at])
 
@@ -257,13 +289,23 @@ class Parcel:
         bounds = self._layout.range_bounds
         return int(bounds[self._first]), int(bounds[self._last])
 
+    def _inline(self) -> tuple[int, int]:
+        bounds = self._layout.inline_bounds
+        return bounds.item(self._first), bounds.item(self._last)
+
     def _records(self, strip: LaidStrip) -> Records:
-        records = strip.records[strip.bounds[self._first] : strip.bounds[self._last]]
-        low = self._ranges()[0]
-        if low == 0 and self._shared is None:
+        start, stop = strip.bounds[self._first], strip.bounds[self._last]
+        records, inline = strip.records[start:stop], strip.inline
+        low, before = self._ranges()[0], self._inline()[0]
+        if low == before == 0 and self._shared is None:
             return records
         records = records.copy()
-        records["range"] = self._renumbered(records["range"] - U4.type(low))
+        if inline is None:
+            records["range"] = self._renumbered(records["range"] - U4.type(low))
+            return records
+        mine = inline[start:stop]
+        records["range"][mine] -= U4.type(before)
+        records["range"][~mine] = self._renumbered(records["range"][~mine] - U4.type(low))
         return records
 
     def _renumbered(self, ranges: npt.NDArray[Any]) -> npt.NDArray[Any]:

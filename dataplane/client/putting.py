@@ -76,7 +76,8 @@ def put(
         groups=tuple(identity.group_names or ()),
         fields=tuple(columns),
     )
-    few = None if on_devices else lay_few(prepared)
+    inline = handle.takes_inline()
+    few = None if on_devices else lay_few(prepared, inline)
     if few is not None:
         generation = yield from handle.attach(deadline)
         check_groups(identity, handle.definition.group_size)
@@ -85,7 +86,7 @@ def put(
     else:
         everything = [prepared, *(one.prepared for one in on_devices)]
         parts: list[list[Parcel]] = yield Offload(
-            lambda: plan_beside(everything, identity.group_index),
+            lambda: plan_beside(everything, identity.group_index, inline),
             (n << 6) + (AHEAD_BYTES if dedup else 0),
         )
         generation = yield from handle.attach(deadline)

@@ -16,7 +16,7 @@ from dataplane.memory.mapping import Pin
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Defined, Read, ReadDone
-from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
 from dataplane.wire.tables import Column, Definition, Name, Rows, Spec, Table, volume
 
 Found = tuple[Table, Pin]
@@ -143,14 +143,16 @@ def join_tables(tables: list[Table]) -> Table:
     specs: list[Spec] = []
     index: dict[Spec, int] = {}
     parts: dict[str, list[Column]] = {c.field: [] for t in tables for c in t.columns}
+    before = 0
     for table, n in zip(tables, counts, strict=True):
         renumber = np.array([index.setdefault(s, len(index)) for s in table.specs], U4)
         specs += list(index)[len(specs) :]
         here = {c.field: c for c in table.columns}
         for field, columns in parts.items():
             columns.append(
-                _renumbered(here[field], renumber) if field in here else _absent(field, n)
+                _renumbered(here[field], renumber, before) if field in here else _absent(field, n)
             )
+        before += len(table.inline)
     tag_names = dict.fromkeys(name for t in tables for name in t.tags)
     return Table(
         rows=_join_rows([t.rows for t in tables]),
@@ -160,6 +162,7 @@ def join_tables(tables: list[Table]) -> Table:
             name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
             for name in tag_names
         },
+        inline=b"".join(t.inline for t in tables),
     )
 
 
@@ -169,11 +172,14 @@ def tag_values(table: Table, name: str, n: int) -> list[bool | int | float | str
     return values * n if len(values) == 1 and n != 1 else values
 
 
-def _renumbered(source: Column, renumber: np.ndarray) -> Column:
+def _renumbered(source: Column, renumber: np.ndarray, before: int) -> Column:
+    """before: the inline bytes that come first."""
+
     def spec_column(raw: bytes) -> bytes:
         records = column(raw, PLACE).copy()
         here = records["flags"] & PLACE_ABSENT == 0
         records["spec"][here] = renumber[records["spec"][here]]
+        records["offset"][records["flags"] & PLACE_INLINE != 0] += np.uint64(before)
         return records.tobytes()
 
     return Column(

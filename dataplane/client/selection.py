@@ -217,7 +217,7 @@ class Selection:
     def _found(self, field: str) -> tuple[Table, Pin]:
         """A fetched field as a table of its own."""
         source, table, pin = self._fetched[field]
-        return Table(self._rows, [source], table.specs, table.owners), pin
+        return Table(self._rows, [source], table.specs, table.owners, inline=table.inline), pin
 
     def _view(self, field: str) -> ColumnView:
         source, table, pin = self._fetched[field]
@@ -226,8 +226,8 @@ class Selection:
         # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
         name_of = partial(row_name, self._rows)
         if session.devices is not None and session.devices.in_place:
-            return view_of(source, table.specs, base, name_of, session.devices)
-        return ColumnView(source, table.specs, base, name_of)
+            return view_of(source, table.specs, base, name_of, session.devices, table.inline)
+        return ColumnView(source, table.specs, base, name_of, table.inline)
 
     def nbytes(self, field: str) -> int:
         """Bytes of a fetched field, without what objects hold besides their arrays."""
@@ -314,7 +314,7 @@ def _aligned(table: Table, keys: bytes) -> Table:
     here = {table.rows.keys[i : i + size]: i // size for i in range(0, len(table.rows.keys), size)}
     at = np.array([here.get(keys[i : i + size], -1) for i in range(0, len(keys), size)], np.intp)
     columns = [_picked(source, at) for source in table.columns]
-    return Table(table.rows, columns, table.specs, table.owners, table.tags)
+    return Table(table.rows, columns, table.specs, table.owners, table.tags, table.inline)
 
 
 def _picked(source: Column, at: Index) -> Column:

@@ -66,8 +66,6 @@ class Session:
         self.max_rows = welcome.max_rows
         self.max_frame_bytes = welcome.max_frame_bytes
         self.share_bytes = done.share_bytes
-        self.carry_bytes = min(welcome.carry_bytes, *(n // 4 for n in done.share_bytes[:2]))
-        """values of so many bytes ride in the message that commits them"""
         self.connections = connections
         connections.orphaned = self._orphaned
         self.reads = reads

@@ -1,8 +1,8 @@
 """Columns of fetched rows as sequences: arrays are read-only views of the arena, made when asked.
 
 Runs in the client. A view's memory is pinned through the base array, whose own base is the pin: the
-pin goes when the last view dies. Nothing here copies an array; texts and bytes of objects are
-copied out as they are decoded.
+pin goes when the last view dies. Small values that came with the message are views of that. Nothing
+here copies an array; texts and bytes of objects are copied out as they are decoded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from dataplane.wire.arrays import (
     shape_of,
 )
 from dataplane.wire.limits import MAX_RANK
-from dataplane.wire.records import PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
 from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
 _ROWS_A_RUN = 4
+_NOTHING = bytes(8)
+"""Memory for values without bytes."""
 
 T = TypeVar("T")
 
@@ -66,6 +68,7 @@ class ColumnView(Sequence[Any]):
         "_base",
         "_bytes",
         "_forms",
+        "_inline",
         "_known",
         "_name_of",
         "_leaf_starts",
@@ -80,16 +83,27 @@ class ColumnView(Sequence[Any]):
         specs: Sequence[Spec],
         base: Array,
         name_of: Callable[[int], object] | None = None,
+        inline: bytes = b"",
     ) -> None:
         """base: the whole arena, uint8, read-only. name_of: what a row is called in messages.
-        ProtocolError where the records do not fit each other or the arena."""
+        inline: what came with the message. ProtocolError where the records do not fit each other,
+        the arena or the message."""
         self.field = source.field
-        self._base, self._bytes = base, memoryview(cast(Any, base))
         self._name_of = name_of
         self._forms: list[_Form | Spec] = list(specs)
         self._known: dict[str, Any] = {}
         self._places: Records = column(source.values, PLACE)
         self._leaves: Records = column(source.leaves, PLACE)
+        self._inline: Array | None = None
+        """what came with the message, where only some of the values lie in it"""
+        arena_bytes = base.nbytes
+        if _some_inline(self._places) or _some_inline(self._leaves):
+            memory = np.frombuffer(inline or _NOTHING, np.uint8)
+            if _all_inline(self._places) and _all_inline(self._leaves):
+                base = memory
+            else:
+                self._inline = memory
+        self._base, self._bytes = base, memoryview(cast(Any, base))
         self._leaf_starts: Ints | None = None
         if source.leaf_counts:
             counts = column(source.leaf_counts, U4, len(self._places))
@@ -97,8 +111,8 @@ class ColumnView(Sequence[Any]):
             np.cumsum(counts, out=self._leaf_starts[1:])
             if self._leaf_starts[-1] != len(self._leaves):
                 raise ProtocolError(f"{self.field}: leaf counts that do not fit the leaves")
-        _check_places(self._places, len(self._forms), base.nbytes)
-        _check_places(self._leaves, len(self._forms), base.nbytes)
+        for places in (self._places, self._leaves):
+            _check_places(places, len(self._forms), arena_bytes, len(inline))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -121,10 +135,12 @@ class ColumnView(Sequence[Any]):
             raise self.lacking(row)
         form = self._form(spec)
         if form.spec.kind == "array":
-            return self._array(offset, nbytes, form)
-        return objects.decode(self._bytes[offset : offset + nbytes], self._leaves_of(row))
+            return self._array(offset, nbytes, form, flags)
+        return objects.decode(self._memory(offset, nbytes, flags), self._leaves_of(row))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._inline is not None:
+            return self._values()
         if self._begins_with_object:
             return self._leafless() or self._values()
         uniform = self.uniform
@@ -147,6 +163,7 @@ class ColumnView(Sequence[Any]):
         chosen = np.asarray(rows, np.int64)
         part = object.__new__(ColumnView)
         part.field, part._base, part._bytes = self.field, self._base, self._bytes
+        part._inline = self._inline
         part._forms, part._places, part._known = self._forms, self._places[chosen], {}
         name_of = self._name_of
         part._name_of = None if name_of is None else lambda row: name_of(int(chosen[row]))
@@ -166,9 +183,10 @@ class ColumnView(Sequence[Any]):
         return self._places
 
     @property
-    def base(self) -> Array:
-        """The arena, for as long as anybody holds this: what keeps the bytes of all rows."""
-        return self._base
+    def base(self) -> Array | None:
+        """The memory in which all rows lie, for as long as anybody holds this; None where some lie
+        elsewhere."""
+        return self._base if self._inline is None else None
 
     def _once(self, what: str, find: Callable[[], T]) -> T:
         """What is found out about the column, once."""
@@ -188,7 +206,7 @@ class ColumnView(Sequence[Any]):
     @property
     def holds_arrays(self) -> bool:
         """Whether every row is an array (not an object, not absent)."""
-        if len(self) == 0 or self._places["flags"].any():
+        if len(self) == 0 or self.absent.any():
             return False
         return all(form.spec.kind == "array" for form in self._used)
 
@@ -257,6 +275,8 @@ class ColumnView(Sequence[Any]):
     def _runs(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[Array] | None:
         """The rows as few arrays [n, ...], each where they lie at a regular distance; None where
         that would be many. Their items are made in a third of the time of arrays one by one."""
+        if self._inline is not None:
+            return None
         offsets = self._places["offset"].astype(np.int64)
         steps = offsets[1:] - offsets[:-1]
         step = int(steps.min()) if len(steps) else dtype.itemsize * math.prod(shape)
@@ -276,7 +296,7 @@ class ColumnView(Sequence[Any]):
         dense = self.dense()
         if dense is not None and dense.size:
             carry_out([(target.view(dense.dtype).reshape(dense.shape), dense)], dense.nbytes)
-        elif self._places["nbytes"].max(initial=0) < SHARED_BYTES:
+        elif self._inline is None and self._places["nbytes"].max(initial=0) < SHARED_BYTES:
             self._pack_small(memoryview(cast(Any, target)))
         else:
             carry_out(self._copies(target), target.nbytes)
@@ -292,9 +312,9 @@ class ColumnView(Sequence[Any]):
 
     def _copies(self, target: npt.NDArray[np.uint8]) -> Iterator[Copy]:
         small, at = memoryview(cast(Any, target)), 0
-        for offset, nbytes, _, _ in self._places.tolist():
+        for offset, nbytes, _, flags in self._places.tolist():
             if nbytes < SHARED_BYTES:
-                small[at : at + nbytes] = self._bytes[offset : offset + nbytes]
+                small[at : at + nbytes] = self._memory(offset, nbytes, flags)
             else:
                 yield target[at : at + nbytes], self._base[offset : offset + nbytes]
             at += nbytes
@@ -306,7 +326,7 @@ class ColumnView(Sequence[Any]):
     def _ragged(self) -> Iterator[Any] | None:
         """The rows where all are arrays of one spec whose first length is open, else None."""
         places = self._places
-        if not len(places) or places["flags"].any() or (places["spec"] != places["spec"][0]).any():
+        if not len(places) or self.absent.any() or (places["spec"] != places["spec"][0]).any():
             return None
         form = self._form(int(places["spec"][0]))
         if not form.row or (places["nbytes"] % form.row).any():
@@ -329,7 +349,7 @@ class ColumnView(Sequence[Any]):
     def _leafless(self) -> Iterator[Any] | None:
         """The rows where all are objects without arrays, such as texts, else None."""
         places = self._places
-        if self._leaf_starts is not None or places["flags"].any():
+        if self._leaf_starts is not None or self.absent.any():
             return None
         if any(self._form(spec).spec.kind != "object" for spec in set(places["spec"].tolist())):
             return None
@@ -345,25 +365,34 @@ class ColumnView(Sequence[Any]):
                 raise self.lacking(row)
             form = self._form(spec)
             if form.spec.kind == "array":
-                yield self._array(offset, nbytes, form)
+                yield self._array(offset, nbytes, form, flags)
             else:
-                head = self._bytes[offset : offset + nbytes]
+                head = self._memory(offset, nbytes, flags)
                 yield decoder.decode(head, self._leaves_of(row))
 
-    def _array(self, offset: int, nbytes: int, form: _Form) -> Array:
+    def _memory(self, offset: int, nbytes: int, flags: int) -> memoryview:
+        """Where one value lies."""
+        if self._inline is not None and flags & PLACE_INLINE:
+            return memoryview(cast(Any, self._inline))[offset : offset + nbytes]
+        return self._bytes[offset : offset + nbytes]
+
+    def _array(self, offset: int, nbytes: int, form: _Form, flags: int) -> Array:
         if form.row and nbytes % form.row == 0:
             shape: tuple[int, ...] = (*form.head, nbytes // form.row, *form.tail)
         else:
             shape = shape_of(form.spec, form.dtype.itemsize, nbytes)
-        return np.ndarray(shape, form.dtype, self._base, offset)
+        base = self._base
+        if self._inline is not None and flags & PLACE_INLINE:
+            base = self._inline
+        return np.ndarray(shape, form.dtype, base, offset)
 
     def _leaves_of(self, row: int) -> list[Array]:
         if self._leaf_starts is None:
             return []
         first, last = self._leaf_starts[row : row + 2].tolist()
         return [
-            self._array(offset, nbytes, self._form(spec))
-            for offset, nbytes, spec, _ in self._leaves[first:last].tolist()
+            self._array(offset, nbytes, self._form(spec), flags)
+            for offset, nbytes, spec, flags in self._leaves[first:last].tolist()
         ]
 
     def _form(self, number: int) -> _Form:
@@ -414,16 +443,28 @@ def _form_of(spec: Spec) -> _Form:
     return _Form(spec, dtype, dtype.itemsize * math.prod(head + tail) if is_open else 0, head, tail)
 
 
-def _check_places(places: Records, specs: int, arena_bytes: int) -> None:
-    """ProtocolError unless every place lies in the arena and names a spec."""
+def _some_inline(places: Records) -> bool:
+    return bool(len(places)) and bool((places["flags"] & PLACE_INLINE).any())
+
+
+def _all_inline(places: Records) -> bool:
+    """Whether none of these lies in the arena."""
+    return bool((places["flags"] != 0).all())
+
+
+def _check_places(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -> None:
+    """ProtocolError unless every place lies in the arena, or the message, and names a spec."""
     if len(places) < 2:
         # numpy costs more than the work on a single record
         for offset, nbytes, spec, flags in places.tolist():
-            if not flags & PLACE_ABSENT and (offset + nbytes > arena_bytes or spec >= specs):
+            most = inline_bytes if flags & PLACE_INLINE else arena_bytes
+            if not flags & PLACE_ABSENT and (offset + nbytes > most or spec >= specs):
                 raise _outside()
         return
     nbytes = places["nbytes"]
-    sound = (nbytes <= arena_bytes) & (places["offset"] <= arena_bytes - nbytes)
+    inline = places["flags"] & PLACE_INLINE != 0
+    size = np.where(inline, np.uint64(inline_bytes), np.uint64(arena_bytes))
+    sound = (nbytes <= size) & (places["offset"] <= size - nbytes)
     sound &= places["spec"] < specs
     if not every(sound) and not every(sound | (places["flags"] & PLACE_ABSENT != 0)):
         raise _outside()

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import parcel as parcels_of
-from dataplane.client.carrying import carries, landed, riding
 from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
 from dataplane.client.few import Few, lay_few
-from dataplane.client.filling import fill
+from dataplane.client.filling import fill, inline_of
+from dataplane.client.inlining import landed
 from dataplane.client.layout import plan
 from dataplane.client.parallel import populate
 from dataplane.client.parcel import Parcel
@@ -32,7 +32,7 @@ from dataplane.client.rows import (
 from dataplane.client.session import Session
 from dataplane.client.values import Prepared, prepare
 from dataplane.client.written import Written, beside, written_of
-from dataplane.errors import BackPressure, DataplaneError, PutIncomplete, ValueTooLarge
+from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U8, VALUE, column
@@ -84,9 +84,6 @@ class Putting:
 
     def put_few(self, few: Few) -> Operation[None]:
         """All in one message."""
-        if carries(self.handle, few.nbytes):
-            yield from self._send(few.riding(), None, 0)
-            return
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
@@ -123,16 +120,11 @@ class Putting:
         """One message; the number of parcels that it committed."""
         for other in self.elsewhere:
             run = run[: other.upto(done, done + len(run))]
-        joined, ahead = parcels_of.join(run), 0
-        count, rows = len(run), joined.rows
-        if carries(self.handle, joined.nbytes) and not len(joined.digests):
-            written = riding(joined)
-        else:
-            filled = yield from write_run(
-                self.handle, self.generation, run, self._continues, self.deadline
-            )
-            count, rows, written = filled.count, filled.parcel.rows, filled.written()
-            ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
+        filled = yield from write_run(
+            self.handle, self.generation, run, self._continues, self.deadline
+        )
+        count, rows, written = filled.count, filled.parcel.rows, filled.written()
+        ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
         if self.elsewhere:
             written = yield from self._with_elsewhere(written, slice(done, done + count))
         yield from self._send(written, whole(rows, len(self.identity)), ahead)
@@ -150,7 +142,7 @@ class Putting:
                 parts.append(part)
         except BaseException:
             for part in parts:
-                session.keep(part.extents)
+                session.keep(part.ranges)
             session.pinned(written.pin)
             raise
         return beside(parts)
@@ -161,12 +153,14 @@ class Putting:
         return self.handle.session.familiar.knows(familiar)
 
     def _send(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
-        """The message of the rows at `index`; once more where what it carries finds no room."""
+        """The message of the rows at `index`; once more where the shard has no room for what is
+        inline."""
         try:
             yield from self._tell(written, index, ahead_bytes)
-        except BackPressure:
-            if not written.carried:
+        except ShardFull:
+            if not written.inline:
                 raise
+            self.handle.shard_is_full()
             written = yield from landed(
                 self.handle, self.generation, written, self._continues, self.deadline
             )
@@ -189,7 +183,7 @@ class Putting:
             written.digests.tobytes(),
             written.digest_index.tobytes(),
             ahead_bytes,
-            carried=written.carried,
+            inline=written.inline,
             continuing=self._continues(),
             reuse=self.reuse,
         )
@@ -226,34 +220,32 @@ class Putting:
 
 
 def write_columns(
-    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline, carried_bytes: int
+    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline
 ) -> Operation[Written]:
-    """Copy new fields of n leased rows into the arena; nothing is committed yet. carried_bytes:
-    what rides in the same message already."""
+    """Copy new fields of n leased rows into the arena; nothing is committed yet."""
     session = handle.session
     generation = yield from handle.attach(deadline)
-    prepared = prepare(columns, n, (), handle.definition.fields)
-    few = lay_few(prepared)
+    prepared, inline = prepare(columns, n, (), handle.definition.fields), handle.takes_inline()
+    few = lay_few(prepared, inline)
     if few is not None:
-        if carries(handle, carried_bytes + few.nbytes):
-            return few.riding()
         return (yield from write_few(handle, generation, few, lambda: True, deadline))
-    parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None), n << 6)
-    if carries(handle, carried_bytes + parcels[0].nbytes) and len(parcels) == 1:
-        return riding(parcels[0])
+    parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None, inline), n << 6)
     ranges: list[Records] = []
+    brought: list[bytes] = []
     done = 0
     try:
         while done < len(parcels):
             run = next_run(handle, parcels, done, 0)
             filled = yield from write_run(handle, generation, run, lambda: True, deadline)
             ranges.append(filled.ranges())
+            brought.append(filled.inline)
             done += filled.count
     except BaseException:
         for extents in ranges:
             session.keep(extents)
         raise
-    return written_of(parcels_of.join(parcels), np.concatenate(ranges))
+    joined = parcels_of.join(parcels)
+    return written_of(joined, np.concatenate(ranges), inline=b"".join(brought))
 
 
 # runs
@@ -269,6 +261,7 @@ class Filled:
     shared: Records
     pin: int
     nbytes: int
+    inline: bytes
 
     def ranges(self) -> Records:
         """EXTENT records of what was written."""
@@ -277,7 +270,7 @@ class Filled:
         return extents
 
     def written(self) -> Written:
-        return written_of(self.parcel, self.ranges(), self.shared, self.pin)
+        return written_of(self.parcel, self.ranges(), self.shared, self.pin, self.inline)
 
 
 def next_run(
@@ -298,6 +291,8 @@ def write_few(
     handle: Handle, generation: int, few: Few, continuing: Continuing, deadline: Deadline
 ) -> Operation[Written]:
     """Find room for few values, and copy them."""
+    if not few.nbytes:
+        return few.written([])
     session = handle.session
     extents, fresh = session.leftovers.take(few.nbytes), _NO_EXTENTS
     if extents is None:
@@ -349,13 +344,14 @@ def write_run(
             joined = parcels_of.join(run)
         offsets = place(joined.sizes, extents)
         fresh = extents if found is None else extents[:0]
-        yield Offload(lambda: _copy(session, joined, offsets, fresh), joined.nbytes)
+        copied = joined.nbytes + joined.inline_bytes
+        inline = yield Offload(lambda: _copy(session, joined, offsets, fresh), copied)
     except BaseException:
         session.keep(extents)
         session.pinned(pin)
         raise
     session.keep(remainder(joined.sizes, offsets, extents))
-    return Filled(len(run), joined, offsets, shared, pin, nbytes)
+    return Filled(len(run), joined, offsets, shared, pin, nbytes, inline)
 
 
 def _populate(session: Session, fresh: Records) -> None:
@@ -365,9 +361,11 @@ def _populate(session: Session, fresh: Records) -> None:
         populate(session.writes, large.tolist(), int(large["length"].sum()))
 
 
-def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> None:
+def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> bytes:
+    """Into the arena; what goes with the message."""
     _populate(session, fresh)
     fill(parcel, offsets, session.writes.view)
+    return inline_of(parcel)
 
 
 def share(session: Session, run: list[Parcel], reserved: Reserved, asked: int) -> Records:

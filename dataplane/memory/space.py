@@ -112,11 +112,6 @@ class Space:
         prefer = self._holder(holder).recent
         return self._grant(holder, admission, self._room.take_ahead(admission, nbytes, prefer))
 
-    def may_write(self, holder: int, start: int, end: int) -> bool:
-        """Whether this stretch is granted to the holder now."""
-        known = self._holders.get(holder)
-        return known is not None and known.may_write(start, end)
-
     def give_back(self, holder: int, extents: Records) -> None:
         """Extents, or parts of them, that the holder will not write into. ProtocolError, and
         nothing comes back, unless all of them are granted to it. Nothing to do for a holder that

@@ -16,6 +16,7 @@ from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import CLOSED, UNKNOWN_SIZE
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
 from dataplane.metadata.index import KeyIndex, pairs, repeated
+from dataplane.metadata.inline import check_inline
 from dataplane.metadata.state import UNGROUPED, State
 from dataplane.metadata.tables import names_of
 from dataplane.metadata.units import ACKED, SPLIT
@@ -113,8 +114,8 @@ def _table(state: State, slots: Array, groups: Array, counts: Array) -> Table:
         rows.group_names = names_of(state.groups.names, groups, rows.group_keys)
     if not len(slots):
         return Table(rows)
-    columns, specs, owners = state.fields.gather(slots, None)
-    return Table(rows, columns, specs, owners, state.tags.table(slots))
+    columns, specs, owners, inline = state.fields.gather(slots, None)
+    return Table(rows, columns, specs, owners, state.tags.table(slots), inline)
 
 
 def _progress(state: State, slots: Array, ids: Array) -> Progress:
@@ -208,6 +209,7 @@ def _checked(state: State, op: Restore) -> _Plan:
     group_keys = _new(state.groups.index, op.rows.group_keys, "group", state.partition)
     rows = rows_in(op.rows) if len(keys) else None
     columns = columns_in(op.columns, len(keys), len(op.specs), len(op.owners)) if rows else []
+    check_inline(columns, op.owners, b"")
     if op.closed_groups < 0 or (rows is None and (op.columns or op.tags)):
         raise ProtocolError("columns or tags without rows, or fewer than no groups")
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):

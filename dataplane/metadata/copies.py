@@ -17,7 +17,7 @@ from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import RANGE, U8, VALUE, column
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import INLINE, Owner
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def named_by(op: Op | Put) -> list[Named]:
     records = column(raw, VALUE)
     found = []
     for number in np.unique(records["owner"]).tolist():
-        if number != ABSENT:
+        if number != ABSENT and op.owners[number] != INLINE:
             mine = records[records["owner"] == number]
             found.append((op.owners[number], *extents_of(mine)))
     return found

@@ -107,12 +107,15 @@ def _written(store: Store, slots: Array) -> Iterator[Op]:
     state = store.state
     found = table(state, slots, None, tags=False)
     tags = list(state.tags.held(slots))
-    if len(slots) > 1 and _nbytes(found.columns, [values for _, _, values in tags]) > MAX_OP_BYTES:
+    nbytes = len(found.inline) + _nbytes(found.columns, [values for _, _, values in tags])
+    if len(slots) > 1 and nbytes > MAX_OP_BYTES:
         for half in np.array_split(slots, 2):
             yield from _written(store, half)
         return
     all_have = {name: values for name, present, values in tags if present.all()}
-    yield Wrote(found.rows, found.columns, found.specs, found.owners, all_have, "add")
+    yield Wrote(
+        found.rows, found.columns, found.specs, found.owners, all_have, "add", inline=found.inline
+    )
     for name, present, values in tags:
         if name not in all_have:
             rows = Rows(state.index.keys[slots[present]].tobytes())

@@ -15,11 +15,12 @@ from dataplane.errors import FieldUnknown, LimitExceeded
 from dataplane.memory.extents import every
 from dataplane.metadata.columns import Array, Ragged, grow
 from dataplane.metadata.incoming import ColumnIn
+from dataplane.metadata.inline import HERE, Arriving, Blocks
 from dataplane.metadata.interning import Numbers, SpecsAndOwners
 from dataplane.metadata.references import Move, by_owner, extents_of
 from dataplane.wire.limits import ABSENT, ALIGNMENT_BYTES, MAX_FIELDS, PACK_LIMIT_BYTES
 from dataplane.wire.records import RANGE, U4, VALUE, joined
-from dataplane.wire.tables import Column, Owner, Spec
+from dataplane.wire.tables import INLINE, Column, Owner, Spec
 
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
@@ -35,12 +36,18 @@ class Fields:
         self._values: dict[int, Array] = {}
         self._leaves: dict[int, Ragged] = {}
         self._known = SpecsAndOwners()
+        self._blocks = Blocks()
         self._released: list[Array] = []
 
     @property
     def nbytes(self) -> int:
         columns = [self.present, *self._values.values()]
         return sum(c.nbytes for c in columns) + sum(r.nbytes for r in self._leaves.values())
+
+    @property
+    def inline_bytes(self) -> int:
+        """What the blocks of small values take that live here."""
+        return self._blocks.nbytes
 
     def reserve(self, capacity: int) -> None:
         grow(self.present, capacity)
@@ -89,11 +96,15 @@ class Fields:
         result: Array = (self.present[slots] & bit) != 0
         return result
 
-    def intern(self, specs: Sequence[Spec], owners: Sequence[Owner]) -> Numbers:
-        """The store's numbers of a message's specs and owners."""
+    def intern(
+        self, specs: Sequence[Spec], owners: Sequence[Owner], inline: bytes = b""
+    ) -> Numbers:
+        """The store's numbers of a message's specs and owners, and the way in for what it brought
+        of small values."""
         if self._known.crowded:
             self._known.compact([*self._values.values(), *(r.pool for r in self._leaves.values())])
-        return self._known.intern(specs, owners)
+        arriving = Arriving(self._blocks, inline) if INLINE in owners else None
+        return self._known.intern(specs, owners, arriving)
 
     def write(self, slots: Array, one: ColumnIn, numbers: Numbers, keep: bool) -> int:
         """Write one column; `numbers` is what `intern` answered.
@@ -169,8 +180,9 @@ class Fields:
 
     def gather(
         self, slots: Array, names: Sequence[str] | None
-    ) -> tuple[list[Column], list[Spec], list[Owner]]:
-        """Columns of VALUE records for these rows, with the specs and owners that they use.
+    ) -> tuple[list[Column], list[Spec], list[Owner], bytes]:
+        """Columns of VALUE records for these rows, with the specs and owners that they use, and the
+        bytes of the values that live here.
 
         FieldUnknown for a name that no row of the store ever had.
         """
@@ -190,20 +202,24 @@ class Fields:
                 lengths, leaves = self._leaves[bit].gather(slots)
                 counts = lengths.astype(U4).tobytes() if len(leaves) else b""
             picked.append((name, values, counts, leaves))
-        records = [part for one in picked for part in (one[1], one[3])]
+        parts = [part.tobytes() for one in picked for part in (one[1], one[3])]
+        records = np.frombuffer(bytearray(b"".join(parts)), VALUE)
+        inline = self._blocks.collect(records)
         specs, owners = self._known.outgoing(records)
-        columns = [
-            Column(name, values.tobytes(), counts, leaves.tobytes())
-            for name, values, counts, leaves in picked
-        ]
-        return columns, specs, owners
+        raw, columns, at = records.tobytes(), [], 0
+        for name, values, counts, leaves in picked:
+            middle = at + values.nbytes
+            end = middle + leaves.nbytes
+            columns.append(Column(name, raw[at:middle], counts, raw[middle:end]))
+            at = end
+        return columns, specs, owners, inline
 
     def elsewhere(
         self, slots: Array, names: Sequence[str] | None, address: str
     ) -> tuple[Array, Array]:
         """(position among `slots`, VALUE record) of values and leaves that another peer owns."""
         rows, records = [np.zeros(0, np.intp)], [_NO_VALUE[:0]]
-        others = [owner.peer != address for owner in self._known.owners]
+        others = [owner.peer != address and owner != INLINE for owner in self._known.owners]
         if not any(others):
             return rows[0], records[0]
         far = np.array(others, np.bool_)
@@ -225,7 +241,8 @@ class Fields:
 
     def largest_at(self, slots: Array, mask: int) -> tuple[Array, Array]:
         """Who has the largest value of each of these rows, of the fields in `mask`, as a number for
-        `owner`, and its bytes. The leaves of a value count together, for the owner of the first."""
+        `owner`, and its bytes. The leaves of a value count together, for the owner of the first;
+        values that live here are nobody's."""
         most, owners = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
         for bit in (bit for bit in self._values if mask >> bit & 1):
             values = self._values[bit][slots]
@@ -239,21 +256,31 @@ class Fields:
                 if len(first):
                     nbytes[some] = np.add.reduceat(leaves["nbytes"].astype(np.int64), first)
                     owner[some] = leaves["owner"][first]
-            larger = nbytes > most
+            larger = (nbytes > most) & (owner != HERE)
             most[larger], owners[larger] = nbytes[larger], owner[larger]
         return owners, most
 
     @property
     def owners(self) -> Sequence[Owner]:
-        """By their numbers."""
+        """By their numbers; `HERE` is nobody's."""
         return self._known.owners
 
+    @property
+    def scattered(self) -> bool:
+        """Whether values have been at several peers."""
+        return len(self._known.owners) > 2
+
     def released(self) -> list[tuple[Owner, Array, Array]]:
-        """Drain the references that went: per owner RANGE records and how many of each (u4)."""
+        """Drain the references that went: per owner RANGE records and how many of each (u4). Those
+        to values that live here are let go of."""
         if not self._released:
             return []
         records = joined(self._released, VALUE)
         self._released = []
+        here = records["owner"] == HERE
+        if here.any():
+            self._blocks.release(records[here])
+            records = records[~here]
         if len(records) == 1:
             number, generation, _, _, _, owner = records.item()
             return [(self._known.owners[owner], np.array([(number, generation)], RANGE), _ONE)]
@@ -267,7 +294,8 @@ class Fields:
                 parts.append(self._values[bit][slots[self.have(name, slots)]])
             if bit in self._leaves:
                 parts.append(self._leaves[bit].gather(slots)[1])
-        return by_owner(joined(parts, VALUE), self._known.owners)
+        records = joined(parts, VALUE)
+        return by_owner(records[records["owner"] != HERE], self._known.owners)
 
     def relocate(
         self,
@@ -339,24 +367,26 @@ class Fields:
             if bit in self._leaves:
                 records.append(self._leaves[bit].gather(slots)[1])
             for r in records:
-                for number in np.unique(r["owner"]).tolist():
+                for number in np.unique(r["owner"][r["owner"] != HERE]).tolist():
                     peer = self._known.owners[number].peer
                     nbytes = int(r["nbytes"][r["owner"] == number].sum())
                     total[peer] = total.get(peer, 0) + nbytes
         return total
 
-    def volume(self, slots: Array) -> tuple[int, int]:
-        """(bytes of all values of these rows, bytes of those that are packed)."""
-        total = packed = 0
+    def volume(self, slots: Array) -> tuple[int, int, int]:
+        """(bytes of all values of these rows; of those that are packed; that live here)."""
+        total = packed = inline = 0
         for name, bit in self.names.items():
             if bit in self._values:
                 records = [self._values[bit][slots[self.have(name, slots)]]]
                 if bit in self._leaves:
                     records.append(self._leaves[bit].gather(slots)[1])
-                for nbytes in (r["nbytes"].astype(np.int64) for r in records):
+                for r in records:
+                    nbytes, here = r["nbytes"].astype(np.int64), r["owner"] == HERE
                     total += int(nbytes.sum())
-                    packed += int(nbytes[nbytes < PACK_LIMIT_BYTES].sum())
-        return total, packed
+                    inline += int(nbytes[here].sum())
+                    packed += int(nbytes[(nbytes < PACK_LIMIT_BYTES) & ~here].sum())
+        return total, packed, inline
 
     def packs(self, slots: Array, owner: Owner) -> tuple[Array, int]:
         """(the different blocks of packed values at an owner, as RANGE; bytes alive in them)."""

@@ -14,6 +14,7 @@ import numpy as np
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.columns import Array
 from dataplane.metadata.incoming import columns_in
+from dataplane.metadata.inline import check_inline
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.puts import add_fields, check_added, discard, only
 from dataplane.metadata.state import State
@@ -55,6 +56,7 @@ def finish(
     specs: Sequence[Spec],
     owners: Sequence[Owner],
     tags: Mapping[str, Sequence[Scalar]],
+    inline: bytes,
 ) -> FinishOutcome:
     """See `Store.finish`."""
     if outcome not in OUTCOMES:
@@ -67,6 +69,7 @@ def finish(
             raise InvalidRows("fields for no rows of the lease")
         return FinishOutcome()
     added = columns_in(columns, len(positions), len(specs), len(owners))
+    check_inline(added, owners, inline)
     state.fields.check_room([one.field for one in added])
     state.tags.check(tags, len(positions))
 
@@ -75,7 +78,7 @@ def finish(
     slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
     check_added(state, lease.stage, slots, added, there)
     if gone:
-        added = [discard(state, one, there, specs, owners) for one in added]
+        added = [discard(state, one, there, specs, owners, inline) for one in added]
         tags = {name: only(values, there) for name, values in tags.items()}
     kept: dict[str, int] = {}
     if len(slots):
@@ -83,7 +86,7 @@ def finish(
             state.tags.set(slots, tags)
             state.retag(slots)
         if added:
-            kept = add_fields(state, lease.stage, slots, added, specs, owners)
+            kept = add_fields(state, lease.stage, slots, added, specs, owners, inline)
     freed = _end(state, lease, outcome, positions, slots)
     return FinishOutcome(kept, len(slots), gone, freed)
 

@@ -13,22 +13,27 @@ import numpy as np
 
 from dataplane.errors import LimitExceeded
 from dataplane.metadata.columns import Array
+from dataplane.metadata.inline import HERE, Arriving
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.tables import Owner, Spec
+from dataplane.wire.tables import INLINE, Owner, Spec
 
 _COMPACT_ABOVE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The store's numbers of one message's specs and owners."""
+    """The store's numbers of one message's specs and owners. arriving: where its small values go,
+    if it has some; each record that is renumbered is a reference to one."""
 
     specs: list[int]
     owners: list[int]
+    arriving: Arriving | None = None
 
     def applied_to_one(self, record: tuple[int, ...]) -> tuple[int, ...]:
         """One record that is not ABSENT, as a tuple."""
         range_, generation, nbytes, spec, delta, owner = record
+        if self.owners[owner] == HERE and self.arriving is not None:
+            range_, generation = self.arriving.enter_one(range_)
         return range_, generation, nbytes, self.specs[spec], delta, self.owners[owner]
 
     def applied(self, records: Array) -> Array:
@@ -42,15 +47,23 @@ class Numbers:
         if len(self.owners):
             owner = np.array(self.owners).take(records["owner"], mode="clip")
             result["owner"] = np.where(records["owner"] == ABSENT, ABSENT, owner)
+        if self.arriving is not None:
+            here = result["owner"] == HERE
+            if here.all():
+                self.arriving.enter(result)
+            elif here.any():
+                mine = result[here]
+                self.arriving.enter(mine)
+                result[here] = mine
         return result
 
 
 class SpecsAndOwners:
     def __init__(self) -> None:
         self.specs: list[Spec] = []
-        self.owners: list[Owner] = []
+        self.owners: list[Owner] = [INLINE]
         self._spec_numbers: dict[Spec, int] = {}
-        self._owner_numbers: dict[Owner, int] = {}
+        self._owner_numbers: dict[Owner, int] = {INLINE: HERE}
         self._compact_above = _COMPACT_ABOVE
 
     @property
@@ -61,7 +74,9 @@ class SpecsAndOwners:
     def owner_number(self, owner: Owner) -> int | None:
         return self._owner_numbers.get(owner)
 
-    def intern(self, specs: Sequence[Spec], owners: Sequence[Owner]) -> Numbers:
+    def intern(
+        self, specs: Sequence[Spec], owners: Sequence[Owner], arriving: Arriving | None = None
+    ) -> Numbers:
         for spec in specs:
             if spec not in self._spec_numbers:
                 self._spec_numbers[spec] = len(self.specs)
@@ -75,21 +90,19 @@ class SpecsAndOwners:
         return Numbers(
             [self._spec_numbers[spec] for spec in specs],
             [self._owner_numbers[owner] for owner in owners],
+            arriving,
         )
 
-    def outgoing(self, arrays: Sequence[Array]) -> tuple[list[Spec], list[Owner]]:
+    def outgoing(self, records: Array) -> tuple[list[Spec], list[Owner]]:
         """Renumber records in place to the specs and owners that they use, which are returned."""
-        if len(self.specs) == len(self.owners) == 1:
-            return self.specs[:], self.owners[:]
-        specs = self._used([records["spec"] for records in arrays], len(self.specs))
-        owners = self._used([records["owner"] for records in arrays], len(self.owners))
+        specs = self._used([records["spec"]], len(self.specs))
+        owners = self._used([records["owner"]], len(self.owners))
         spec_map = np.zeros(len(self.specs) + 1, np.uint32)
         spec_map[specs] = np.arange(len(specs))
         owner_map = np.full(len(self.owners) + 1, ABSENT, np.uint16)
         owner_map[owners] = np.arange(len(owners))
-        for records in arrays:
-            records["spec"] = spec_map.take(records["spec"], mode="clip")
-            records["owner"] = owner_map.take(records["owner"], mode="clip")
+        records["spec"] = spec_map.take(records["spec"], mode="clip")
+        records["owner"] = owner_map.take(records["owner"], mode="clip")
         return [self.specs[i] for i in specs.tolist()], [self.owners[i] for i in owners.tolist()]
 
     def compact(self, stores: Sequence[Array]) -> None:

@@ -108,13 +108,14 @@ def figures(state: State) -> Figures:
 def stats(state: State) -> dict[str, Any]:
     """Figures of one store. bytes counts every value, shared ranges once a value."""
     live = state.live()
-    total, packed = state.fields.volume(live)
+    total, packed, inline = state.fields.volume(live)
     return {
         "rows": len(live),
         "groups": len(state.groups),
         "closed_groups": state.closed_groups,
         "bytes": total,
         "packed_bytes": packed,
+        "inline_bytes": inline,
         "bytes_at": state.fields.bytes_at(live),
         "tombstones": len(state.tombstones),
         "tombstones_forgotten": state.tombstones.forgotten,

@@ -24,6 +24,7 @@ from dataplane.errors import (
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
+from dataplane.metadata.inline import check_inline
 from dataplane.metadata.interning import Numbers
 from dataplane.metadata.names import format_minted
 from dataplane.metadata.stages import Stage
@@ -74,13 +75,17 @@ class PutPlan:
         columns: Sequence[Column],
         specs: Sequence[Spec],
         owners: Sequence[Owner],
+        inline: bytes,
     ) -> None:
         """The columns as they came, checked; what they bring for rows that are passed over goes."""
         there = self.there
         count = self.rows.count if there is None else len(there)
         self.columns = columns_in(columns, count, len(specs), len(owners))
+        check_inline(self.columns, owners, inline)
         if there is not None:
-            self.columns = [discard(state, one, there, specs, owners) for one in self.columns]
+            self.columns = [
+                discard(state, one, there, specs, owners, inline) for one in self.columns
+            ]
 
 
 def plan_put(
@@ -121,7 +126,7 @@ def plan_put(
 
 
 def apply_put(
-    state: State, plan: PutPlan, specs: Sequence[Spec], owners: Sequence[Owner]
+    state: State, plan: PutPlan, specs: Sequence[Spec], owners: Sequence[Owner], inline: bytes
 ) -> PutOutcome:
     """Carry out a plan made for this very state."""
     gone = 0 if plan.there is None else len(plan.there) - plan.rows.count
@@ -130,7 +135,7 @@ def apply_put(
     if plan.reuse and len(state.tombstones):
         state.tombstones.remove(plan.rows.keys[plan.new])
         state.tombstones.remove(plan.rows.group_keys[plan.new_groups])
-    numbers = state.fields.intern(specs, owners)
+    numbers = state.fields.intern(specs, owners, inline)
     touched = _enter_groups(state, plan)
     _enter_rows(state, plan)
     if len(plan.new) < plan.rows.count:  # known rows may be in groups that the message leaves out
@@ -155,9 +160,10 @@ def add_fields(
     columns: Sequence[ColumnIn],
     specs: Sequence[Spec],
     owners: Sequence[Owner],
+    inline: bytes,
 ) -> dict[str, int]:
     """Write columns that `check_added` let through; values that are there stay, and are counted."""
-    kept = _write(state, slots, columns, state.fields.intern(specs, owners), keep=True)
+    kept = _write(state, slots, columns, state.fields.intern(specs, owners, inline), keep=True)
     stage.add(slots, state.fields.mask([one.field for one in columns if one.here is None]))
     for one in columns:
         if one.here is not None:
@@ -245,11 +251,16 @@ def cut(one: ColumnIn, there: Array) -> ColumnIn:
 
 
 def discard(
-    state: State, one: ColumnIn, there: Array, specs: Sequence[Spec], owners: Sequence[Owner]
+    state: State,
+    one: ColumnIn,
+    there: Array,
+    specs: Sequence[Spec],
+    owners: Sequence[Owner],
+    inline: bytes,
 ) -> ColumnIn:
     """The column without rows that are gone; the references they brought are let go."""
     refused = ~there if one.here is None else ~there & one.here
-    numbers = state.fields.intern(specs, owners)
+    numbers = state.fields.intern(specs, owners, inline)
     if one.counts is not None:
         state.fields.refuse(one.leaves[~np.repeat(there, one.counts)], numbers)
     state.fields.refuse(one.values[refused], numbers)

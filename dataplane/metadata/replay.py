@@ -17,6 +17,7 @@ from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import CLOSED
 from dataplane.metadata.incoming import RowsIn, columns_in, rows_in
 from dataplane.metadata.index import KeyIndex, pairs, repeated
+from dataplane.metadata.inline import check_inline
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.store import Store
@@ -88,6 +89,7 @@ def _wrote(store: Store, op: Wrote, now: float) -> None:
         replace=replace,
         keep=keep,
         reuse=op.reuse,
+        inline=op.inline,
     )
 
 
@@ -116,7 +118,16 @@ def _returned(store: Store, op: Returned, now: float) -> None:
 
 
 def _finish(store: Store, op: Finish, now: float) -> None:
-    store.finish(op.lease, op.outcome, op.index, op.columns, op.specs, op.owners, op.tags)
+    store.finish(
+        op.lease,
+        op.outcome,
+        op.index,
+        op.columns,
+        op.specs,
+        op.owners,
+        op.tags,
+        inline=op.inline,
+    )
 
 
 def _tag(store: Store, op: Tag, now: float) -> None:
@@ -191,11 +202,12 @@ def _add_rows(store: Store, op: Wrote) -> None:
     rows = rows_in(op.rows)
     _new_keys(state.index, op.rows.keys, "row")
     columns = columns_in(op.columns, rows.count, len(op.specs), len(op.owners))
+    check_inline(columns, op.owners, op.inline)
     state.fields.check_room([one.field for one in columns])
     state.tags.check(op.tags, rows.count)
     groups = _groups_of(store, rows)
     slots = state.add_rows(rows.keys, rows.names, groups)
-    numbers = state.fields.intern(op.specs, op.owners)
+    numbers = state.fields.intern(op.specs, op.owners, op.inline)
     for one in columns:
         state.fields.write(slots, one, numbers, keep=False)
     state.tags.set(slots, op.tags)

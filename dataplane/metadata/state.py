@@ -70,6 +70,12 @@ class State:
         stages = sum(stage.nbytes for stage in self.stages.values())
         return sum(t.nbytes for t in tables) + stages + self.group.nbytes + self.incarnation.nbytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Of `nbytes` what the rows take that are here; the rest waits for new ones."""
+        remembered = self.tombstones.nbytes
+        return remembered + (self.nbytes - remembered) * len(self.index) // self._capacity
+
     def name(self, slot: int) -> Name:
         """A row's key as users see it."""
         given = self.names.get(slot)

@@ -52,7 +52,18 @@ from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.messages import Finish, Reset, Tag, Want
 from dataplane.wire.peering import AddStage
 from dataplane.wire.records import RANGE, U4, U8, column
-from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Scalar, Spec, Table, Where
+from dataplane.wire.tables import (
+    INLINE,
+    Column,
+    Definition,
+    Name,
+    Owner,
+    Rows,
+    Scalar,
+    Spec,
+    Table,
+    Where,
+)
 
 Tagging = Mapping[str, Sequence[Scalar]]
 
@@ -123,27 +134,29 @@ class Store:
         keep: bool = False,
         reuse: bool = False,
         plan: PutPlan | None = None,
+        inline: bytes = b"",
     ) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones. Those that were here under given
         names and have been freed are passed over, unless their names may be used again (`reuse`).
 
         plan: what `check_put` said of the same rows, if nothing has changed here since.
         columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
-        redelivery, values that are there stay and are counted. Raises FieldExists (without replace
+        redelivery, values that are there stay and are counted. inline: the bytes of values whose
+        owner is `INLINE`, which live here from now on. Raises FieldExists (without replace
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
         if plan is None:
             plan = puts.plan_put(
                 self._state, rows, columns, tags, replace=replace, keep=keep, reuse=reuse
             )
-        plan.bring(self._state, columns, specs, owners)
-        outcome = puts.apply_put(self._state, plan, specs, owners)
+        plan.bring(self._state, columns, specs, owners, inline)
+        outcome = puts.apply_put(self._state, plan, specs, owners, inline)
         if outcome.closed_groups:
             self._seal_if_full()
         if self.emit is not None:
             op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
             op.mode = "replace" if replace else "keep" if keep else "new"
-            op.reuse = reuse
+            op.reuse, op.inline = reuse, inline
             self.emit(op)
         return outcome
 
@@ -299,7 +312,9 @@ class Store:
         if not found.units(unit).ready(where):
             return Counter()
         ids, _ = found.units(unit).lane(where).first(takes.NEAR_UNITS)
-        return Counter(takes.hosts_of(self._state, found, unit, ids))
+        hosts = Counter(takes.hosts_of(self._state, found, unit, ids))
+        del hosts[INLINE.peer]
+        return hosts
 
     def finish(
         self,
@@ -310,17 +325,21 @@ class Store:
         specs: Sequence[Spec],
         owners: Sequence[Owner],
         tags: Tagging,
+        inline: bytes = b"",
     ) -> FinishOutcome:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step.
 
         index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
-        for a lease that has ended; InvalidRows for a row that was finished before.
+        for a lease that has ended; InvalidRows for a row that was finished before. inline: as in
+        `put`.
         """
         lease = finishes.lease_of(self._state, lease_id)
-        done = finishes.finish(self._state, lease, outcome, index, columns, specs, owners, tags)
+        done = finishes.finish(
+            self._state, lease, outcome, index, columns, specs, owners, tags, inline
+        )
         if self.emit is not None:
             op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
-            op.owners = list(owners)
+            op.owners, op.inline = list(owners), inline
             self.emit(op)
         return done
 

@@ -35,9 +35,9 @@ def leased_rows(state: State, number: int) -> Array:
 
 def table(state: State, slots: Array, fields: Sequence[str] | None, tags: bool) -> Table:
     """These rows with their columns and tags. FieldUnknown for a field that no row ever had."""
-    columns, specs, owners = state.fields.gather(slots, fields)
+    columns, specs, owners, inline = state.fields.gather(slots, fields)
     found = state.tags.table(slots) if tags else {}
-    return Table(rows_of(state, slots), columns, specs, owners, found)
+    return Table(rows_of(state, slots), columns, specs, owners, found, inline)
 
 
 def rows_of(state: State, slots: Array) -> Rows:

@@ -81,7 +81,7 @@ def take(
         least = 1 if sealed else max(1, min(want.minimum, want.count))
         if ready < least or want.count < 1:
             return Taken()
-        far = credit is not None and len(state.fields.owners) > 1
+        far = credit is not None and state.fields.scattered
         look = max(NEAR_UNITS, want.count) if far and ready > want.count else want.count
         picked = _first(state, stage, want.unit, lane, min(ready, look), kept)
         if len(picked.ids) > want.count:

@@ -17,7 +17,7 @@ from dataplane.peer.host import Host
 from dataplane.peer.room import Room
 from dataplane.peer.rows import flat_values
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import INLINE, Table
 
 
 class Credit:
@@ -84,7 +84,8 @@ class Credit:
 
     def of(self, table: Table) -> int:
         """What a granted table brings to this host."""
-        here = {code for code, owner in enumerate(table.owners) if owner.peer == self._host.address}
+        near = (self._host.address, INLINE.peer)
+        here = {code for code, owner in enumerate(table.owners) if owner.peer in near}
         if len(here) == len(table.owners):
             return 0
         flat = flat_values(table.columns)

@@ -77,7 +77,6 @@ class Door:
         self.handlers = handlers
         self.unsent = unsent
         """takes back what an answer hands out that nobody is there to receive"""
-        self.carry_bytes = 0
         """of values that clients may send inside of their messages"""
         self.may_serve: Callable[[], bool] = lambda: True
         self.lease: Callable[[float], Awaitable[None]] | None = None
@@ -153,7 +152,6 @@ class Door:
             max_rows=limits.MAX_ROWS_PER_MESSAGE,
             max_requests=limits.MAX_REQUESTS_PER_CONNECTION,
             pools=host.pools,
-            carry_bytes=self.carry_bytes,
         )
         sock.setblocking(False)
         try:

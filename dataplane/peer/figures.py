@@ -200,6 +200,8 @@ def _rows(peer: Peer) -> Iterator[Family]:
         "Memory that the metadata of rows takes.",
         sum(s.metadata_bytes for s in stores),
     )
+    help = "Small values that live with the rows of this peer's shards, of the metadata's share."
+    yield gauge("dataplane_inline_bytes", help, peer.share.figures()["values_bytes"])
     yield gauge(
         "dataplane_tombstones",
         "Names remembered of rows and groups that were dropped or freed.",

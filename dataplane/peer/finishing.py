@@ -14,16 +14,17 @@ from dataplane.errors import LeaseExpired, PartitionGone, StaleEpoch, Unavailabl
 from dataplane.memory.admission import Admission
 from dataplane.metadata.references import by_owner
 from dataplane.peer import rows as rowset
-from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.leases import Lease, Leases
 from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.tables import INLINE
 
 
 class Finishing:
@@ -34,7 +35,7 @@ class Finishing:
         leases: Leases,
         grants: Grants,
         copying: Copying,
-        carrying: Carrying,
+        share: MetadataShare,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -42,7 +43,7 @@ class Finishing:
         self.leases = leases
         self.grants = grants
         self.copying = copying
-        self.carrying = carrying
+        self.share = share
         self.settle = settle
         self.abandoned_leases = 0
         """that clients held when they ended"""
@@ -50,12 +51,8 @@ class Finishing:
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
-        lease = None
-        if body.carried:
-            lease = self.leases.of(session, body.lease, self.host.now())
-            self.carrying.land(session, body)
         with self.grants.unless_refused(session, body.ranges):
-            lease = lease or self.leases.of(session, body.lease, self.host.now())
+            lease = self.leases.of(session, body.lease, self.host.now())
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()
@@ -130,8 +127,10 @@ class Finishing:
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
             flat = rowset.flat_values(body.columns)
             for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):
-                self.grants.let_go(*named)  # the first time they were taken
+                if named[0] != INLINE:
+                    self.grants.let_go(*named)  # the first time they were taken
             return PutDone()
+        self.share.check_values(body.inline)
         outcome = entry.store.finish(
             body.lease,
             body.outcome,
@@ -140,6 +139,7 @@ class Finishing:
             body.specs,
             body.owners,
             body.tags,
+            inline=body.inline,
         )
         self.settle(entry)
         return PutDone(kept=outcome.kept)
@@ -197,4 +197,5 @@ def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
         owners=committed.owners,
         partition=lease.partition,
         generation=lease.generation,
+        inline=body.inline,
     )

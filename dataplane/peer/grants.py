@@ -41,10 +41,11 @@ from dataplane.wire.messages import (
 from dataplane.wire.peering import Release
 from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
 from dataplane.wire.rosters import Inherited
-from dataplane.wire.tables import Column, Owner
+from dataplane.wire.tables import INLINE, Column, Owner
 
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
+_NO_RANGES, _NO_COUNTS = np.zeros(0, RANGE), np.zeros(0, U4)
 
 
 @dataclass(slots=True)
@@ -148,10 +149,19 @@ class Grants:
         shared: bytes,
         kind: Admission,
     ) -> Committed:
-        """Ranges for what a client wrote, and holds on what it shares; all or nothing."""
+        """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
+        live in the shard stays as it came."""
         space = self.host.space
-        extents, known = column(written, EXTENT), column(shared, RANGE)
         flat = rowset.flat_values(columns).copy()
+        owners, inline = [self.host.owner], flat["owner"] != 0
+        if inline.any():
+            if (flat["owner"][inline] != 1).any():
+                raise ProtocolError("a value is in a range of this message, or in the message")
+            owners.append(INLINE)
+            if not written and not shared and inline.all():
+                return Committed(columns, owners, _NO_RANGES, _NO_COUNTS)
+        whole, flat = flat, flat[~inline]
+        extents, known = column(written, EXTENT), column(shared, RANGE)
         index = flat["range"].astype(np.intp)
         total = len(extents) + len(known)
         if np.count_nonzero(index >= total):
@@ -171,8 +181,8 @@ class Grants:
             raise
         ranges = joined((fresh, known), RANGE) if len(known) else fresh
         flat["range"], flat["generation"] = ranges["range"][index], ranges["generation"][index]
-        flat["owner"] = 0
-        return Committed(rowset.with_values(columns, flat), [self.host.owner], ranges, counts)
+        whole[~inline] = flat
+        return Committed(rowset.with_values(columns, whole), owners, ranges, counts)
 
     # for the messages that name what was written
 
@@ -212,7 +222,7 @@ class Grants:
     ) -> PutDone:
         """Carry values of this peer on to the shard that keeps their rows. What it refuses is let
         go; what it may have taken, should it not answer, is in doubt."""
-        ranges = _named(body.columns)
+        ranges = _named(body)
         if not len(ranges) or address == self.host.address:
             self.host.space.hold(ranges)
             try:
@@ -292,10 +302,13 @@ class Grants:
         return False
 
 
-def _named(columns: list[Column]) -> npt.NDArray[Any]:
-    """The RANGE of every value and leaf, as often as one names it."""
-    flat = rowset.flat_values(columns)
-    return rowset.ranges_of(flat[flat["owner"] != ABSENT])
+def _named(body: Put | Finish | Restore) -> npt.NDArray[Any]:
+    """The RANGE of every value and leaf, as often as one names it; of those that lie at peers."""
+    flat = rowset.flat_values(body.columns)
+    there = flat["owner"] != ABSENT
+    if INLINE in body.owners:
+        there &= flat["owner"] != body.owners.index(INLINE)
+    return rowset.ranges_of(flat[there])
 
 
 def _admission(body: Reserve) -> Admission:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dataplane.peer.carrying import Carrying
 from dataplane.peer.finishing import Finishing
 from dataplane.peer.host import Host
 from dataplane.peer.membership import Membership
@@ -34,7 +33,6 @@ class Janitor:
         room: Room,
         standstill: Standstill,
         finishing: Finishing,
-        carrying: Carrying,
         membership: Membership,
     ) -> None:
         self.host = host
@@ -42,7 +40,6 @@ class Janitor:
         self.room = room
         self.standstill = standstill
         self.finishing = finishing
-        self.carrying = carrying
         self.membership = membership
         self.expired_leases = 0
         self.abandoned: Callable[[], bool] = lambda: False
@@ -63,7 +60,6 @@ class Janitor:
         while not stop.is_set():
             now = self.host.now()
             self.expired_leases += self.finishing.expire(now)
-            self.carrying.tidy(self.sessions)
             if self.standstill.lasts(self.room.producers > 0):
                 self.room.end_in_vain()
             if linger_s is not None and not (self.wanted() or self.membership.plane_is_wanted()):

@@ -20,7 +20,6 @@ from dataplane.memory.spill_file import SpillFile
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
 from dataplane.peer.answers import Answers
-from dataplane.peer.carrying import Carrying
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claim_queues import ClaimQueues
@@ -39,6 +38,7 @@ from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
@@ -55,7 +55,6 @@ from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire import messages as m
-from dataplane.wire.limits import MAX_CARRIED_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +100,13 @@ class Peer:
             self.device_pulls,
         )
         self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
-        self.carrying = Carrying(self.host, self.room)
+        self.share = MetadataShare(self.host)
         self.writing = Writing(
             self.host,
             self.mesh,
             self.grants,
             self.copying,
-            self.carrying,
+            self.share,
             self.settle,
         )
         self.finishing = Finishing(
@@ -116,7 +115,7 @@ class Peer:
             self.leases,
             self.grants,
             self.copying,
-            self.carrying,
+            self.share,
             self.settle,
         )
         self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
@@ -160,8 +159,7 @@ class Peer:
             self.checkpoints,
         )
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
-        self.door.carry_bytes = MAX_CARRIED_BYTES
-        self.room.on_wait.append(self._take_back_stretches)
+        self.room.on_wait.append(self._producers_wait)
         self.keeper = keeper_of(
             self.host, roster.members[0], config.roster, self.mesh.others.is_away
         )
@@ -189,6 +187,7 @@ class Peer:
             self.claims,
             self.pulls,
             self.device_pulls,
+            self.share,
         )
         self.door.handlers[m.Stats] = self.reporting.stats
         self.door.may_serve = self.mesh.door.may_serve = self.membership.may_serve
@@ -200,7 +199,6 @@ class Peer:
             self.room,
             self.standstill,
             self.finishing,
-            self.carrying,
             self.membership,
         )
         self.membership.wanted = self.janitor.wanted
@@ -300,14 +298,11 @@ class Peer:
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
-        self.carrying.give_back([session])
         self.answers.ended(session)
         self.room.pump()
 
-    def _take_back_stretches(self) -> None:
+    def _producers_wait(self) -> None:
         """Somebody begins to wait for room."""
-        self.carrying.give_back(self.sessions)
-        self.room.pump()
         if self.room.producers:
             self.queues.producers_wait()
 

@@ -34,8 +34,8 @@ from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
-from dataplane.wire.records import PLACE, PLACE_ABSENT, RANGE, VALUE
-from dataplane.wire.tables import Column, Owner, Table
+from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE
+from dataplane.wire.tables import INLINE, Column, Owner, Table
 
 Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
@@ -70,8 +70,8 @@ class Reading:
         flat = rowset.flat_values(table.columns)
         if not len(flat):
             return _with_places(table, np.zeros(0, PLACE)), 0
-        if table.owners == [self.host.owner] or not table.owners:
-            here = flat["owner"] != ABSENT
+        if all(owner in (self.host.owner, INLINE) for owner in table.owners):
+            here = _in_ranges(table, flat)
             space = self.host.space
             if space.all_here or not self.pulls.away(rowset.ranges_of(flat[here]), reader):
                 return self._places(table, flat, here, holder)
@@ -90,7 +90,9 @@ class Reading:
         else:
             pin, starts = space.pin_places(holder, rowset.ranges_of(flat[here]))
             places["offset"][here] = starts + flat["delta"][here]
-            places["flags"][~here] = PLACE_ABSENT
+            inline = ~here & (flat["owner"] != ABSENT)
+            places["offset"][inline] = flat["range"][inline]
+            places["flags"][~here] = np.where(inline[~here], PLACE_INLINE, PLACE_ABSENT)
         return _with_places(table, places), pin
 
     async def _pull(
@@ -99,12 +101,13 @@ class Reading:
         """Local copies take the place of ranges that are remote or away; they are pinned as they
         arrive."""
         flat = flat.copy()
-        here = flat["owner"] != ABSENT
+        here = _in_ranges(table, flat)
         interim: list[int] = []
-        at = [np.flatnonzero(flat["owner"] == code) for code in range(len(table.owners))]
+        owners = [(code, owner) for code, owner in enumerate(table.owners) if owner != INLINE]
+        at = [np.flatnonzero(flat["owner"] == code) for code, _ in owners]
         asked = [
             self._of_one(owner, flat[some], holder, reader, interim)
-            for owner, some in zip(table.owners, at, strict=True)
+            for (_, owner), some in zip(owners, at, strict=True)
         ]
         try:
             # Nobody's pins are forgotten where one of them fails.
@@ -230,7 +233,15 @@ def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:
             parts.append(raw[at:end])
             at = end
         columns.append(Column(c.field, parts[0], c.leaf_counts, parts[1]))
-    return Table(table.rows, columns, table.specs, [], table.tags)
+    return Table(table.rows, columns, table.specs, [], table.tags, table.inline)
+
+
+def _in_ranges(table: Table, flat: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which of these values lie in ranges of peers."""
+    there: npt.NDArray[np.bool_] = flat["owner"] != ABSENT
+    if INLINE in table.owners:
+        there &= flat["owner"] != table.owners.index(INLINE)
+    return there
 
 
 def gone(names: list[Any]) -> RowsGone:

@@ -37,10 +37,6 @@ class Session:
     gone: bool = False
     waiting: int = 0
     """its calls that wait for room or for rows"""
-    stretch: tuple[int, int] = (0, 0)
-    """granted to it, for values that ride in its messages: start and end"""
-    stretched_at: float = 0.0
-    """when that was last used"""
 
     def check(self) -> None:
         """ClientClosed where its process exited before this request was read: what it were handed

@@ -17,6 +17,7 @@ from dataplane.peer.device_pulls import DevicePulls
 from dataplane.peer.door import Door
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Session
@@ -40,6 +41,7 @@ class Reporting:
         claims: Claims,
         pulls: Pulls,
         device_pulls: DevicePulls,
+        share: MetadataShare,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -48,6 +50,7 @@ class Reporting:
         self.claims = claims
         self.pulls = pulls
         self.device_pulls = device_pulls
+        self.share = share
         self.spilling: Spilling | None = None
         mesh.handlers[Stats] = self._stats_here
 
@@ -79,6 +82,7 @@ class Reporting:
             "address": host.address,
             "incarnation": host.incarnation,
             "arena": space,
+            "metadata": self.share.figures(),
             "devices": self._devices(),
             "shards": len(host.roster.shards_of(host.address)),
             "roster": _roster(host),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from dataplane.errors import StaleEpoch, Unavailable
+from dataplane.errors import ShardFull, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.metadata.puts import PutOutcome, PutPlan
-from dataplane.peer.carrying import Carrying
 from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
+from dataplane.peer.metadata_share import MetadataShare, another_try
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
@@ -29,20 +29,18 @@ class Writing:
         mesh: Mesh,
         grants: Grants,
         copying: Copying,
-        carrying: Carrying,
+        share: MetadataShare,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.grants = grants
         self.copying = copying
-        self.carrying = carrying
+        self.share = share
         self.settle = settle
         mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
-        if body.carried:
-            self.carrying.land(session, body)
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
             if entry is None:
@@ -50,6 +48,9 @@ class Writing:
             plan = entry.store.check_put(
                 body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
             )
+            if self.share.is_full and len(plan.new):
+                return self._put_later(session, request, body)
+            self.share.check_values(body.inline)
             committed = self._commit_put(session, body, plan.continues)
         try:
             outcome = self._store(entry, body, committed.columns, committed.owners, plan)
@@ -59,6 +60,13 @@ class Writing:
         done = self._put_done(session, body, committed, outcome.gone)
         self.settle(entry)
         return done
+
+    async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
+        """New rows wait here while the shard, which is here as well, has no room for them."""
+        with self.grants.unless_refused(session, body.ranges):
+            await self.share.wait()
+        answer = self.put(session, request, body)
+        return answer if isinstance(answer, Body) else await answer
 
     async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
         """To the partition's shard; where another peer has that in the end, to that one."""
@@ -75,6 +83,7 @@ class Writing:
             replace=body.replace,
             reuse=body.reuse,
             owners=committed.owners,
+            inline=body.inline,
         )
         end = min(self.host.now() + CALL_S, call_deadline.get())
         with self.grants.under_way(committed, caller):
@@ -84,6 +93,9 @@ class Writing:
                     home = roster.home(body.partition)
                     done = await self.grants.hand_over(home, sub, caller, roster.epoch)
                     break
+                except ShardFull as exc:
+                    if exc.details.get("values") or not await another_try(self.host):
+                        raise
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):
                         raise
@@ -101,7 +113,7 @@ class Writing:
         body: Put,
         columns: list[Column],
         owners: list[Owner],
-        plan: PutPlan | None = None,
+        plan: PutPlan,
     ) -> PutOutcome:
         return entry.store.put(
             body.rows,
@@ -113,6 +125,7 @@ class Writing:
             keep=body.keep,
             reuse=body.reuse,
             plan=plan,
+            inline=body.inline,
         )
 
     def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
@@ -130,7 +143,18 @@ class Writing:
         entry = self.host.shard(body.partition, body.generation)
         async with self.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
-            outcome = self._store(entry, body, body.columns, body.owners)
+            plan = entry.store.check_put(
+                body.rows,
+                body.columns,
+                body.tags,
+                replace=body.replace,
+                keep=body.keep,
+                reuse=body.reuse,
+            )
+            if len(plan.new):
+                self.share.check_rows()
+            self.share.check_values(body.inline)
+            outcome = self._store(entry, body, body.columns, body.owners, plan)
         self.settle(entry)
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

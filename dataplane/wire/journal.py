@@ -36,6 +36,7 @@ class Wrote(Body, tag=200):
     tags: dict[str, list[Scalar]] = {}
     mode: Literal["new", "replace", "keep", "add"] = "new"
     reuse: bool = False
+    inline: bytes = b""
 
 
 class Leased(Body, tag=201):

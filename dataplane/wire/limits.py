@@ -40,10 +40,12 @@ PACK_BLOCK_BYTES = 65_536
 ALIGNMENT_BYTES = 64
 """Every range and every packed value starts at a multiple of this."""
 
-MAX_CARRIED_BYTES = 32_768
-"""Of values that ride in a message from a client."""
-CARRIED = 0xFFFF_FFFF_FFFF_FFFF
-"""`offset` of a written extent whose bytes ride in the message."""
+INLINE_LIMIT_BYTES = 1_024
+"""Values of up to so many bytes may live in the shard, with their row."""
+INLINE_ROW_BYTES = 4_096
+"""Of them, what one put or finish brings for a row; the others go to the arena."""
+INLINE_ALIGNMENT_BYTES = 8
+"""Where they start in what a message brings."""
 
 NO_GROUP = 0xFFFF_FFFF
 ABSENT = 0xFFFF

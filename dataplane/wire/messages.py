@@ -33,8 +33,7 @@ from dataplane.wire.tables import (
 class Welcome(Body, tag=1):
     """The peer's first frame; the arena's descriptors (read-only, read-write) travel with it.
 
-    pools: its device arenas. Their addresses follow the arena's, in this order. carry_bytes: what
-    may ride in a message of values, 0: nothing."""
+    pools: its device arenas. Their addresses follow the arena's, in this order."""
 
     versions: tuple[int, int]
     plane: str
@@ -47,7 +46,6 @@ class Welcome(Body, tag=1):
     max_rows: int
     max_requests: int = 1
     pools: list[PoolHandle] = []
-    carry_bytes: int = 0
 
 
 class Hello(Body, tag=2):
@@ -168,12 +166,12 @@ class Unpin(Body, tag=23):
 
 
 class Put(Body, tag=30):
-    """Rows, new or known, with columns whose bytes are already in place, or ride along.
+    """Rows, new or known, with columns whose bytes are already in place, or come along.
 
     ranges: EXTENT records, written by this client inside its grants. shared: RANGE records of
     known ranges (dedup). A value's `range` is an index into ranges, then shared.
-    carried: the bytes of those ranges that lie nowhere yet (their offset is CARRIED), in order,
-    each padded to 64; BackPressure, and nothing is done, where there is no room for them at once.
+    inline: the bytes of values that are to live in the shard. From a client their `owner` is 1, and
+    that of all others 0. ShardFull, and nothing is done, where the shard has no room for them.
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
     keep: between peers: values that are there already stay, this is perhaps a repetition.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
@@ -194,7 +192,7 @@ class Put(Body, tag=30):
     want_bytes: int = 0
     owners: list[Owner] = []
     keep: bool = False
-    carried: bytes = b""
+    inline: bytes = b""
     continuing: bool = False
     reuse: bool = False
 
@@ -319,7 +317,7 @@ class Finish(Body, tag=44):
 
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` nothing
     is added, tags are set. `keep`: the lease goes on (adds only). again: between peers: this may
-    have been carried out before, by a peer that is lost. carried: as in Put."""
+    have been carried out before, by a peer that is lost. inline: as in Put."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep"]
@@ -335,7 +333,7 @@ class Finish(Body, tag=44):
     partition: str = ""
     generation: int = 0
     again: bool = False
-    carried: bytes = b""
+    inline: bytes = b""
 
 
 class Wait(Body, tag=45):

@@ -27,7 +27,8 @@ VALUE = np.dtype(
 """Where the bytes of one value lie, whichever host they are on. 24 bytes."""
 
 PLACE = np.dtype([("offset", "<u8"), ("nbytes", "<u8"), ("spec", "<u4"), ("flags", "<u4")])
-"""A value inside the local arena, as a client reads it. `flags` 1: the row lacks the field."""
+"""A value inside the local arena, as a client reads it. `flags` 1: the row lacks the field; 2: it
+lies in the message, `offset` bytes behind the start of `inline`."""
 
 EXTENT = np.dtype([("offset", "<u8"), ("length", "<u8")])
 """A stretch of the arena: granted for writing, or (in a put) written as one range."""
@@ -44,6 +45,7 @@ DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
 U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
 
 PLACE_ABSENT = 1
+PLACE_INLINE = 2
 
 Array = npt.NDArray[np.generic]
 

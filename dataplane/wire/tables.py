@@ -62,6 +62,11 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
     incarnation: int
 
 
+INLINE = Owner("", 0)
+"""The shard itself: values that live in it lie in the message, from the byte `range` of what is
+called `inline` there."""
+
+
 class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
     """What another process of this host needs to open a device arena.
 
@@ -154,10 +159,13 @@ class Rows(msgspec.Struct, array_like=True):
 
 
 class Table(msgspec.Struct, array_like=True):
-    """Rows with their columns and tags, as grants and reads return them."""
+    """Rows with their columns and tags, as grants and reads return them.
+
+    inline: the bytes of values that live in the shard."""
 
     rows: Rows
     columns: list[Column] = []
     specs: list[Spec] = []
     owners: list[Owner] = []
     tags: dict[str, list[Scalar]] = {}
+    inline: bytes = b""

@@ -37,7 +37,7 @@ from dataplane.wire.messages import (
     Reserved,
     Welcome,
 )
-from dataplane.wire.records import EXTENT, PLACE, U8, VALUE, column
+from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE, U8, VALUE, column
 from dataplane.wire.tables import Column, Definition, Table
 
 ARENA_BYTES = 4 << 20
@@ -176,19 +176,21 @@ class ScriptedPeer:
         def claimed(request: Request, body: Claim) -> Claimed:
             wanted = body.fields or self.definition.stages[body.stage]
             columns = [fields[name] for name in wanted]
-            table = Table(put.rows, columns, put.specs, tags=put.tags)
+            table = Table(put.rows, columns, put.specs, tags=put.tags, inline=put.inline)
             return Claimed(lease, self.new_pin(), table)
 
         self.scripts[Claim] = claimed
 
     def table(self, put: Put, fields: list[str]) -> Table:
         columns = [c for c in self.places(put) if c.field in fields]
-        return Table(put.rows, columns, put.specs, tags=put.tags)
+        return Table(put.rows, columns, put.specs, tags=put.tags, inline=put.inline)
 
 
 def _places(raw: bytes, ranges: np.ndarray) -> bytes:
     values = column(raw, VALUE)
-    places = np.zeros(len(values), PLACE)
-    places["offset"] = ranges["offset"][values["range"]] + values["delta"]
+    places, inline = np.zeros(len(values), PLACE), values["owner"] == 1
+    arena = values[~inline]
+    places["offset"][~inline] = ranges["offset"][arena["range"]] + arena["delta"]
+    places["offset"][inline], places["flags"][inline] = values["range"][inline], PLACE_INLINE
     places["nbytes"], places["spec"] = values["nbytes"], values["spec"]
     return places.tobytes()

@@ -30,7 +30,7 @@ def ahead(peer: ScriptedPeer) -> Any:
 
 
 def test_a_put_reserves_copies_and_commits(peer: ScriptedPeer, part: Partition) -> None:
-    rows = [np.arange(3, dtype=np.int16), np.arange(2, dtype=np.int16)]
+    rows = [np.arange(3000, dtype=np.int16), np.arange(2000, dtype=np.int16)]
     ref = part.put({"a": rows})
     (reserve,), (put,) = peer.bodies(Reserve), peer.bodies(Put)
     assert (reserve.partition, reserve.generation, reserve.continuing) == ("x", 4, False)
@@ -44,10 +44,10 @@ def test_room_granted_ahead_makes_the_next_put_one_message(
 ) -> None:
     peer.scripts[Put] = ahead(peer)
     for _ in range(4):
-        part.put({"a": [np.arange(9)]})
+        part.put({"a": [np.arange(900)]})
     assert len(peer.bodies(Reserve)) == 1
     puts = peer.bodies(Put)
-    assert [stored(peer, put, "a", 0) for put in puts] == [np.arange(9).tobytes()] * 4
+    assert [stored(peer, put, "a", 0) for put in puts] == [np.arange(900).tobytes()] * 4
     assert len({column(p.ranges, EXTENT)["offset"].item() for p in puts}) == 4
 
 

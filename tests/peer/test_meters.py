@@ -7,9 +7,9 @@ from dataplane.wire.messages import Failed, Put
 from dataplane.wire.tables import Rows
 
 
-def test_a_put_that_finds_no_room_for_what_it_carries_is_no_failure_yet() -> None:
-    meters, refused = Meters(), Failed("BackPressure", "no room")
-    meters.observe(Put("p", 1, Rows(b""), [], [], carried=bytes(64)), refused, 0.0)
+def test_a_put_whose_small_values_the_shard_does_not_take_is_no_failure_yet() -> None:
+    meters, put = Meters(), Put("p", 1, Rows(b""), [], [])
+    meters.observe(put, Failed("ShardFull", "no room", {"values": True}), 0.0)
     assert not meters.failures.sums
-    meters.observe(Put("p", 1, Rows(b""), [], []), refused, 0.0)
-    assert meters.failures.sums == {"BackPressure": 1}
+    meters.observe(put, Failed("ShardFull", "no room"), 0.0)
+    assert meters.failures.sums == {"ShardFull": 1}

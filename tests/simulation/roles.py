@@ -33,7 +33,8 @@ from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
 from dataplane.metadata.names import KEY_BYTES, hash_name, mint
 from dataplane.wire import messages as m
-from dataplane.wire.records import EXTENT, PLACE, U4, U8, VALUE, column
+from dataplane.wire.limits import INLINE_LIMIT_BYTES
+from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE, U4, U8, VALUE, column
 from dataplane.wire.tables import Column, Definition, Name, Rows, Spec
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
@@ -113,8 +114,11 @@ class Role:
 
     async def write(
         self, field: str, keys: list[bytes], nbytes: int, known: bool
-    ) -> tuple[Column, bytes]:
-        """Values in the arena, one range each or in one pack: the column and the EXTENTs."""
+    ) -> tuple[Column, bytes, bytes]:
+        """Values in the arena, one range each or in one pack, or small ones inline: the column, the
+        EXTENTs and the inline bytes."""
+        if nbytes <= INLINE_LIMIT_BYTES and self.rng.random() < 0.7:
+            return self._inline(field, keys, nbytes)
         alone = nbytes >= 4096
         sizes = np.full(len(keys), nbytes, U8) if alone else np.array([nbytes * len(keys)], U8)
         body = m.Reserve(PARTITION, self.generation, [sizes.tobytes()], known)
@@ -133,19 +137,29 @@ class Role:
         for key, value in zip(keys, values, strict=True):
             at = int(starts[int(value["range"])]) + int(value["delta"])
             view[at : at + nbytes] = content(key, field, nbytes)[:nbytes]
-        return Column(field, values.tobytes()), written.tobytes()
+        return Column(field, values.tobytes()), written.tobytes(), b""
+
+    @staticmethod
+    def _inline(field: str, keys: list[bytes], nbytes: int) -> tuple[Column, bytes, bytes]:
+        room = -(-nbytes // 8) * 8
+        values = np.zeros(len(keys), VALUE)
+        values["nbytes"], values["owner"] = nbytes, 1
+        values["range"] = np.arange(len(keys)) * room
+        each = (bytes(content(key, field, nbytes)[:nbytes]).ljust(room, b"\0") for key in keys)
+        return Column(field, values.tobytes()), b"", b"".join(each)
 
     async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
         """Rows with their tags and the first field."""
         nbytes = self.rng.choice(SIZES)
-        column_, written = await self.write("x", keys, nbytes, False)
+        column_, written, inline = await self.write("x", keys, nbytes, False)
         tags: dict[str, Any] = {
             "group": [self.ledger.rows[key].group.name for key in keys],
             "band": [band_of(self.ledger.rows[key].group) for key in keys],
             "length": [length_of(key) for key in keys],
         }
         body = m.Put(PARTITION, self.generation, rows, [column_], [_BYTES], tags, ranges=written)
-        for group in groups:
+        body.inline = inline
+        for group in groups if written else ():
             group.owners.add(self.client.owner)
         await self.client.call(body, m.PutDone, 10.0)
 
@@ -332,7 +346,8 @@ class Consumer(Role):
         for one in claimed.table.columns:
             for key, value in zip(keys, column(one.values, PLACE), strict=True):
                 at, nbytes = int(value["offset"]), int(value["nbytes"])
-                if view[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
+                memory = claimed.table.inline if value["flags"] & PLACE_INLINE else view
+                if memory[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
                     self.ledger.wrong(f"{self!r} read other bytes than were put as {one.field}")
 
     async def _finish(self, claimed: m.Claimed, keys: list[bytes]) -> None:
@@ -348,9 +363,10 @@ class Consumer(Role):
         self.doing = f"acks rows of {self.stage}"
         body = m.Finish(claimed.lease, "ack")
         if self.stage == "reward":
-            added, written = await self.write("reward", keys, 24, True)
+            added, written, inline = await self.write("reward", keys, 24, True)
             body.columns, body.specs, body.ranges = [added], [_BYTES], written
-            for key in keys:
+            body.inline = inline
+            for key in keys if written else ():
                 self.ledger.rows[key].group.owners.add(self.client.owner)
         await self._ended(body, keys)
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.client.filling import inline_of
 from dataplane.client.layout import Parcel, fill, plan
-from dataplane.client.values import prepare
-from dataplane.client.views import ColumnView
+from dataplane.client.values import Prepared, prepare
+from dataplane.client.views import ColumnView, same
 from dataplane.memory.placement import place
-from dataplane.wire.records import EXTENT, PLACE
+from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE
 from dataplane.wire.tables import Column
 
 
@@ -70,8 +71,11 @@ class FakeArena:
         ]
 
     def views(self, parcel: Parcel, offsets: np.ndarray) -> dict[str, ColumnView]:
-        base = self.base()
-        return {c.field: ColumnView(c, parcel.specs, base) for c in self.columns(parcel, offsets)}
+        base, inline = self.base(), inline_of(parcel)
+        return {
+            c.field: ColumnView(c, parcel.specs, base, inline=inline)
+            for c in self.columns(parcel, offsets)
+        }
 
     def put(
         self,
@@ -79,24 +83,34 @@ class FakeArena:
         group: Any = None,
         dedup: Collection[str] = (),
     ) -> dict[str, list[Any]]:
-        """Put and read again: the values of each field, in the order of the put."""
-        parcels = plan(prepare(columns, dedup=dedup), group)
-        result: dict[str, dict[int, Any]] = {name: {} for name in columns}
+        """Put and read again: the values of each field, in the order of the put. The same where
+        small values go with the message as where they lie in the arena."""
+        prepared = prepare(columns, dedup=dedup)
+        found, beside = (self._put(prepared, group, inline) for inline in (False, True))
+        assert all(same(found[name], beside[name]) for name in columns)
+        return beside
+
+    def _put(self, columns: Prepared, group: Any, inline: bool) -> dict[str, list[Any]]:
+        parcels = plan(columns, group, inline)
+        result: dict[str, dict[int, Any]] = {one.field: {} for one in columns.columns}
         for parcel in parcels:
             for name, view in self.views(parcel, self.write(parcel)).items():
                 result[name].update(zip(parcel.rows.tolist(), view, strict=True))
         return {name: [rows[row] for row in sorted(rows)] for name, rows in result.items()}
 
-    def view(self, values: Any) -> ColumnView:
-        """One field of a put that is one parcel."""
-        (parcel,) = plan(prepare({"x": values}))
+    def view(self, values: Any, inline: bool = False) -> ColumnView:
+        """One field of a put that is one parcel. inline: small values go with the message."""
+        (parcel,) = plan(prepare({"x": values}), inline=inline)
         return self.views(parcel, self.write(parcel))["x"]
 
 
 def _places(records: np.ndarray, offsets: np.ndarray) -> bytes:
     places = np.zeros(len(records), PLACE)
     if len(records):
-        places["offset"] = offsets[records["range"]] + records["delta"]
+        inline = records["owner"] == 1
+        own = records[~inline]
+        places["offset"][~inline] = offsets[own["range"]] + own["delta"]
+        places["offset"][inline], places["flags"][inline] = records["range"][inline], PLACE_INLINE
         places["nbytes"], places["spec"] = records["nbytes"], records["spec"]
     return places.tobytes()
 

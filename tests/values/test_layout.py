@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dataplane.client import copies, layout
 from dataplane.client.few import lay_few
+from dataplane.client.filling import inline_of
 from dataplane.client.layout import Parcel, join, plan, plan_beside
 from dataplane.client.values import Prepared, prepare
 from dataplane.client.views import same
@@ -140,12 +141,15 @@ def test_fields_that_all_go_elsewhere_leave_parcels_without_ranges() -> None:
 def test_few_and_many_values_are_laid_out_by_one_rule() -> None:
     for seed in range(20):
         prepared = prepare(mixed_columns(4, seed))
-        (parcel,) = plan(prepared)
-        few = lay_few(prepared)
-        assert few is not None
-        check_records(parcel)
-        assert few.sizes == parcel.sizes.tolist() and few.nbytes == parcel.nbytes
-        assert [c.wire() for c in few.cells] == parcel.columns()
+        for inline in (False, True):
+            (parcel,) = plan(prepared, inline=inline)
+            few = lay_few(prepared, inline)
+            assert few is not None
+            if not inline:
+                check_records(parcel)
+            assert few.sizes == parcel.sizes.tolist() and few.nbytes == parcel.nbytes
+            assert few.inline == inline_of(parcel) and bool(few.inline) == inline
+            assert [c.wire() for c in few.cells] == parcel.columns()
 
 
 def test_a_hundred_thousand_rows_pack_densely() -> None:

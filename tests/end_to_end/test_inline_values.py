@@ -1,0 +1,205 @@
+"""Small values that live in the shard: room, failures, and messages that lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataplane
+from dataplane.client.core import Call, Operation
+from dataplane.metadata.roster import Roster
+from dataplane.wire.messages import Body, Put
+from dataplane.wire.records import KEY, VALUE
+from dataplane.wire.tables import Column, Rows, Spec
+from tests.end_to_end.conftest import Cluster, until
+
+MIB = 1 << 20
+
+
+def arena(plane: dataplane.Plane) -> dict[str, Any]:
+    found: dict[str, Any] = plane.stats()["arena"]
+    return found
+
+
+def metadata(plane: dataplane.Plane) -> dict[str, Any]:
+    found: dict[str, Any] = plane.stats()["metadata"]
+    return found
+
+
+def test_they_come_out_as_they_went_in_and_leave_nothing_behind(plane: dataplane.Plane) -> None:
+    part = plane.partition("p", {"s": ["x"], "t": ["x", "y"]}, free="acked")
+    large = np.arange(2000.0)
+    for i in range(50):
+        part.put({"x": [i], "large": [large + i], "text": [f"row {i}"], "none": [np.zeros((0, 3))]})
+    for i in range(50):
+        batch = part.claim("s", rows=1, fields=["x", "large", "text", "none"], timeout=20)
+        assert (batch["x"][0], batch["text"][0]) == (i, f"row {i}")
+        np.testing.assert_array_equal(batch["large"][0], large + i)
+        assert batch["none"][0].shape == (0, 3)
+        batch.add(y=[i / 2])
+        batch.ack()
+        batch = part.claim("t", rows=1, timeout=20)
+        assert batch["y"][0] == i / 2
+        batch.ack()
+    del batch
+    empty = {"used_bytes": 0, "granted_bytes": 0, "ranges": 0}
+    until(lambda: empty.items() <= arena(plane).items(), "all bytes are free again")
+    until(lambda: not metadata(plane)["values_bytes"], "no small value is left")
+
+
+def test_a_column_of_small_and_large_values_is_read_as_any_other(plane: dataplane.Plane) -> None:
+    part = plane.partition("p", {"s": ["x"]})
+    given = [np.arange(n, dtype=np.int32) for n in (3, 3000, 0, 250, 257, 1)]
+    part.put({"x": given, "o": [{"a": one, "n": i} for i, one in enumerate(given)]})
+    batch = part.claim("s", rows=6, fields=["x", "o"], timeout=20)
+    for found in (batch["x"], batch.numpy("x"), [one["a"] for one in batch["o"]]):
+        assert all(np.array_equal(a, b) for a, b in zip(found, given, strict=True))
+    assert [one["n"] for one in batch["o"]] == list(range(6))
+    assert batch.arrow(["x"])["x"].to_pylist() == [one.tolist() for one in given]
+    some = batch["x"].take([0, 1])
+    assert [len(one) for one in some] == [3, 3000]
+    part.put({"y": [np.zeros(n) for n in (2, 300)]}, key=["a", "b"])
+    got = part.get(keys=["b", "a"])
+    assert [len(one) for one in got["y"]] == [300, 2]
+
+
+def test_none_of_them_is_in_an_arena_and_a_read_asks_nobody_for_one(cluster: Cluster) -> None:
+    cluster.start("keeper", "a", "b", "c")
+    planes = {name: cluster.connect(name) for name in cluster.peers}
+    part = planes["a"].partition("p", {"s": ["x"]}, free="drop")
+    part.put(
+        {"x": np.arange(64.0).reshape(8, 8), "t": [f"row {i}" for i in range(8)]}, key=range(8)
+    )
+    for name in "abc":
+        rows = planes[name].partition("p").get(keys=[5, 2])
+        assert rows["x"][0].tolist() == list(range(40, 48)) and list(rows["t"]) == [
+            "row 5",
+            "row 2",
+        ]
+    with planes["c"].partition("p").claim("s", rows=8, timeout=20) as batch:
+        assert batch.numpy("x").tolist() == np.arange(64.0).reshape(8, 8).tolist()
+        batch.add(score=np.arange(8.0))
+    assert part.get(keys=[7])["score"][0] == 7
+    for plane in planes.values():
+        assert not arena(plane)["ranges"] and not plane.stats()["pulled_bytes"]
+    assert part.stats()["inline_bytes"] == part.stats()["bytes"] > 0
+    for plane in planes.values():
+        plane.close()
+
+
+def test_they_outlive_the_host_that_wrote_them(cluster: Cluster) -> None:
+    cluster.start("keeper", "a", "b", "c", "d")
+    planes = {name: cluster.connect(name) for name in cluster.peers}
+    members = {plane.stats()["address"]: name for name, plane in planes.items()}
+    roster = Roster.from_seeds(list(members))
+    primary = roster.home("p")
+    backup = str(roster.backup_of(primary)[0])
+    seed = next(iter(members))
+    writer, reader = (n for a, n in members.items() if a not in (primary, backup, seed))
+    until(
+        lambda: all(not plane.stats()["roster"]["unprotected"] for plane in planes.values()),
+        "every backup is in sync",
+    )
+    part = planes[writer].partition("p", {"s": ["x"]})
+    part.put({"x": [1, 2, 3]}, key=[1, 2, 3])
+    part.put({"x": [np.zeros(5000)]}, key=[4])
+    planes.pop(writer).close()
+    cluster.peers[writer].kill()
+    far = planes[reader].partition("p")
+    until(lambda: len(far.rows()) == 3, "the row whose bytes were at the lost host is lost")
+    planes.pop(members[primary]).close()
+    cluster.peers[members[primary]].kill()  # and the backup has them too
+    batch = far.claim("s", rows=3, timeout=40)
+    assert sorted(batch["x"]) == [1, 2, 3]
+    batch.ack()
+    for plane in planes.values():
+        plane.close()
+
+
+def test_where_the_shard_is_full_they_stay_at_the_writer_and_then_rows_wait(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", arena="64MiB")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="acked")
+        part.put({"f": [0]}, key=["one"])
+        size = metadata(plane)["size_bytes"]
+        each = [np.full(1000, i, np.uint8) for i in range(200)]
+        for _ in range(size // 200_000 + 1):
+            part.put({"x": each})
+        told = metadata(plane)
+        assert told["values_bytes"] <= size and told["refused_values"] > 0
+        assert arena(plane)["used_bytes"] > 0
+        with pytest.raises(dataplane.BackPressure, match=f"peer {plane.stats()['peer']!r}"):
+            for _ in range(400):
+                part.put({"y": [np.uint8(0)] * 2000}, timeout=1)
+        part.put({"x": [np.full(1000, 7, np.uint8)]}, key=["one"])  # no new row
+        batch = part.claim("s", rows=400, timeout=20)
+        assert {len(one) for one in batch["x"]} == {1000}
+        batch.add(score=np.zeros(400))
+        batch.ack()  # a finish is always taken
+        part.drop(keys=part.rows().keys)
+        until(lambda: metadata(plane)["used_bytes"] < size, "there is room again")
+        part.put({"x": [np.full(1000, 7, np.uint8)]}, timeout=20)
+
+
+def test_what_a_shard_refuses_takes_no_room(plane: dataplane.Plane) -> None:
+    part = plane.partition("p", {"s": ["x"]})
+    part.put({"x": [1], "z": [np.zeros(3000)]}, key=["k"])
+    before = metadata(plane)["values_bytes"], arena(plane)["used_bytes"]
+    for _ in range(20):
+        with pytest.raises(dataplane.FieldExists):
+            part.put({"x": [2], "w": [np.zeros(3000)]}, key=["k"])
+    assert (metadata(plane)["values_bytes"], arena(plane)["used_bytes"]) == before
+
+
+# messages that lie
+
+
+def put_of(generation: int, inline: bytes, start: int = 0, nbytes: int = 8, owner: int = 1) -> Put:
+    key = np.frombuffer(b"\0\0" + b"k" * 14, KEY)
+    value = np.zeros(1, VALUE)
+    value["range"], value["nbytes"], value["owner"] = start, nbytes, owner
+    return Put(
+        "p",
+        generation,
+        Rows(key.tobytes()),
+        [Column("x", value.tobytes())],
+        [Spec("array", "int64")],
+        inline=inline,
+    )
+
+
+def tell(plane: dataplane.Plane, body: Body) -> None:
+    def operation() -> Operation[None]:
+        yield Call(body, 20.0)
+
+    plane.run(operation())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"inline": b""},
+        {"inline": bytes(7)},
+        {"inline": bytes(16), "start": 12},
+        {"inline": bytes(16), "start": 16},
+        {"inline": bytes(16), "start": (1 << 32) - 8},
+        {"inline": bytes(4096), "nbytes": 2048},
+        {"inline": bytes(4096), "nbytes": (1 << 64) - 1},
+        {"inline": bytes(8), "owner": 2},
+        {"inline": bytes(8), "owner": 0},
+        {"inline": bytes(8), "owner": 0xFFFF},
+    ],
+)
+def test_bytes_that_are_not_as_they_are_told_are_refused(
+    plane: dataplane.Plane, lie: dict[str, Any]
+) -> None:
+    part = plane.partition("p", {"s": ["x"]})
+    generation: int = part.stats()["generation"]
+    with pytest.raises(dataplane.ProtocolError):
+        tell(plane, put_of(generation, **lie))
+    part.put({"x": [5]})
+    assert part.claim("s", rows=1, timeout=20)["x"][0] == 5

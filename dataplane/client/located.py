@@ -2,7 +2,7 @@
 
 The copy is behind all that was asked of the stream of a value, so nobody has to wait before a put.
 The peer is told when the copy is done: a value that is there is whole, whoever dies. Where the
-device is full and `overflow` is asked for, the same copies go to the host arena.
+device is full the same copies go to the host arena.
 """
 
 from __future__ import annotations
@@ -116,12 +116,11 @@ def _prepared(columns: Columns) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """The fields of a put that go to one pool: a `writing.Elsewhere`. overflow: to the host arena
-    where that is full."""
+    """The fields of a put that go to one pool: a `writing.Elsewhere`; to the host arena where
+    that is full."""
 
     opened: Opened
     parcels: Sequence[Parcel]
-    overflow: bool
 
     def upto(self, first: int, last: int) -> int:
         if last == first + 1:
@@ -145,7 +144,6 @@ class DevicePart:
                     units,
                     continues(),
                     device=self.opened.number,
-                    overflow=self.overflow,
                 )
                 reserved = yield from ask(body, Reserved, until, "waiting for room on the device")
                 some = parcels_of.join(run[done : done + reserved.units])

@@ -30,7 +30,7 @@ from dataplane.client.rows import (
 )
 from dataplane.client.values import Prepared, by_name, prepare
 from dataplane.client.writing import AHEAD_BYTES, Putting, row_cost
-from dataplane.errors import InvalidCall, RowsGone, counted
+from dataplane.errors import RowsGone, counted
 from dataplane.wire.tables import Name
 
 SHOWN_NAMES = 8
@@ -46,13 +46,10 @@ def put(
     dedup: Collection[str],
     replace: bool,
     reuse: bool,
-    overflow: str | None,
     timeout: float | None,
 ) -> Operation[Ref]:
     """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
     session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
-    if overflow not in (None, "host"):
-        raise InvalidCall(f"overflow= is None or 'host', not {overflow!r:.40}")
     columns = by_name(columns)
     if isinstance(columns, Mapping):
         columns = dict(columns.items())  # its own way to iterate may be another one
@@ -96,7 +93,7 @@ def put(
             check_names_and_tags(identity, tagged)
             work.check_units(parts[0])
         work.elsewhere = [
-            DevicePart(one.opened, parcels, overflow is not None)
+            DevicePart(one.opened, parcels)
             for one, parcels in zip(on_devices, parts[1:], strict=True)
         ]
         yield from work.put_parcels(parts[0], row_cost(prepared, identity))

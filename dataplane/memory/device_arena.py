@@ -91,6 +91,8 @@ class DeviceArena:
         self.space = PoolSpace(page_up(nbytes), shares, ranges, base, number)
         self._pool = device.allocate(self.space.size_bytes)
         self.staged_bytes = 0
+        self.overflowed_bytes = 0
+        """of values for which there was no room here, and which went to the host arena"""
         """read by way of the host, by clients without the device and by other hosts"""
 
     def __repr__(self) -> str:
@@ -141,6 +143,7 @@ class DeviceArena:
             "kind": self.device.kind,
             **{name: figures[name] for name in (*kept, *_MORE)},
             "staged_bytes": self.staged_bytes,
+            "overflowed_bytes": self.overflowed_bytes,
         }
 
     def close(self) -> None:

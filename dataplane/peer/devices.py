@@ -26,7 +26,6 @@ from dataplane.peer.threads import Threads
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
 Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
-FULL_ADVICE = 'put them with overflow="host", or give the peer a larger --device-arena'
 
 
 def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
@@ -72,8 +71,7 @@ class Devices:
         for device in devices:
             assert self._memory is not None and wanted is not None
             arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
-            name = f" on device {device.identity}"
-            self._rooms.append(Room(self._host, arena.space, name, FULL_ADVICE))
+            self._rooms.append(Room(self._host, arena.space))
         room.beside = self._rooms
         self.from_disk: Read | None = None
         """reads what is in the spill file, where there is one"""
@@ -91,22 +89,23 @@ class Devices:
         admission: Admission,
         units: Units,
         timeout_s: float,
-        overflow: bool,
     ) -> tuple[int, npt.NDArray[Any]]:
-        """As `Room.reserve`, on the device of this number, 1 is the first. overflow: in the host
-        arena where the device has no room now, or never."""
+        """As `Room.reserve`, on the device of this number, 1 is the first; in the host arena where
+        the device has no room now, or never."""
         if not 0 < number <= len(self._rooms):
             raise ProtocolError(
                 f"this peer has no device arena {number}: it has {len(self._rooms)}"
             )
-        room = self._rooms[number - 1]
-        if not overflow:
-            return await room.reserve(holder, admission, units, timeout_s)
+        assert self._memory is not None
         try:
-            granted = room.at_once(holder, admission, units)
+            granted = self._rooms[number - 1].at_once(holder, admission, units)
         except ValueTooLarge:
             granted = None
-        return granted or await self._room.reserve(holder, admission, units, timeout_s)
+        if granted is None:
+            granted = await self._room.reserve(holder, admission, units, timeout_s)
+            overflowed = sum(int(unit.sum()) for unit in units[: granted[0]])
+            self._memory.devices[number - 1].overflowed_bytes += overflowed
+        return granted
 
     async def _read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""

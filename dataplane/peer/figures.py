@@ -155,6 +155,9 @@ def _devices(peer: Peer) -> Iterator[Family]:
     staged = {(device["device"],): device["staged_bytes"] for device in devices}
     help = "Bytes of a device that were copied to the host arena for whoever does not read it."
     yield counter("dataplane_device_staged_bytes", help, staged, "device")
+    overflowed = {(device["device"],): device["overflowed_bytes"] for device in devices}
+    help = "Bytes that were put from a device and went to the host arena, because its own was full."
+    yield counter("dataplane_device_overflowed_bytes", help, overflowed, "device")
 
 
 def _clients(peer: Peer) -> Iterator[Family]:

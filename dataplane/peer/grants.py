@@ -125,7 +125,6 @@ class Grants:
                 _admission(body),
                 units,
                 request.deadline_ms / 1000,
-                body.overflow,
             )
         finally:
             session.waiting -= 1

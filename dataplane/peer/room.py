@@ -40,22 +40,15 @@ class Waiter:
     granted: asyncio.Future[tuple[int, npt.NDArray[Any]]]
 
 
-HOST_ADVICE = "or give the peer a larger --arena or --spill"
-
-
 class Room:
     """Reservations of this peer, of its host arena or of a device's."""
 
-    def __init__(
-        self, host: Host, space: Space | None = None, name: str = "", advice: str = HOST_ADVICE
-    ) -> None:
-        """space: None for the host arena. name, advice: of the other memory and against its being
-        full, for messages."""
+    def __init__(self, host: Host, space: Space | None = None) -> None:
+        """space: None for the host arena. Nobody waits for room on a device: see `Devices`."""
         self._host = host
         self._space = host.space if space is None else space
-        self._name, self._advice = name, advice
         self.beside: list[Room] = []
-        """the rooms of the devices: looked at whenever this one is"""
+        """the rooms of the devices"""
         self.on_room: list[Callable[[], None]] = []
         """called when room may have come that no reservation waits for"""
         self.on_wait: list[Callable[[], None]] = []
@@ -70,7 +63,7 @@ class Room:
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values())) + sum(map(len, self.beside))
+        return sum(map(len, self._lines.values()))
 
     @property
     def producers(self) -> int:
@@ -116,7 +109,7 @@ class Room:
             told()
         try:
             what = f"room for {_DOING[admission]}"
-            with Telling(self._host, what, Subject(what, more=(self._name,)), look):
+            with Telling(self._host, what, Subject(what), look):
                 async with asyncio.timeout(timeout_s):
                     return await waiter.granted
         except BaseException as exc:
@@ -146,8 +139,6 @@ class Room:
                     waiter.granted.set_result((count, extents))
                 else:
                     self._space.give_back(waiter.holder, extents)
-        for room in self.beside:
-            room.pump()
         for told in self.on_room:
             told()
 
@@ -162,8 +153,6 @@ class Room:
                         "nothing here is leased or can be claimed, and every client waits",
                     )
                 )
-        for room in self.beside:
-            room.end_in_vain()
 
     def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
         self.refused[waiter.admission] += 1
@@ -191,11 +180,11 @@ class Room:
         )
         kind_of, beyond = self.beyond()
         return kind_of(
-            f"peer {host.name!r} has no room{self._name}: {needed} B are needed and {room} B are "
+            f"peer {host.name!r} has no room: {needed} B are needed and {room} B are "
             f"left for {_DOING[waiter.admission]} ({stats['used_bytes']} B used, "
             f"{stats['free_bytes']} B free of {stats['size_bytes']}{beyond}); {why}. Rows here: "
             f"{rows}{'; ' if views else ''}{views}. Consume or drop rows, claim with min= where a "
-            f"claim waits for more rows than fit, {self._advice}",
+            "claim waits for more rows than fit, or give the peer a larger --arena or --spill",
             needed_bytes=needed,
             room_bytes=room,
             free_bytes=stats["free_bytes"],

@@ -125,7 +125,7 @@ class Reserve(Body, tag=20):
     units: per unit the u8 column of the sizes of its ranges (packs of small values count as one).
     continuing: to groups or keys that this client put or leased before, or fields added to them.
     digests: a DIGEST record per candidate for dedup. device: in which device arena, 0: the host's;
-    overflow: in the host's where that device has no room now."""
+    in that too where the device has no room now."""
 
     partition: str
     generation: int
@@ -133,7 +133,6 @@ class Reserve(Body, tag=20):
     continuing: bool = False
     digests: bytes = b""
     device: int = 0
-    overflow: bool = False
 
 
 class Reserved(Body, tag=21):

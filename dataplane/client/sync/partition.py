@@ -51,7 +51,6 @@ class Partition:
         dedup: Collection[str] = (),
         replace: bool = False,
         reuse: bool = False,
-        overflow: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Ref:
         """Write rows: per field a sequence or an array [n, …]; or a TensorDict.
@@ -71,15 +70,14 @@ class Partition:
         otherwise).
 
         A field whose values all lie on a GPU that the peer has a device arena of is copied into
-        that, on the streams of the values. overflow: "host" puts them into host memory where the
-        device has no room, instead of waiting for some.
+        that, on the streams of the values, and into host memory where the device has no room.
 
         Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
         never fit, PutIncomplete when some rows went in and others did not: putting the same again
         is safe with given keys.
         """
         return self._run(
-            put(self._handle, columns, key, group, tags, dedup, replace, reuse, overflow, timeout)
+            put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
         )
 
     def tag(

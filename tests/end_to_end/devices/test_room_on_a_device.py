@@ -40,45 +40,22 @@ def test_a_peer_whose_device_is_full_reads_others_by_way_of_the_host(
         assert same(found["x"], arrays)
 
 
-def test_a_full_device_is_back_pressure_or_overflows_where_that_is_asked_for(
+def test_what_a_full_device_has_no_room_for_goes_to_host_memory_and_stats_say_so(
     plane: dataplane.Plane, device: TwinDevice
 ) -> None:
     part = plane.partition("p", stages={"s": ["hidden"]})
     first = values(5, 4 * MIB)
     part.put({"hidden": given(device, first)}, key=list(range(5)))
     more = values(2, 4 * MIB, first=5)
-    with pytest.raises(dataplane.BackPressure, match='twin:0.*overflow="host"') as full:
-        part.put({"hidden": given(device, more)}, key=[5, 6], timeout=0.5)
-    assert full.value.details["arena_bytes"] == 32 * MIB
-    part.put({"hidden": given(device, more)}, key=[5, 6], overflow="host", timeout=10)
+    part.put({"hidden": given(device, more)}, key=[5, 6], timeout=10)
     found = part.get(keys=list(range(7)))
     kinds = [type(one) for one in found["hidden"]]
     assert kinds == [TwinArray] * 5 + [np.ndarray] * 2
     assert same(found["hidden"], first + more) and same(found.numpy("hidden"), first + more)
+    assert on_device(plane)["overflowed_bytes"] == 8 * MIB
     with pytest.raises(dataplane.ValueTooLarge):
-        part.put({"hidden": given(device, values(1, 40 * MIB))}, timeout=10)
-    with pytest.raises(dataplane.InvalidCall, match="overflow"):
-        part.put({"hidden": given(device, more)}, overflow="disk")
+        part.put({"hidden": given(device, values(1, 400 * MIB))}, timeout=10)
     assert on_device(plane)["granted_bytes"] == 0
-
-
-def test_a_put_waits_for_room_on_the_device_until_somebody_frees_some(
-    plane: dataplane.Plane, cluster: Cluster, device: TwinDevice
-) -> None:
-    part = plane.partition("p", stages={"s": ["hidden"]})
-    part.put({"hidden": given(device, values(5, 4 * MIB))})
-    more = values(1, 4 * MIB, first=9)
-    putting = threading.Thread(
-        target=lambda: part.put({"hidden": given(device, more)}, key=["late"], timeout=30)
-    )
-    putting.start()
-    until(lambda: plane.stats()["waiting_puts"] == 1, "the put waits")
-    batch = part.claim("s", rows=5, timeout=10)
-    batch.ack()
-    del batch
-    putting.join(30)
-    assert not putting.is_alive()
-    assert same(part.get(keys=["late"])["hidden"], more)
 
 
 def test_dropping_most_rows_of_a_group_frees_their_part_of_the_device(

@@ -20,16 +20,22 @@ START_S = 30.0
 
 @contextmanager
 def two_peers(
-    arena: str, transport: str, device_arena: str = "", devices: str | None = None
+    arena: str,
+    transport: str,
+    device_arena: str = "",
+    devices: str | None = None,
+    token: str = "",
 ) -> Iterator[tuple[Any, Any]]:
     """Clients of peers `a` and `b`, which end with the body.
 
     arena, transport, device_arena: as `dataplane peer` takes them. devices: as `connect` does.
+    token: a file with the secret of the cluster, so that all between them is encrypted.
     ProcessDied, with the end of its log, where a peer does not start.
     """
     addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
     options = ["--arena", arena, "--transport", transport]
     options += ["--device-arena", device_arena] if device_arena else []
+    options += ["--token-file", token] if token else []
     argvs = {
         name: ["--listen", address, "--seeds", ",".join(addresses), *options]
         for name, address in zip("ab", addresses, strict=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import lives
 from bench.ceilings import Ceilings
 from bench.peers import one_peer, two_peers
 from bench.processes import die_with, spawned
@@ -53,7 +54,8 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
                 samples.clear()
             tick(nth + 1, rounds + 2)
         figures.shard()
-        tick(rounds + 2, rounds + 2)
+    samples["life_s"] = lives.measure()
+    tick(rounds + 2, rounds + 2)
     return report_of(samples)
 
 
@@ -258,6 +260,7 @@ def report_of(samples: Samples) -> dict[str, Any]:
             "claim_ms_p50_at_1m": middle[f"shard_{MANY_ROWS}_s"] * 1e3,
             "bytes_per_row": middle["bytes_per_row"],
         },
+        "group_life": {"per_s": 1 / middle["life_s"], "cpu_ms": middle["life_s"] * 1e3},
         "clients": {str(n): middle[f"clients_{n}"] for n in (1, 4)},
         "fields": {str(n): gigabytes / 4 / middle[f"fields_{n}_s"] for n in (1, 32)},
     }

@@ -6,6 +6,8 @@ keys in a few rounds of probing. Ids are given by the caller; the keys lie here,
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 
 from dataplane.metadata.columns import Array, grow
@@ -59,6 +61,8 @@ class KeyIndex:
 
     def __init__(self) -> None:
         self.keys: Array = np.zeros((0, 2), np.uint64)
+        self._known = memoryview(cast(Any, self.keys.reshape(-1)))
+        """the keys, one half after the other: an item of it takes a third of numpy's time"""
         self._clean(_SMALLEST_BITS)
         self._live = 0
 
@@ -71,7 +75,9 @@ class KeyIndex:
 
     def reserve(self, capacity: int) -> None:
         """Make room for ids below `capacity`."""
+        self._known.release()  # growing may move what it shows
         grow(self.keys, capacity)
+        self._known = memoryview(cast(Any, self.keys.reshape(-1)))
 
     def find(self, keys: Array) -> Array:
         """The id of each key, -1 where unknown."""
@@ -97,22 +103,25 @@ class KeyIndex:
         self._shift = 64 - bits
         self._last = (1 << bits) - 1
         self._table: Array = np.full(1 << bits, _EMPTY, np.int32)
+        self._places_of = memoryview(cast(Any, self._table))
         self._used = 0
 
     def _places(self, keys: Array) -> Array:
         """Where each key lies in the table, -1 where it is unknown."""
         if len(keys) > _FEW:
             return self._probe(keys)
-        return np.array([self._place_of(*key) for key in keys.tolist()], np.int64)
-
-    def _place_of(self, first: int, second: int) -> int:
-        place = _mixed_one(first, second) >> self._shift
-        table, known = self._table, self.keys
-        while (found := table.item(place)) != _EMPTY:
-            if found >= 0 and known.item(found, 1) == second and known.item(found, 0) == first:
-                return place
-            place = (place + 1) & self._last
-        return -1
+        table, known, shift, last = self._places_of, self._known, self._shift, self._last
+        places = []
+        for first, second in keys.tolist():
+            place = _mixed_one(first, second) >> shift
+            while (found := table[place]) != _EMPTY:
+                if found >= 0 and known[2 * found] == first and known[2 * found + 1] == second:
+                    break
+                place = (place + 1) & last
+            else:
+                place = -1
+            places.append(place)
+        return np.array(places, np.int64)
 
     def _probe(self, keys: Array) -> Array:
         """The same for many: all keys step together."""
@@ -135,11 +144,12 @@ class KeyIndex:
     def _enter(self, keys: Array, ids: Array) -> None:
         self._used += len(ids)
         if len(ids) <= _FEW:
+            table, last = self._places_of, self._last
             for (first, second), one in zip(keys.tolist(), ids.tolist(), strict=True):
                 place = _mixed_one(first, second) >> self._shift
-                while self._table.item(place) >= 0:
-                    place = (place + 1) & self._last
-                self._table[place] = one
+                while table[place] >= 0:
+                    place = (place + 1) & last
+                table[place] = one
             return
         at = (mixed(keys) >> np.uint64(self._shift)).astype(np.int64)
         while len(ids):

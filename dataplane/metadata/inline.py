@@ -95,14 +95,15 @@ class Blocks:
     def collect(self, records: Array) -> bytes:
         """What a message has to carry of these VALUE records, some of values here: each then says
         where it starts in that. Neighbours of one block stay together, and a whole one as it is."""
-        at = (records["owner"] == HERE).nonzero()[0]
-        if not len(at):
+        here = records["owner"] == HERE
+        count = int(np.count_nonzero(here))
+        if not count:
             return b""
-        mine = records[at]
+        mine = records if count == len(records) else records[here]
         numbers, starts = mine["range"], mine["generation"].astype(np.int64)
         ends = starts + _room(mine["nbytes"].astype(np.int64))
         breaks = ((numbers[1:] != numbers[:-1]) | (starts[1:] != ends[:-1])).nonzero()[0] + 1
-        firsts, lasts = np.append(0, breaks), np.append(breaks, len(at)) - 1
+        firsts, lasts = np.append(0, breaks), np.append(breaks, count) - 1
         parts = [
             self._data[number][start:end]
             for number, start, end in zip(
@@ -110,9 +111,10 @@ class Blocks:
             )
         ]
         before = np.cumsum([0, *map(len, parts[:-1])]) - starts[firsts]
-        mine["range"] = starts + np.repeat(before, np.append(breaks, len(at)) - firsts)
+        mine["range"] = starts + np.repeat(before, lasts + 1 - firsts)
         mine["generation"] = 0
-        records[at] = mine
+        if mine is not records:
+            records[here] = mine
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -163,5 +165,5 @@ class Arriving:
 
 
 def _room(sizes: Array) -> Array:
-    room: Array = -(-sizes // _STEP) * _STEP
+    room: Array = (sizes + (_STEP - 1)) & -_STEP
     return room

@@ -25,7 +25,7 @@ TIMES += [
     "fields_1_s",
     "fields_32_s",
 ]
-TIMES += ["cycle_s", "cycle_backed_up_s", "clients_1", "clients_4", "bytes_per_row"]
+TIMES += ["cycle_s", "cycle_backed_up_s", "clients_1", "clients_4", "bytes_per_row", "life_s"]
 
 
 def samples() -> dict[str, list[float]]:
@@ -45,6 +45,7 @@ def test_the_report_has_exactly_the_keys_that_readers_rely_on() -> None:
         "cycle": {"per_s"},
         "backed_up": {"claim_ms_p50", "cycle_per_s"},
         "shard": {"claim_ms_p50_at_10k", "claim_ms_p50_at_1m", "bytes_per_row"},
+        "group_life": {"per_s", "cpu_ms"},
         "clients": {"1", "4"},
         "fields": {"1", "32"},
     }
@@ -76,6 +77,8 @@ def test_every_figure_is_made_of_its_own_samples() -> None:
         "claim_ms_p50_at_1m": one[f"shard_{MANY_ROWS}_s"] * 1e3,
         "bytes_per_row": one["bytes_per_row"],
     }
+    life = one["life_s"]
+    assert report["group_life"] == {"per_s": 1 / life, "cpu_ms": life * 1e3}
     assert report["clients"] == {"1": one["clients_1"], "4": one["clients_4"]}
     assert report["fields"]["32"] == gigabytes / 4 / one["fields_32_s"]
     assert report["ratios"] == pytest.approx(

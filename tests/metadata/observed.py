@@ -11,6 +11,7 @@ from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op, decode_ops, encode_ops
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import VALUE
+from dataplane.wire.tables import INLINE, Table
 
 SIZES = ("metadata_bytes", "bytes_per_row")
 
@@ -74,12 +75,20 @@ def _rows(store: Store) -> dict[bytes, Any]:
             leaves = leaves[count:]
             if value[5] != ABSENT:
                 result[key][2][one.field] = [
-                    (*r[:3], table.specs[r[3]], r[4], table.owners[r[5]]) for r in records
+                    (*_place(table, r), table.specs[r[3]], table.owners[r[5]]) for r in records
                 ]
     for name, present, held in state.tags.held(slots):
         for at, value in zip(present.nonzero()[0].tolist(), held, strict=True):
             result[keys[at]][3][name] = value
     return result
+
+
+def _place(table: Table, record: tuple[int, ...]) -> tuple[Any, ...]:
+    """Range, generation, length and delta of a value; of one that lives in the store, its bytes."""
+    at, generation, nbytes, _, delta, owner = record
+    if table.owners[owner] == INLINE:
+        return (table.inline[at : at + nbytes],)
+    return at, generation, nbytes, delta
 
 
 def _stage(store: Store, name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dataplane.metadata import names
 from dataplane.metadata.store import Store
 from dataplane.wire.limits import ABSENT, NO_GROUP
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Column, Definition, Owner, Rows, Spec
+from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Spec, Table
 
 STAGES = {"s1": ["a"], "s2": ["a", "b"]}
 OWNERS = [Owner("near", 1), Owner("far", 2)]
@@ -39,6 +39,11 @@ def row_key(number: int) -> bytes:
 
 def group_key(number: int) -> bytes:
     return names.mint(8, number)
+
+
+def is_inline(number: int) -> bool:
+    """Whether the value with this number lives in the store; its bytes say the number."""
+    return number % 5 == 0
 
 
 @dataclass
@@ -92,6 +97,8 @@ class Model:
         self.ranges = itertools.count(1)
         self.references: set[int] = set()
         self.owner_of: dict[int, int] = {}
+        self.brought = bytearray()
+        """the inline bytes of the message that is being made"""
 
     # the model's own bookkeeping
 
@@ -162,11 +169,12 @@ class Model:
         counts, leaf_records, ranges = [], [], []
         for i, present in enumerate(here):
             mine = [next(self.ranges)] if present else []
-            values[i]["range"] = mine[0] if present else 0
-            values[i]["owner"] = mine[0] % 2 if present else ABSENT
+            values[i]["range"], values[i]["owner"] = self.place(mine[0]) if present else (0, ABSENT)
             extra = [next(self.ranges) for _ in range(i % 3)] if leaves and present else []
             counts.append(len(extra))
-            leaf_records += [(r, 1, 5, 1, 0, r % 2) for r in extra]
+            for one in extra:
+                at, owner = self.place(one)
+                leaf_records.append((at, 1, 5, 1, 0, owner))
             ranges.append(mine + extra)
         if leaves:
             records = np.array(leaf_records, VALUE).tobytes()
@@ -174,6 +182,17 @@ class Model:
         else:
             column = Column(name, values.tobytes())
         return column, ranges
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The range of a value and its owner; or where it is among the inline bytes, and that."""
+        if not is_inline(number):
+            return number, number % 2
+        self.brought += number.to_bytes(8, "little") + bytes(8)
+        return len(self.brought) - 16, len(OWNERS)
+
+    @property
+    def owners(self) -> list[Owner]:
+        return [*OWNERS, INLINE] if self.brought else OWNERS
 
     def rows_message(self, keys: list[int], groups: list[int | None] | None = None) -> Rows:
         column = b"".join(map(row_key, keys))
@@ -300,15 +319,23 @@ class Model:
             return None
         return int.from_bytes(rows.group_keys[16 * index + 8 : 16 * index + 16], "big")
 
-    def values_in(self, columns: list[Column], count: int) -> dict[str, list[list[int]]]:
+    def values_in(self, table: Table, count: int) -> dict[str, list[list[int]]]:
+        def number(value: Any) -> int:
+            at = int(value["range"])
+            if table.owners[value["owner"]] != INLINE:
+                return at
+            found = int.from_bytes(table.inline[at : at + 8], "little")
+            assert is_inline(found)
+            return found
+
         result = {}
-        for column in columns:
+        for column in table.columns:
             values = np.frombuffer(column.values, VALUE)
-            leaves = np.frombuffer(column.leaves, VALUE)["range"].tolist()
+            leaves = list(map(number, np.frombuffer(column.leaves, VALUE)))
             counts = np.frombuffer(column.leaf_counts, "<u4").tolist() or [0] * count
             rows, at = [], 0
             for value, many in zip(values, counts, strict=True):
-                own = [] if value["owner"] == ABSENT else [int(value["range"])]
+                own = [] if value["owner"] == ABSENT else [number(value)]
                 rows.append(own + leaves[at : at + many])
                 at += many
             result[column.field] = rows

@@ -32,6 +32,7 @@ from tests.metadata.store_model import (
     Model,
     Row,
     group_key,
+    is_inline,
 )
 
 KEYS = st.integers(0, 9)
@@ -63,6 +64,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         mode: str,
         version: int | None,
     ) -> None:
+        self.brought.clear()
         groups: list[int | None] = [None if mixed and i % 2 else group for i, _ in enumerate(keys)]
         here = {name: [not (holes and i == 1) for i in range(len(keys))] for name in fields}
         made = {name: self.column(name, here[name], leaves) for name in fields}
@@ -75,10 +77,11 @@ class StoreMachine(Model, RuleBasedStateMachine):
             with pytest.raises(tuple(expected)):
                 self.store.check_put(message, columns, tags, **how)
             with pytest.raises(tuple(expected)):
-                self.store.put(message, columns, SPECS, OWNERS, tags, **how)
+                self.store.put(message, columns, SPECS, self.owners, tags, **how)
             return
         self.store.check_put(message, columns, tags, **how)
-        outcome = self.store.put(message, columns, SPECS, OWNERS, tags, **how)
+        inline = bytes(self.brought)
+        outcome = self.store.put(message, columns, SPECS, self.owners, tags, inline=inline, **how)
         new = [key for key in keys if key not in self.rows]
         for key, number in zip(keys, groups, strict=True):
             if key in new:
@@ -221,10 +224,12 @@ class StoreMachine(Model, RuleBasedStateMachine):
             positions = positions[::2]
             index = np.array(positions, "<u4").tobytes()
         adds = adds if outcome in ("ack", "keep") else []
+        self.brought.clear()
         made = {name: self.column(name, [True] * len(positions), True) for name in adds}
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version] * len(positions)}
-        args = (outcome, index, columns, SPECS, OWNERS, tags)
+        owners, inline = self.owners, bytes(self.brought)
+        args = (outcome, index, columns, SPECS, owners, tags, inline)
         if any(
             row.writer.get(name, lease.stage) != lease.stage
             for name in made
@@ -300,7 +305,9 @@ class StoreMachine(Model, RuleBasedStateMachine):
         hit = [
             key
             for key, row in self.rows.items()
-            if any(r % 2 == 1 for ranges in row.values.values() for r in ranges)
+            if any(
+                r % 2 == 1 and not is_inline(r) for ranges in row.values.values() for r in ranges
+            )
         ]
         groups = {self.rows[key].group for key in hit} - {None}
         gone = [k for k, row in self.rows.items() if k in hit or row.group in groups]
@@ -364,7 +371,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         table = self.store.table(slots)
         keys = self.keys_of(table.rows)
         assert sorted(keys) == sorted(self.rows)
-        found = self.values_in(table.columns, len(keys))
+        found = self.values_in(table, len(keys))
         for i, key in enumerate(keys):
             row = self.rows[key]
             assert {name: column[i] for name, column in found.items() if column[i]} == row.values
@@ -379,6 +386,9 @@ class StoreMachine(Model, RuleBasedStateMachine):
             freed = set(ranges["range"].tolist())
             assert not freed & self.references
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
+            assert not any(map(is_inline, freed))
+        kept = [r for row in self.rows.values() for ranges in row.values.values() for r in ranges]
+        assert bool(self.store.state.fields.inline_bytes) == any(map(is_inline, kept))
 
 
 class KeepingMachine(StoreMachine):

@@ -1,7 +1,8 @@
 """What metadata may take at a peer, beside the arena: tables, remembered names, small values.
 
-Where small values use up their part of it, writers keep them as ranges in their arenas; where the
-whole is used up, new rows wait at the writer. A finish, an ack and a drop are always taken.
+Where it is more than a twentieth of the arena's size, writers keep small values as ranges in their
+arenas; where it is more than a fifth, new rows wait at the writer. A finish, an ack and a drop are
+always taken. The backup of these shards has as much again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import Any
 from dataplane.errors import ShardFull
 from dataplane.peer.host import Host, call_deadline
 
-SHARE = 20
-"""One part in so many of the arena's size, at the primary and again at the backup."""
+WITH_VALUES, IN_ALL = 20, 5
+"""One part in so many of the arena's size: up to where small values are taken, and new rows. A
+million rows of seven fields, without values, are some 300 MB."""
 LEAST_BYTES = 4 << 20
-"""Of a small arena: some ten thousand rows."""
-VALUES = 0.8
-"""The part of it that small values may fill: rows that keep theirs elsewhere still find room."""
+"""Of a small arena, the smaller of the two; the other is four times as much."""
 MEASURED_S = 0.1
 """How old the figures of the tables may be; what small values took since is added."""
 RETRY_S = 0.1
@@ -27,7 +27,9 @@ RETRY_S = 0.1
 class MetadataShare:
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.size_bytes = max(LEAST_BYTES, host.space.size_bytes // SHARE)
+        self.size_bytes = max(LEAST_BYTES * WITH_VALUES // IN_ALL, host.space.size_bytes // IN_ALL)
+        self.inline_bytes = self.size_bytes * IN_ALL // WITH_VALUES
+        """more than this, tables included, is no room for small values"""
         self.refused_values = 0
         """messages whose small values their writers had to keep"""
         self._measured_at = float("-inf")
@@ -55,7 +57,7 @@ class MetadataShare:
             raise ShardFull(
                 f"the metadata of peer {self._host.name!r}, which keeps the rows of this "
                 f"partition, has {self.used_bytes} bytes of {self.size_bytes}: consume or drop "
-                "rows, or give that peer a larger --arena, of which metadata may take a twentieth",
+                "rows, or give that peer a larger --arena, of which metadata may take a fifth",
                 peer=self._host.name,
                 used_bytes=self.used_bytes,
                 size_bytes=self.size_bytes,
@@ -65,7 +67,7 @@ class MetadataShare:
         """ShardFull, with `values`, where these are not to live in the shard; else they count."""
         if not inline:
             return
-        if self.used_bytes + len(inline) > VALUES * self.size_bytes:
+        if self.used_bytes + len(inline) > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
                 f"peer {self._host.name!r} has no room for {len(inline)} more bytes of small "

@@ -17,7 +17,7 @@ from tests.end_to_end.conftest import Cluster, until
 
 BY_THE_CLOCK = {"Beat", "Rostered", "Stats", "StatsDone"}
 """Sent whether or not there are rows."""
-MESSAGES = 16
+MESSAGES = 14
 """Requests and their answers, and two for a bulk read."""
 
 

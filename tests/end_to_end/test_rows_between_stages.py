@@ -140,10 +140,10 @@ def test_a_hundred_thousand_rows_in_one_put(plane: dataplane.Plane) -> None:
 
 def test_dead_values_in_living_blocks_are_counted_as_waste(plane: dataplane.Plane) -> None:
     part = plane.partition("w", free="drop")
-    part.put({"x": np.zeros((8, 1024), np.uint8)}, key=list("abcdefgh"), group="g")
+    part.put({"x": np.zeros((8, 2048), np.uint8)}, key=list("abcdefgh"), group="g")
     assert plane.stats()["arena"]["waste_bytes"] == 0
     part.drop(keys=list("abc"))
     arena = plane.stats()["arena"]
-    assert (arena["waste_bytes"], arena["used_bytes"]) == (3 * 1024, 8 * 1024)
+    assert (arena["waste_bytes"], arena["used_bytes"]) == (3 * 2048, 8 * 2048)
     part.drop(keys=list("defgh"))
     assert plane.stats()["arena"]["used_bytes"] == 0

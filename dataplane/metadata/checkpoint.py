@@ -183,7 +183,7 @@ def _enter_rows(
     if rows.group is not None and len(groups):
         joined = np.where(rows.group >= 0, groups[rows.group], UNGROUPED)
     slots = state.add_rows(rows.keys, rows.names, joined)
-    numbers = state.fields.intern(op.specs, op.owners)
+    numbers = state.fields.intern(op.specs, op.owners, op.inline)
     for one in columns:
         state.fields.write(slots, one, numbers, keep=False)
         # A checkpoint does not say whose value it is: whoever adds it again finds his own.
@@ -209,7 +209,7 @@ def _checked(state: State, op: Restore) -> _Plan:
     group_keys = _new(state.groups.index, op.rows.group_keys, "group", state.partition)
     rows = rows_in(op.rows) if len(keys) else None
     columns = columns_in(op.columns, len(keys), len(op.specs), len(op.owners)) if rows else []
-    check_inline(columns, op.owners, b"")
+    check_inline(columns, op.owners, op.inline)
     if op.closed_groups < 0 or (rows is None and (op.columns or op.tags)):
         raise ProtocolError("columns or tags without rows, or fewer than no groups")
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):

@@ -85,7 +85,7 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
 
-    closed_groups: that closed and went before. ranges: as in `Put`; between peers `owners` instead.
+    closed_groups: that closed and went before. ranges, inline: as in `Put`; between peers `owners` instead.
     """
 
     partition: str
@@ -98,6 +98,7 @@ class Restore(Body, tag=76):
     closed_groups: int = 0
     ranges: bytes = b""
     owners: list[Owner] = []
+    inline: bytes = b""
 
 
 Asked = Census | Survey | Save | Restore

@@ -44,6 +44,7 @@ def message(one: SaveDone, closed: int = 0) -> Restore:
         *("step-1", 1, table.rows, table.columns, table.specs, table.tags),
         *(one.progress, closed),
         owners=table.owners,
+        inline=table.inline,
     )
     (carried,) = decode_ops(encode_ops([made]))
     assert isinstance(carried, Restore)

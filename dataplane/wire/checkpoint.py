@@ -85,7 +85,8 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """New rows and groups as they stood. Ready ones are claimable at once, acked ones are done.
 
-    closed_groups: that closed and went before. ranges, inline: as in `Put`; between peers `owners` instead.
+    closed_groups: that closed and went before. ranges, inline: as in `Put`; between peers `owners`
+    instead of ranges.
     """
 
     partition: str

@@ -361,8 +361,14 @@ class StoreMachine(Model, RuleBasedStateMachine):
                 assert counts.ready_groups == ready_groups
                 assert counts.remaining_rows == rows["pending"] + ready_rows
                 assert counts.remaining_groups == groups["pending"] + ready_groups
-                assert counts.outstanding_rows == len(self.rows) - rows["acked"]
-                assert counts.outstanding_groups == len(self.groups) - groups["acked"]
+                other_rows, other_groups = (
+                    rows["ready"] - ready_rows,
+                    groups["ready"] - ready_groups,
+                )
+                assert counts.outstanding_rows == len(self.rows) - rows["acked"] - other_rows
+                assert (
+                    counts.outstanding_groups == len(self.groups) - groups["acked"] - other_groups
+                )
 
     @invariant()
     def rows_agree(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -199,7 +198,7 @@ class Claims:
         look = self.waits.looks(
             session, one.entry, body.stage, body.want.unit, body.want, lambda: one.number
         )
-        told = self.waits.explain(math.inf if one.end is None else one.end, look)
+        told = None if one.end is None else self.waits.explain(one.end, look)
         among = (one.entry.generation, body.want.unit, str(body.want.where))
         subject = Subject("claim", one.entry.name, body.stage, among)
         mine = self.leases.among(session.leases, one.entry.name, body.stage)
@@ -209,10 +208,12 @@ class Claims:
             with Telling(self.host, str(one), subject, look, soon=mine):
                 granted = await self._answered(one, answer)
                 if granted is None:
+                    assert told is not None
                     raise _in_vain(one, *await told)
             return granted
         finally:
-            told.cancel()
+            if told is not None:
+                told.cancel()
             session.waiting -= 1
             self._waiting.discard(one)
             if not one.settled:

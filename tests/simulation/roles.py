@@ -44,6 +44,8 @@ GROUP_ROWS = 4
 MAX_LENGTH = 97
 SIZES = (40, 300, 5000)
 """Of values."""
+PATIENT_MS = 5000
+"""Most claims wait for so long, some hardly or not at all."""
 AGAIN = (
     Unavailable,
     PeerLost,
@@ -288,15 +290,17 @@ class Consumer(Role):
         want = self._want()
         self.doing = f"claims {want} of {self.stage}"
         limit_ms = self.rng.choice((0, 0, 0, 200, 2000))
+        wait_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
         body = m.Claim(
-            PARTITION, self.generation, self.stage, want, timeout_ms=5000, lease_ms=limit_ms
+            PARTITION, self.generation, self.stage, want, timeout_ms=wait_ms, lease_ms=limit_ms
         )
         began = self.client.cluster.loop.now
         try:
             claimed = await self.client.call(body, m.Claimed, 5.0)
         except ClaimTimeout as exc:
             self.told = str(exc)
-            self.in_vain += 1
+            self.in_vain += wait_ms == PATIENT_MS
+            await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             return True
         except (StreamEnd, RowsLost):
             self.doing = f"has had all of {self.stage}"

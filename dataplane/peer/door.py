@@ -22,7 +22,6 @@ from dataplane.errors import (
     DataplaneError,
     LimitExceeded,
     ProtocolError,
-    Unavailable,
     VersionMismatch,
 )
 from dataplane.peer.failures import failed
@@ -84,7 +83,7 @@ class Door:
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
-        self.under_way: set[asyncio.Future[None]] = set()
+        self.under_way: set[asyncio.Future[Any]] = set()
         """calls that are not answered yet, also of connections that closed"""
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "the local door")
@@ -198,7 +197,7 @@ class Connection(asyncio.Protocol):
         self._frames = frames.FrameReader(limits.MAX_HELLO_BYTES)
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
-        self._running: dict[asyncio.Future[None], bool] = {}
+        self._running: dict[asyncio.Future[Any], bool] = {}
         self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
         self._inflow = Inflow(door.intake)
 
@@ -273,42 +272,70 @@ class Connection(asyncio.Protocol):
                 outcome = self._later(handler, request)
         except Exception as exc:
             outcome = failed(exc)
-        if isinstance(outcome, Body):
-            progress = self._door.host.progress
-            if progress.is_settled:
-                self._answer_call(request, outcome, began)
-                return
-            if not progress.is_held:
-                self._answer_confirmed(request, outcome, began)
-                return
-            outcome = _at_once(outcome)
-        task = asyncio.ensure_future(self._finish(request, outcome, began))
-        self._runs(request, task)
+        if not isinstance(outcome, Body):
+            self._overdue.began(request)
+            # A task where something is to be carried out, and none of our own where one is already.
+            self._runs(request, asyncio.ensure_future(outcome), self._carried_out, began)
+        elif self._door.host.progress.is_settled:
+            self._answer_call(request, outcome, began)
+        else:
+            self._answer_confirmed(request, outcome, began)
 
-    def _runs(self, request: Request, call: asyncio.Future[None]) -> None:
+    def _runs(
+        self,
+        request: Request,
+        call: asyncio.Future[Any],
+        then: Callable[..., None],
+        *what: Any,
+    ) -> None:
+        """then: called with the request, `what` and the call, as soon as that is done."""
         self._running[call] = isinstance(request.body, WAITING)
         self._door.under_way.add(call)
-        call.add_done_callback(self._door.under_way.discard)
-        call.add_done_callback(self._running.pop)
+        call.add_done_callback(partial(self._ran, then, request, *what))
+
+    def _ran(self, then: Callable[..., None], *what: Any) -> None:
+        call = what[-1]
+        self._door.under_way.discard(call)
+        del self._running[call]
+        then(*what)
+
+    def _carried_out(self, request: Request, began: float, call: asyncio.Future[Body]) -> None:
+        assert self._session is not None
+        if call.cancelled():  # what its handler took it gave back
+            self._overdue.ended(request)
+            self._door.sessions.sweep(self._session)
+            return
+        failure = call.exception()
+        body = failed(failure) if isinstance(failure, Exception) else call.result()
+        if self._door.host.progress.is_settled:
+            self._end(request, body, began)
+        else:
+            self._answer_confirmed(request, body, began)
 
     def _answer_confirmed(self, request: Request, body: Body, began: float) -> None:
         """As soon as the backup has all that was done."""
         until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
-        confirmed = self._door.host.progress.reached(until)
-        self._runs(request, confirmed)
-        confirmed.add_done_callback(partial(self._confirmed, request, body, began))
+        confirmed = asyncio.ensure_future(self._door.host.progress.confirmation(until))
+        self._runs(request, confirmed, self._confirmed, body, began)
 
     def _confirmed(
         self, request: Request, body: Body, began: float, confirmed: asyncio.Future[None]
     ) -> None:
-        assert self._session is not None
         failure = None if confirmed.cancelled() else confirmed.exception()
-        gone = self._transport is None or self._transport.is_closing()
-        if confirmed.cancelled() or failure is not None or gone:
+        if confirmed.cancelled() or failure is not None:
+            assert self._session is not None
             self._door.unsent(self._session, request, body)
-        if not confirmed.cancelled() and not gone:
-            answer = failed(failure) if isinstance(failure, Exception) else body
-            self._answer_call(request, answer, began)
+            body = failed(failure) if isinstance(failure, Exception) else Done()
+        self._end(request, body, began, answers=not confirmed.cancelled())
+
+    def _end(self, request: Request, body: Body, began: float, answers: bool = True) -> None:
+        """The last of a call that was not answered at once."""
+        assert self._session is not None
+        late = self._overdue.ended(request)
+        if late or self._transport is None or self._transport.is_closing():
+            self._door.unsent(self._session, request, body)
+        elif answers:
+            self._answer_call(request, body, began)
         self._door.sessions.sweep(self._session)
 
     async def _later(self, handler: Handler, request: Request) -> Body:
@@ -317,36 +344,6 @@ class Connection(asyncio.Protocol):
         await self._door.lease(call_deadline.get())
         outcome = handler(self._session, request, request.body)
         return outcome if isinstance(outcome, Body) else await outcome
-
-    async def _finish(self, request: Request, outcome: Awaitable[Body], began: float) -> None:
-        assert self._session is not None
-        self._overdue.began(request)
-        try:
-            body = await self._outcome(request, outcome)
-        finally:
-            late = self._overdue.ended(request)
-        if late or self._transport is None or self._transport.is_closing():
-            self._door.unsent(self._session, request, body)
-        else:
-            self._answer_call(request, body, began)
-        self._door.sessions.sweep(self._session)
-
-    async def _outcome(self, request: Request, outcome: Awaitable[Body]) -> Body:
-        """What is answered, once the backup has all that was done."""
-        assert self._session is not None
-        try:
-            body = await outcome
-        except Exception as exc:
-            body = failed(exc)
-        try:
-            until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
-            await self._door.host.progress.settled(until)
-        except (Unavailable, asyncio.CancelledError) as exc:
-            self._door.unsent(self._session, request, body)
-            if isinstance(exc, asyncio.CancelledError):
-                raise
-            body = failed(exc)
-        return body
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
@@ -399,7 +396,3 @@ class Connection(asyncio.Protocol):
         except ProtocolError as exc:
             frame = frames.encode(Reply(rid, failed(exc)))
         self._transport.write(frame)
-
-
-async def _at_once(body: Body) -> Body:
-    return body

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dataplane.errors import PartitionGone, StaleEpoch
 from dataplane.memory.arena import Arena
 from dataplane.memory.device import PoolHandle
@@ -44,8 +46,7 @@ call_stage: ContextVar[str] = ContextVar("call_stage", default="")
 """The stage whose claim is being served; "" for anything else, and for what no call waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Who asks: the peer, under which roster, and the client operation on whose behalf."""
 
     address: str

@@ -54,7 +54,7 @@ class Mesh:
         self._deadlines = Deadlines()
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
-        self.door = PeerDoor(host, self.handlers, self.spawn, gate)
+        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
         self._closing = False
         self._told = itertools.count(1)
         self._telling: set[int] = set()

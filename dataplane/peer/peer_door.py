@@ -6,6 +6,7 @@ behind is refused (`StaleEpoch`), and one that is ahead waits until this peer ha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -26,7 +27,7 @@ from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
-from dataplane.wire.messages import Body, Claim, Define, Done, Losses, Stats, Wait
+from dataplane.wire.messages import Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
@@ -55,16 +56,19 @@ class PeerDoor:
         self,
         host: Host,
         handlers: dict[type[Body], Handler],
-        spawn: Callable[[Awaitable[Any]], object],
+        hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]],
         gate: Gate,
     ) -> None:
         self.host = host
         self.handlers = handlers
-        self._spawn = spawn
+        self._hold = hold
+        """has them end with this peer"""
         self._gate = gate
         self._router: Socket | None = None
         self._once = Once(Operations())
         self.intake = Intake(host.incarnation, self._arrived)
+        self._begin_later: dict[type[Body], bool] = {}
+        """whether a handler begins in a later turn of the loop, by the body that it is for"""
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
         self.lease: Callable[[float], Awaitable[None]] | None = None
@@ -98,40 +102,54 @@ class PeerDoor:
         """Answered at once, unless somebody or something has to be waited for."""
         limit_s = request.deadline_ms / 1000
         # What is asked of others on the way ends before, so that the sender is told who it was.
-        until = self.host.now() + limit_s - min(0.1, limit_s / 10)
-        call_deadline.set(until)
+        call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
         try:
             outcome = self._begin(request)
-            if not isinstance(outcome, Body) or not self._may_go_out(request):
-                self._spawn(self._finish(identity, request, nbytes, outcome, until))
-                return
         except Exception as exc:
             outcome = failed(exc)
-        self.intake.answered(nbytes)
-        self._answer(identity, request, outcome)
+        if isinstance(outcome, Body):
+            self._carried_out(identity, request, nbytes, outcome)
+            return
+        call = self._hold(asyncio.ensure_future(outcome))
+        call.add_done_callback(functools.partial(self._ended, identity, request, nbytes))
 
-    async def _finish(
+    def _ended(
+        self, identity: bytes, request: PeerRequest, nbytes: int, call: asyncio.Future[Body]
+    ) -> None:
+        if call.cancelled():  # this peer ends
+            self.intake.answered(nbytes)
+            return
+        failure = call.exception()
+        reply = failed(failure) if isinstance(failure, Exception) else call.result()
+        self._carried_out(identity, request, nbytes, reply)
+
+    def _carried_out(self, identity: bytes, request: PeerRequest, nbytes: int, reply: Body) -> None:
+        """The answer goes out when the backup has all that it may tell of."""
+        progress = self.host.progress
+        refused = isinstance(reply, Failed) and reply.code == StaleEpoch.__name__
+        if progress.is_settled or refused or isinstance(request.body, UNHELD):
+            self.intake.answered(nbytes)
+            self._answer(identity, request, reply)
+            return
+        until = self.host.now() + request.deadline_ms / 1000
+        confirmed = self._hold(asyncio.ensure_future(progress.confirmation(until)))
+        confirmed.add_done_callback(
+            functools.partial(self._confirmed, identity, request, nbytes, reply)
+        )
+
+    def _confirmed(
         self,
         identity: bytes,
         request: PeerRequest,
         nbytes: int,
-        outcome: Body | Awaitable[Body],
-        until: float,
+        reply: Body,
+        confirmed: asyncio.Future[None],
     ) -> None:
-        call_deadline.set(until)
-        try:
-            reply = outcome if isinstance(outcome, Body) else await outcome
-            if not self._may_go_out(request):
-                await self.host.progress.settled(self.host.now() + request.deadline_ms / 1000)
-        except Exception as exc:
-            reply = failed(exc)
-        finally:
-            self.intake.answered(nbytes)
-        self._answer(identity, request, reply)
-
-    def _may_go_out(self, request: PeerRequest) -> bool:
-        """Whether the backup has all that the answer may tell of."""
-        return self.host.progress.is_settled or isinstance(request.body, UNHELD)
+        self.intake.answered(nbytes)
+        if not confirmed.cancelled():
+            failure = confirmed.exception()
+            answer = failed(failure) if isinstance(failure, Exception) else reply
+            self._answer(identity, request, answer)
 
     def _answer(self, identity: bytes, request: PeerRequest, reply: Body) -> None:
         assert self._router is not None
@@ -159,13 +177,12 @@ class PeerDoor:
         if isinstance(outcome, Body) or isinstance(request.body, ONLY_WAITS):
             return outcome
         self.under_way += 1
-        return self._counted(outcome)
+        call = asyncio.ensure_future(outcome)
+        call.add_done_callback(self._is_over)
+        return call
 
-    async def _counted(self, outcome: Awaitable[Body]) -> Body:
-        try:
-            return await outcome
-        finally:
-            self.under_way -= 1
+    def _is_over(self, call: asyncio.Future[Body]) -> None:
+        self.under_way -= 1
 
     def _handle(self, request: PeerRequest) -> Body | Awaitable[Body]:
         caller = Caller(
@@ -192,21 +209,20 @@ class PeerDoor:
         return start()
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
-        if inspect.iscoroutinefunction(handler) and not isinstance(body, WHENEVER):
+        begins_later = self._begin_later.get(type(body))
+        if begins_later is None:
+            later = inspect.iscoroutinefunction(handler) and not isinstance(body, WHENEVER)
+            begins_later = self._begin_later[type(body)] = later
+        if begins_later:
             return self._under(self.host.roster, handler, caller, body)
         return handler(caller, body)
 
-    async def _under(
-        self,
-        roster: Roster,
-        handler: Callable[[Caller, Any], Awaitable[Body]],
-        caller: Caller,
-        body: Body,
-    ) -> Body:
+    async def _under(self, roster: Roster, handler: Handler, caller: Caller, body: Body) -> Body:
         """A coroutine begins a turn of the loop after the epochs were compared."""
         if self.host.roster is not roster:
             raise self._out_of_step(caller.address, roster.epoch)
-        return await handler(caller, body)
+        outcome = handler(caller, body)
+        return outcome if isinstance(outcome, Body) else await outcome
 
     def _is_in_step(self, request: PeerRequest) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Awaitable
 from typing import Any
 
 from dataplane.errors import Unavailable
@@ -39,11 +40,6 @@ class Progress:
         return not self._holds and self._has_all
 
     @property
-    def is_held(self) -> bool:
-        """Not only the backup is waited for."""
-        return bool(self._holds)
-
-    @property
     def _has_all(self) -> bool:
         return not self.required or self.confirmed >= self.done
 
@@ -70,6 +66,11 @@ class Progress:
             self._waiting.append((self.done, reached))
             self._deadlines.add(reached, until, _late)
         return reached
+
+    def confirmation(self, until: float) -> Awaitable[None]:
+        """As `settled`, and as `reached` where nothing but the backup is waited for: without a
+        task."""
+        return self.settled(until) if self._holds else self.reached(until)
 
     async def settled(self, until: float) -> None:
         """Until the backup has all that was done up to now, and what holds it up is done.

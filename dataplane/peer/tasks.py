@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextvars import Context
 from typing import Any
 
@@ -15,17 +15,25 @@ log = logging.getLogger(__name__)
 
 class Tasks:
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     def __repr__(self) -> str:
         return f"<Tasks {len(self._tasks)} under way>"
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         """A background task whose failure is logged, never lost. No call's deadline is its own."""
-        task = asyncio.get_running_loop().create_task(_awaited(work), context=Context())
+        coroutine = work if isinstance(work, Coroutine) else _awaited(work)
+        task = asyncio.get_running_loop().create_task(coroutine, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    def hold(self, work: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        """It ends with this peer; whoever began it looks at its failure."""
+        if not work.done():
+            self._tasks.add(work)
+            work.add_done_callback(self._tasks.discard)
+        return work
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

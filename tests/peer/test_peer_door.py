@@ -15,6 +15,7 @@ from dataplane.metadata.roster import Roster
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller
 from dataplane.peer.peer_door import PeerDoor
+from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
 from dataplane.wire.peering import PeerReply, PeerRequest
@@ -35,8 +36,7 @@ class Door:
         )  # fmt: skip
         self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
         self.under: list[Roster] = []
-        spawn = asyncio.get_running_loop().create_task
-        self.door = PeerDoor(self.host, {Seal: self._seal}, spawn, Gate(None, "plane"))  # type: ignore[arg-type]
+        self.door = PeerDoor(self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"))
         self.door._router = self  # type: ignore[assignment]
         self.door.intake.open(self)  # type: ignore[arg-type]
 

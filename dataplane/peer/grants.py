@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +45,12 @@ from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
 from dataplane.wire.rosters import Inherited
 from dataplane.wire.tables import INLINE, Column, Owner
 
+log = logging.getLogger(__name__)
+
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
+MOST_FREED = 1 << 20
+"""Ranges that one message says to be free."""
 _NO_RANGES, _NO_COUNTS = np.zeros(0, RANGE), np.zeros(0, U4)
 
 
@@ -68,6 +74,8 @@ class Grants:
         self.doubts = Doubts(host, mesh, self.lent)
         self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
         """`Devices.reserve`"""
+        self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
+        """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
         """owners that have yet to answer what this peer took over of theirs"""
         mesh.handlers[Release] = self._release_here
@@ -238,11 +246,24 @@ class Grants:
         came free here."""
         if owner == self.host.owner:
             return bool(self.host.space.release(ranges, counts))
-        body = Release(ranges.tobytes(), np.asarray(counts, "<u4").tobytes())
-        self.mesh.spawn(self._release_there(owner, body))
+        freed = ranges.tobytes(), np.asarray(counts, "<u4").tobytes()
+        if owner in self._freed:
+            self._freed[owner].append(freed)
+        else:
+            self._freed[owner] = [freed]
+            self.mesh.spawn(self._release_there(owner))
         return False
 
-    async def _release_there(self, owner: Owner, body: Release) -> None:
+    async def _release_there(self, owner: Owner) -> None:
+        """What comes free while one message is on its way goes with the next."""
+        while self._freed[owner]:
+            try:
+                await self._release_once(owner)
+            except DataplaneError as exc:
+                log.warning("%s keeps values that nobody names any more: %s", owner.peer, exc)
+        del self._freed[owner]
+
+    async def _release_once(self, owner: Owner) -> None:
         """Not before the owner has answered what was taken over. Until then these references are
         the lost peer's there, nothing is released, and what was taken over names them still: they
         would be lent for ever. Messages that wait for the backup, or are repeated, keep no order.
@@ -250,7 +271,12 @@ class Grants:
         telling = self._telling.get(owner)
         if telling:
             await asyncio.wait(telling)
-        await self.mesh.tell(owner, body)
+        await self.host.progress.settled(math.inf)
+        ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
+        most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
+        rest = ranges[most[0] :], counts[most[1] :]
+        self._freed[owner] = [rest] if rest[0] else []
+        await self.mesh.tell(owner, Release(ranges[: most[0]], counts[: most[1]]))
 
     def _release_here(self, caller: Caller, body: Release) -> Body:
         """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""

@@ -20,6 +20,7 @@ from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.roster import Roster
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller
+from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Release
 from dataplane.wire.records import EXTENT
@@ -100,7 +101,7 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent()), way, None, None)  # type: ignore[arg-type]
+    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])

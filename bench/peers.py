@@ -45,6 +45,16 @@ def two_peers(
 
 
 @contextmanager
+def many_peers(count: int, arena: str) -> Iterator[list[Any]]:
+    """A client of each of so many peers, all seeds of one roster that the first one keeps."""
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
+    seeds = ["--seeds", ",".join(addresses), "--arena", arena]
+    argvs = {f"p{n}": ["--listen", address, *seeds] for n, address in enumerate(addresses)}
+    with _peers(f"perf-{count}-{os.getpid()}", argvs) as clients:
+        yield clients
+
+
+@contextmanager
 def one_peer(arena: str) -> Iterator[Any]:
     """A client of a peer that has no others, as an embedded one; it ends with the body."""
     with _peers(f"perf-alone-{os.getpid()}", {"alone": ["--arena", arena]}) as (client,):

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from bench import lives
+from bench import lives, row_way
 from bench.ceilings import Ceilings
+from bench.compare.cpu import cpu_seconds
 from bench.peers import one_peer, two_peers
 from bench.processes import die_with, spawned
 
@@ -26,6 +27,7 @@ VALUE_BYTES = 1 << 20
 SMALL_BYTES = 1 << 10
 CLAIM_FIELDS = "abcd"
 CYCLES = 300
+PULLS, PULLED_BYTES = 256, 4 << 10
 CLIENT_S = 0.7
 FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
 SHARD_CLAIMS = 40
@@ -56,7 +58,7 @@ def measure(rounds: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
         figures.shard()
     samples["life_s"] = lives.measure()
     tick(rounds + 2, rounds + 2)
-    return report_of(samples)
+    return report_of(samples) | {"messages": row_way.measure()}
 
 
 class _Figures:
@@ -73,6 +75,9 @@ class _Figures:
         self.pulling = far.partition("pull", stages={"s": ["x"]})
         self.claimed = alone.partition("claim", stages={"s": list(CLAIM_FIELDS)})
         self.claimed_backed_up = near.partition("claim", stages={"s": list(CLAIM_FIELDS)})
+        self.owned = near.partition("owner", stages={"s": ["x"]}, free="drop")
+        self.owned_there = far.partition("owner")
+        self.pids = {client.peer: client.stats()["pid"] for client in (near, far)}
         self.cycled = alone.partition("cycle", stages={"s": ["x"]})
         self.cycled_backed_up = near.partition("cycle", stages={"s": ["x"]})
         self.fields = {n: near.partition(f"fields-{n}", stages={"s": _names(n)}) for n in (1, 32)}
@@ -108,6 +113,7 @@ class _Figures:
         note("round_trip_s", ceilings.round_trip_s())
         note("cycle_s", self._cycles(self.cycled))
         note("cycle_backed_up_s", self._cycles(self.cycled_backed_up))
+        note("pull_owner_s", self._pull_owner())
         for n, part in self.fields.items():
             rows = np.split(self.block[: ROWS // 4], n, axis=1)
             columns = dict(zip(_names(n), map(np.ascontiguousarray, rows), strict=True))
@@ -152,6 +158,20 @@ class _Figures:
         began = time.perf_counter()
         _cycle(part, CYCLES)
         return (time.perf_counter() - began) / CYCLES
+
+    def _pull_owner(self) -> float:
+        """Processor seconds of both peers for a pull: a value got from the other host, less what it
+        takes to get it once more, when it is here."""
+        ref = self.owned.put({"x": self.block[:PULLS, :PULLED_BYTES]})
+        pulled, here = (self._got_one_by_one(ref.keys) for _ in range(2))
+        self.owned.drop(keys=ref.keys)
+        return (pulled - here) / PULLS
+
+    def _got_one_by_one(self, keys: Any) -> float:
+        before = sum(cpu_seconds(self.pids).values())
+        for key in keys:
+            self.owned_there.get(keys=[key], fields=["x"])
+        return sum(cpu_seconds(self.pids).values()) - before
 
     def shard(self) -> None:
         """Claims while 10 thousand and a million rows live at the peer."""
@@ -254,6 +274,7 @@ def report_of(samples: Samples) -> dict[str, Any]:
             "ms_p50": middle["claim_s"] * 1e3,
             "ms_p99": float(np.percentile(taken["claim_s"], 99)) * 1e3,
         },
+        "pull_owner": {"cpu_ms": middle["pull_owner_s"] * 1e3},
         "cycle": {"per_s": 1 / middle["cycle_s"]},
         "shard": {
             "claim_ms_p50_at_10k": middle[f"shard_{FEW_ROWS}_s"] * 1e3,

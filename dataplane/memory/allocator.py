@@ -84,6 +84,18 @@ class Allocator:
             first, count = first + count, 4 * count
         return None
 
+    def cut(self, nbytes: int) -> int | None:
+        """As `allocate`, to the byte: for what no client is granted. None where none of the first
+        stretches is that long."""
+        if nbytes > self.free_bytes:
+            return None
+        self._settle()
+        fit = self._ends[:_FIRST_LOOK] - self._starts[:_FIRST_LOOK] >= nbytes
+        index = int(fit.argmax()) if len(fit) else 0
+        if not len(fit) or not fit[index]:
+            return None
+        return self._take(index, int(self._starts[index]), nbytes)
+
     def free(self, offsets: Bytes, lengths: Bytes) -> None:
         """Stretches come back, in any order. AssertionError (at the latest when space is next
         asked for) where one is free already."""

@@ -55,9 +55,10 @@ class PulledCopies:
         known = self._slots.get(incarnation)
         if known:
             at, slots = self._kept(known, remote)
-            same = self._remote[slots]["generation"] == remote["generation"][at]
-            found[at[same]] = self._local[slots[same]]
-            self._recency.use(each_once(slots[same]))
+            if len(at):
+                same = self._remote[slots]["generation"] == remote["generation"][at]
+                found[at[same]] = self._local[slots[same]]
+                self._recency.use(each_once(slots[same]))
         return found
 
     def insert(self, incarnation: int, remote: Records, local: Records) -> None:
@@ -67,15 +68,16 @@ class PulledCopies:
         newcomer is of a later generation.
         """
         known = self._slots.setdefault(incarnation, {})
-        if len(each_once(remote["range"])) < len(remote):
+        if len(remote) > 1 and len(each_once(remote["range"])) < len(remote):
             remote, local = self._first_of_each(remote, local)
         at, slots = self._kept(known, remote)
-        older = self._older(slots, remote[at])
-        if not every(older):
-            stays = at[~older]
-            self._release(local[stays])
-            remote, local = np.delete(remote, stays), np.delete(local, stays)
-        self._clear(slots[older])  # their names lead to the newcomers from here on
+        if len(at):
+            older = self._older(slots, remote[at])
+            if not every(older):
+                stays = at[~older]
+                self._release(local[stays])
+                remote, local = np.delete(remote, stays), np.delete(local, stays)
+            self._clear(slots[older])  # their names lead to the newcomers from here on
         slots = self._take_slots(len(remote))
         known.update(zip(remote["range"].tolist(), slots.tolist(), strict=True))
         nbytes = self._ranges.extents(local)["length"].astype(np.int64)
@@ -134,7 +136,7 @@ class PulledCopies:
         """Which of these ranges have a copy, of whatever generation, and its slot."""
         slots = map(known.get, remote["range"].tolist(), repeat(-1))
         of = np.fromiter(slots, np.intp, len(remote))
-        at = np.flatnonzero(of >= 0)
+        at = (of >= 0).nonzero()[0]
         return at, of[at]
 
     def _older(self, slots: Slots, remote: Records) -> Mask:

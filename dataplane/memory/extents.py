@@ -43,8 +43,8 @@ def padded(lengths: npt.NDArray[np.uint64]) -> Bytes:
 
 
 def every(mask: Mask) -> bool:
-    """`mask.all()` for short columns, at a tenth of the cost."""
-    return bool(np.count_nonzero(mask) == mask.size)
+    """`mask.all()`; for short columns, which most are, at a fifth of the cost."""
+    return b"\0" not in mask.tobytes()
 
 
 def each_once(numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

@@ -74,6 +74,17 @@ class Room:
             return []
         return self._take(admission, nbytes, prefer)
 
+    def cut(self, admission: int, nbytes: int) -> int | None:
+        """Where so many bytes begin that no client is granted; None where they cannot be had as
+        one stretch now."""
+        self._evict_into(admission, nbytes)
+        if nbytes > self._shares.room(admission):
+            return None
+        start = self._allocator.cut(nbytes)
+        if start is not None:
+            self._shares.charge(admission, nbytes)
+        return start
+
     def give_back(self, starts: Bytes, ends: Bytes, by_class: Sequence[int]) -> None:
         """Stretches come back that were charged to the classes with these bytes."""
         self._allocator.free(starts, ends - starts)

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,10 @@ class Pulls:
         pins: list[int] = []
         try:
             while True:
-                self._pin_found(owner, remote, needed, holder, local, pins)
-                rest = np.flatnonzero(local["generation"] == 0)
+                rest = (local["generation"] == 0).nonzero()[0]
+                if len(rest):
+                    self._pin_found(owner, remote, needed, holder, local, pins, rest)
+                    rest = rest[local["generation"][rest] == 0]
                 if not len(rest):
                     return local, pins
                 keys: list[int] = remote[rest].view(np.uint64).tolist()
@@ -134,11 +137,11 @@ class Pulls:
         holder: int,
         local: npt.NDArray[Any],
         pins: list[int],
+        rest: npt.NDArray[np.intp],
     ) -> None:
         space = self.host.space
-        rest = np.flatnonzero(local["generation"] == 0)
         found = space.copies.lookup(owner.incarnation, remote[rest])
-        hit = np.flatnonzero(found["generation"] != 0)
+        hit = found["generation"].nonzero()[0]
         if len(hit):
             long_enough = space.ranges.extents(found[hit])["length"] >= needed[rest[hit]]
             hit = hit[long_enough]
@@ -183,8 +186,8 @@ class Pulls:
             return await self._fill(sizes, functools.partial(self.from_elsewhere, remote))
         # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
         try:
-            if int(sizes.sum()) <= MAX_PULLED_BYTES:
-                return await self._ask(owner, remote, sizes)
+            if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
+                return await self._ask(owner, remote, sizes, nbytes)
             source = await self._remote(owner)
             copying = functools.partial(self._copy, source, remote, sizes)
             fresh = await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
@@ -195,29 +198,47 @@ class Pulls:
         return fresh
 
     async def _ask(
-        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64]
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
     ) -> npt.NDArray[Any]:
         """Few bytes, in one exchange on the control link, once there is room for them: what waits
         for room holds none."""
-        body = Pull(np.ascontiguousarray(remote).tobytes(), sizes.tobytes())
+        space, view = self.host.space, self.host.arena.view
+        room = self.room.for_copies(sizes)
+        if room is None:
 
-        async def write(dest: npt.NDArray[Any]) -> None:
-            reply: Pulled = await self.mesh.call(
-                owner.peer, body, to=owner.incarnation, timeout_s=self.left_s()
-            )
-            if reply.gone:
-                raise _freed(reply.gone, owner)
-            data = reply.data
-            if len(data) != int(sizes.sum()):
-                raise ProtocolError(f"{owner.peer} sent {len(data)} bytes of {int(sizes.sum())}")
-            view, at = self.host.arena.view, 0
-            for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
-                view[start : start + size] = data[at : at + size]
-                at += size
+            async def write(dest: npt.NDArray[Any]) -> None:
+                data, at = await self._asked(owner, remote, sizes, nbytes), 0
+                for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
+                    view[start : start + size] = data[at : at + size]
+                    at += size
 
-        fresh = await self._fill(sizes, write)
-        self.brought[CONTROL].add(call_stage.get(), int(sizes.sum()))
+            fresh = await self._fill(sizes, write)
+        else:
+            start, fresh = room
+            try:
+                view[start : start + nbytes] = await self._asked(owner, remote, sizes, nbytes)
+            except BaseException:
+                space.release(fresh)
+                self.room.pump()
+                raise
+        self.brought[CONTROL].add(call_stage.get(), nbytes)
         return fresh
+
+    async def _asked(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
+    ) -> bytes:
+        """So many bytes of each of these ranges, one behind the other."""
+        reply: Pulled = await self.mesh.call(
+            owner.peer,
+            Pull(remote.tobytes(), sizes.tobytes()),
+            to=owner.incarnation,
+            timeout_s=self.left_s(),
+        )
+        if reply.gone:
+            raise _freed(reply.gone, owner)
+        if len(reply.data) != nbytes:
+            raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
+        return reply.data
 
     async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:
         """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
@@ -383,38 +404,36 @@ class Pulls:
     def _pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
-        if int(sizes.sum()) > MAX_PULLED_BYTES or sizes.max(initial=0) > MAX_PULLED_BYTES:
+        if sum(sizes.tolist()) > MAX_PULLED_BYTES:
             raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
-        pinned = self.pin(ranges)
-        if isinstance(pinned, tuple):
-            return self._pulled(sizes, *pinned)
-        return self._pulled_later(sizes, pinned)
+        if self.away(ranges):
+            return self._pulled_copies(sizes, ranges)
+        return self._pulled(sizes, ranges)
 
-    async def _pulled_later(
-        self, sizes: npt.NDArray[Any], pinned: Awaitable[tuple[int, npt.NDArray[Any]]]
-    ) -> Body:
-        return self._pulled(sizes, *await pinned)
-
-    def _pulled(self, sizes: npt.NDArray[Any], pin: int, places: npt.NDArray[Any]) -> Pulled:
+    async def _pulled_copies(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Body:
+        local, pin = await self._pin_copies(ranges)
         try:
-            gone = places["offset"] == GONE
-            if gone.any():
-                return Pulled(b"", int(gone.sum()))
-            if (sizes > places["length"]).any():
-                raise ProtocolError("more is asked for than a range has")
-            view = self.host.arena.view
-            starts = places["offset"].tolist()
-            parts = zip(starts, sizes.tolist(), strict=True)
-            return Pulled(b"".join(view[start : start + size] for start, size in parts))
+            return self._pulled(sizes, local)
         finally:
             self.unpin(pin)
+
+    def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
+        """Nothing waits in between, so nothing need be pinned."""
+        space = self.host.space
+        if gone := space.alive(ranges).tolist().count(False):
+            return Pulled(b"", gone)
+        places, wanted, view = space.ranges.extents(ranges), sizes.tolist(), self.host.arena.view
+        if any(map(gt, wanted, places["length"].tolist())):
+            raise ProtocolError("more is asked for than a range has")
+        parts = zip(places["offset"].tolist(), wanted, strict=True)
+        return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
     def pin(
         self, ranges: npt.NDArray[Any]
     ) -> tuple[int, npt.NDArray[Any]] | Awaitable[tuple[int, npt.NDArray[Any]]]:
         """For a transfer that reads here: hold what lives, say where it is."""
         if self.away(ranges):
-            return self._pin_copies(ranges)
+            return self._places_of_copies(ranges)
         return self._pin(ranges, self.host.space.alive(ranges))
 
     def _pin(
@@ -427,8 +446,16 @@ class Pulls:
             places[alive] = space.ranges.extents(local[alive])
         return space.pin(PULLER, local[alive]), places
 
-    async def _pin_copies(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        """Copies stand for those that are in the spill file or on a device."""
+    async def _places_of_copies(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+        local, pin = await self._pin_copies(ranges)
+        try:
+            return self._pin(local, self.host.space.alive(local))
+        finally:
+            self.unpin(pin)
+
+    async def _pin_copies(self, ranges: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
+        """Copies stand for those that are in the spill file or on a device: the RANGE of each, of
+        none where it is gone, and a pin that holds them."""
         while True:
             alive = self.host.space.alive(ranges)
             keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
@@ -440,7 +467,7 @@ class Pulls:
         try:
             local = np.zeros(len(ranges), RANGE)
             local[alive] = found[inverse]
-            return self._pin(local, alive)
+            return local, self.host.space.pin(PULLER, local[alive])
         finally:
             self.host.space.unpin(PULLER, pins)
 

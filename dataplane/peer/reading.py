@@ -78,22 +78,32 @@ class Reading:
         return self._pull(table, flat, holder, reader)
 
     def _places(
-        self, table: Table, flat: npt.NDArray[Any], here: npt.NDArray[Any], holder: int
+        self,
+        table: Table,
+        flat: npt.NDArray[Any],
+        here: npt.NDArray[Any],
+        holder: int,
+        pinned: list[int] | None = None,
     ) -> Resolved:
+        """pinned: the pin that all of them have already. It is taken out."""
         space: Space = self.host.space
         places = np.zeros(len(flat), PLACE)
         places["nbytes"] = flat["nbytes"]
         places["spec"] = flat["spec"]
-        if every(here):
-            pin, starts = space.pin_places(holder, rowset.ranges_of(flat))
+        whole = every(here)
+        ranges = rowset.ranges_of(flat if whole else flat[here])
+        if pinned:
+            pin, starts = 0, space.ranges.offsets(ranges)
+        else:
+            pin, starts = space.pin_places(holder, ranges)
+        if whole:
             places["offset"] = starts + flat["delta"]
         else:
-            pin, starts = space.pin_places(holder, rowset.ranges_of(flat[here]))
             places["offset"][here] = starts + flat["delta"][here]
             inline = ~here & (flat["owner"] != ABSENT)
             places["offset"][inline] = flat["range"][inline]
             places["flags"][~here] = np.where(inline[~here], PLACE_INLINE, PLACE_ABSENT)
-        return _with_places(table, places), pin
+        return _with_places(table, places), pinned.pop() if pinned else pin
 
     async def _pull(
         self, table: Table, flat: npt.NDArray[Any], holder: int, reader: int
@@ -103,19 +113,20 @@ class Reading:
         flat = flat.copy()
         here = _in_ranges(table, flat)
         interim: list[int] = []
-        owners = [(code, owner) for code, owner in enumerate(table.owners) if owner != INLINE]
-        at = [np.flatnonzero(flat["owner"] == code) for code, _ in owners]
-        asked = [
-            self._of_one(owner, flat[some], holder, reader, interim)
-            for (_, owner), some in zip(owners, at, strict=True)
-        ]
+        asked = []
+        for code, owner in enumerate(table.owners):
+            at = (flat["owner"] == code).nonzero()[0]
+            if len(at) and owner != INLINE:
+                asked.append(self._of_one(owner, flat, at, holder, reader, interim))
         try:
-            # Nobody's pins are forgotten where one of them fails.
-            found = await asyncio.gather(*asked, return_exceptions=True)
-            for some, local in zip(at, found, strict=True):
-                if isinstance(local, BaseException):
-                    raise local
-                flat["range"][some], flat["generation"][some] = local["range"], local["generation"]
+            if len(asked) == 1:
+                await asked[0]
+            else:  # nobody's pins are forgotten where one of them fails
+                for failed in await asyncio.gather(*asked, return_exceptions=True):
+                    if failed is not None:
+                        raise failed
+            if len(asked) == len(interim) == 1:  # they are pinned already, and by nothing else
+                return self._places(table, flat, here, holder, interim)
             return self._places(table, flat, here, holder)
         finally:
             self.host.space.unpin(holder, interim)
@@ -123,24 +134,31 @@ class Reading:
     async def _of_one(
         self,
         owner: Owner,
-        wanted: npt.NDArray[Any],
+        flat: npt.NDArray[Any],
+        at: npt.NDArray[np.intp],
         holder: int,
         reader: int,
         pins: list[int],
-    ) -> npt.NDArray[Any]:
-        """The local RANGE of each of these values of an owner."""
-        if not len(wanted):
-            return np.zeros(0, RANGE)
+    ) -> None:
+        """A local RANGE for each of these values of an owner, in its place."""
+        wanted = flat[at]
         keys = rowset.ranges_of(wanted).view(np.uint64)
-        unique, inverse = np.unique(keys, return_inverse=True)
+        order = keys.argsort(kind="stable")
+        keys = keys[order]
+        first = np.empty(len(keys), np.bool_)  # of the values in one range
+        first[0] = True
+        np.not_equal(keys[1:], keys[:-1], out=first[1:])
+        starts = first.nonzero()[0]
+        ranges = keys[starts].view(RANGE)
         if owner == self.host.owner:
-            local, more = await self.pulls.at_hand(unique.view(RANGE), holder, reader)
+            local, more = await self.pulls.at_hand(ranges, holder, reader)
         else:
-            needed = np.zeros(len(unique), np.uint64)
-            np.maximum.at(needed, inverse, wanted["nbytes"] + wanted["delta"])
-            local, more = await self._bring(owner, unique.view(RANGE), needed, holder, reader)
+            reach = (wanted["nbytes"] + wanted["delta"])[order]
+            needed = np.maximum.reduceat(reach, starts)
+            local, more = await self._bring(owner, ranges, needed, holder, reader)
         pins += more
-        return local[inverse]
+        local, at = local[first.cumsum() - 1], at[order]
+        flat["range"][at], flat["generation"][at] = local["range"], local["generation"]
 
     async def _bring(
         self,

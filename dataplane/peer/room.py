@@ -83,6 +83,10 @@ class Room:
         count, extents = self._space.reserve(holder, admission, units)
         return (count, extents) if count else None
 
+    def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]] | None:
+        """As `Space.for_copies`; None also where somebody waits for room for pulls."""
+        return None if self._lines[Admission.PULL] else self._space.for_copies(sizes)
+
     async def reserve(
         self, holder: int, admission: Admission, units: Units, timeout_s: float
     ) -> tuple[int, npt.NDArray[Any]]:

@@ -38,7 +38,8 @@ async def test_values_are_asked_for_when_there_is_room_for_them() -> None:
         now=asyncio.get_running_loop().time,
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    pulls = Pulls(host, mesh, SimpleNamespace(reserve=reserve))  # type: ignore[arg-type]
+    room: Any = SimpleNamespace(reserve=reserve, for_copies=lambda sizes: None)
+    pulls = Pulls(host, mesh, room)
     remote = np.array([(0, 1)], RANGE)
     coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))
     for _ in range(10):

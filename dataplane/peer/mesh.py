@@ -13,7 +13,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable, from_wire
+from dataplane.errors import (
+    DataplaneError,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+    from_wire,
+)
 from dataplane.peer import sockets
 from dataplane.peer.acquaintance import Acquaintances, Bulk
 from dataplane.peer.deadlines import Deadlines
@@ -130,10 +136,14 @@ class Mesh:
         to: int | None,
         epoch: tuple[int, int] | None,
     ) -> Any:
-        """At once where that can be; else, and where the link breaks, with all that it takes."""
+        """Once the backup has what the request may tell of. On a link that is there without more
+        ado; else, and where it breaks, with all that it takes."""
         until, broken, what = self.host.now() + limit_s, None, type(body).__name__
+        if not isinstance(body, UNHELD) and not self.host.progress.is_settled:
+            await self.host.progress.settled(until)
+            limit_s = max(0.0, until - self.host.now())
         link = self._links.get(address)
-        if link is not None and self._is_ready(link, body, to):
+        if link is not None and self._is_ready(link, to):
             rid, frame = self._request(body, who, limit_s, epoch)
             answer = link.ask_now(rid, frame)
             if answer is not None:
@@ -148,11 +158,10 @@ class Mesh:
         asking = self._exchange(address, body, who, limit_s, to, epoch, broken)
         return await self._in_time(address, what, until - self.host.now(), asking)
 
-    def _is_ready(self, link: Link, body: Body, to: int | None) -> bool:
+    def _is_ready(self, link: Link, to: int | None) -> bool:
         """Whether a request may go out on it now."""
         greeted = link.hello is not None and to in (None, link.hello.incarnation)
-        settled = self.host.progress.is_settled or isinstance(body, UNHELD)
-        return greeted and settled and not self._closing
+        return greeted and not self._closing
 
     async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
         try:
@@ -193,7 +202,7 @@ class Mesh:
                         f"peer {link.hello.name} at {address} was started anew: repeat the call",
                         address=address,
                     )
-                return await self._ask(link, body, who, timeout_s, epoch)
+                return await link.ask(*self._request(body, who, timeout_s, epoch))
             except LinkBroken as exc:
                 broken = exc
 
@@ -284,9 +293,12 @@ class Mesh:
             async with link.greeting:
                 if link.hello is None:
                     who = Caller(self.host.address, self.host.incarnation)
-                    reply = await self._ask(link, self.others.introduction(), who, CALL_S)
+                    greeting = self._request(self.others.introduction(), who, CALL_S, None)
+                    reply = await link.ask(*greeting)
                     if isinstance(reply, Failed):
                         raise from_wire(reply.code, reply.message, reply.details)
+                    if not isinstance(reply, PeerHello):
+                        raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)
                     link.hello = reply
         return link
@@ -342,18 +354,6 @@ class Mesh:
         except LinkBroken:
             return False
         return True
-
-    async def _ask(
-        self,
-        link: Link,
-        body: Body,
-        who: Caller,
-        timeout_s: float,
-        epoch: tuple[int, int] | None = None,
-    ) -> Any:
-        if not self.host.progress.is_settled and not isinstance(body, UNHELD):
-            await self.host.progress.settled(self.host.now() + timeout_s)
-        return await link.ask(*self._request(body, who, timeout_s, epoch))
 
     def _request(
         self, body: Body, who: Caller, timeout_s: float, epoch: tuple[int, int] | None

@@ -155,7 +155,7 @@ class Roster:
 
     def address(self, shard: int) -> str:
         """Where this shard is served."""
-        return self.members[int(self.primaries[shard])]
+        return self.members[self.primaries.item(shard)]
 
     def bucket(self, partition: str) -> int:
         """The shard in which a partition lives."""

@@ -61,6 +61,7 @@ class Room:
         self.refused = [0] * len(Admission)
         """waits that ended in BackPressure"""
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
+        self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -131,11 +132,10 @@ class Room:
 
     def pump(self) -> None:
         """Space came back, or a waiter left: grant in order, the highest class first."""
-        for admission in sorted(self._lines, reverse=True):
-            line = self._lines[admission]
+        for line in self._by_rank:
             while line:
                 waiter = line[0]
-                count, extents = self._space.reserve(waiter.holder, admission, waiter.units)
+                count, extents = self._space.reserve(waiter.holder, waiter.admission, waiter.units)
                 if not count:
                     break
                 line.popleft()

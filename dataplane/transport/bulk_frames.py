@@ -308,11 +308,11 @@ def decode_to_worker(body: bytes) -> ToWorker:
     return _decode(_to_worker, body)
 
 
-def decode_from_worker(body: bytes) -> FromWorker:
+def decode_from_worker(body: bytes | memoryview) -> FromWorker:
     return _decode(_from_worker, body)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes | memoryview) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

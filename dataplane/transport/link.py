@@ -210,7 +210,7 @@ class WorkerLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(bytes(encode(frame)))
 
-    def _take(self, body: bytes) -> None:
+    def _take(self, body: bytes | memoryview) -> None:
         match decode_from_worker(body):
             case Finished() as finished:
                 self._finished(finished)

@@ -71,9 +71,15 @@ class FrameReader:
         """announced by the frame that is not complete yet; 0 between frames"""
         self._buffer = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
         """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
         buffer = self._buffer
+        if not buffer and len(data) >= HEADER_BYTES:  # one whole frame, as most are
+            length = body_length(data, self.limit_bytes)
+            if length == len(data) - HEADER_BYTES:
+                self.awaited_bytes = 0
+                yield memoryview(data)[HEADER_BYTES:]
+                return
         buffer += data
         self.awaited_bytes = 0
         while len(buffer) >= HEADER_BYTES:

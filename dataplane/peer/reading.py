@@ -214,7 +214,7 @@ class Reading:
         found: Found = await self.partitions.ask_home(body.partition, asked)
         return found.table, number + found.table.rows.keys[-16:] if found.more else b""
 
-    async def _read_here(self, caller: Caller, body: Read) -> Body:
+    def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         store = entry.store
         slots, more = store.read(
@@ -233,7 +233,7 @@ class Reading:
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
         return Fetched(pin, table)
 
-    async def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
+    def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")

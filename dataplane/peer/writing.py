@@ -139,22 +139,31 @@ class Writing:
             space.unpin(session.id, [body.pin])
         return PutDone(self.grants.ahead(session, body.want_bytes), gone=gone)
 
-    async def _put_here(self, caller: Caller, body: Put) -> Body:
+    def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
+        if entry.copies is not None:
+            return self._put_with_copies(body)
+        return self._put_into(entry, body)
+
+    async def _put_with_copies(self, body: Put) -> Body:
+        entry = self.host.shard(body.partition, body.generation)  # a turn later
         async with self.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
-            plan = entry.store.check_put(
-                body.rows,
-                body.columns,
-                body.tags,
-                replace=body.replace,
-                keep=body.keep,
-                reuse=body.reuse,
-            )
-            if len(plan.new):
-                self.share.check_rows()
-            self.share.check_values(body.inline)
-            outcome = self._store(entry, body, body.columns, body.owners, plan)
+            return self._put_into(entry, body)
+
+    def _put_into(self, entry: Entry, body: Put) -> Body:
+        plan = entry.store.check_put(
+            body.rows,
+            body.columns,
+            body.tags,
+            replace=body.replace,
+            keep=body.keep,
+            reuse=body.reuse,
+        )
+        if len(plan.new):
+            self.share.check_rows()
+        self.share.check_values(body.inline)
+        outcome = self._store(entry, body, body.columns, body.owners, plan)
         self.settle(entry)
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
 
-# The wider table: 2, 4 and 8 hosts with 1 Gbit/s each, more prompts, groups with and without dedup; half an hour.
+# The wider table: 2, 4 and 8 hosts with 1 Gbit/s each, more prompts, groups with and without dedup; ten minutes.
 bench-links: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench links --json bench/out/links.json
 

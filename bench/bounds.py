@@ -22,8 +22,12 @@ rounds = up_to(_ROUNDS, "what each measured is kept until the end")
 frames = up_to(100_000_000, "a door takes some thousands a second")
 
 
-class TooMuch(ValueError):
-    """Options that are possible one by one, and together are more than a run may be."""
+class Impossible(ValueError):
+    """Options that are possible one by one, and not together."""
+
+
+class TooMuch(Impossible):
+    """Together they are more than a run may be."""
 
 
 def check(hosts: int, trainers: int, tp: int, prompts: int, steps: int) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import headline, links, perf_command, run_command, smallest, soak
-from bench.bounds import TooMuch
+from bench.bounds import Impossible
 from bench.compare import command as compare
 from bench.faults import command as faults
 from bench.outputs import NotWritten
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return int(options.perform(options, f"python -m bench {shlex.join(arguments)}"))
-    except (TraceError, TooMuch) as exc:
+    except (TraceError, Impossible) as exc:
         print(f"python -m bench: {exc}", file=sys.stderr)
         return 2
     except NotWritten as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from bench import links, outputs, report
@@ -45,7 +46,8 @@ def _headline(options: argparse.Namespace, command: str) -> int:
 
 
 def _links(options: argparse.Namespace, command: str) -> int:
-    """The wider table: more prompts, a media group's rows by themselves too, 1 Gbit/s."""
+    """The wider table: more prompts, a media group's rows by themselves too, 1 Gbit/s; and what
+    becomes of it where those who read share no host with those who write."""
     rate = _rate(options, "1gbit")
     plan: list[Planned] = []
     for trace, prompts, ways in (("video", 4, (True, False)), ("math", 8, (True,))):
@@ -53,6 +55,8 @@ def _links(options: argparse.Namespace, command: str) -> int:
             for hosts in (2, 4, 8):
                 job = _job(trace, hosts, prompts * hosts)
                 plan += _planned(with_link(job, rate, options.no_links), dedup)
+    apart = replace(_job("video", MOST_HOSTS, 4 * MOST_HOSTS), apart=True)
+    plan += _planned(with_link(apart, rate, options.no_links), True)
     return carry_out(plan, options.json, command, options.no_links)
 
 

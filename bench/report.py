@@ -59,9 +59,10 @@ def _cells(run: Run) -> list[str]:
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
     limit = run["memory_limit_bytes"]
+    apart = " apart" if run["apart"] else ""
     under = f", {limit / (1 << 30):g} GiB" if limit else ""
     return [
-        f"{run['trace']}/{run['plane']}\n{run['hosts']} hosts, {run['link'] or 'no links'}\n"
+        f"{run['trace']}/{run['plane']}\n{run['hosts']} hosts{apart}, {run['link'] or 'no links'}\n"
         f"dedup {_switch(run['dedup'])}, {run['columns']}{under}",
         f"[{'green' if ok else 'red'}]{run['status'].replace(' ', chr(10))}[/]",
         _or_dash(steady_seconds(run), ".2f"),

@@ -67,6 +67,7 @@ class Settings:
     abort: float = 0.0  # share of the groups that are cancelled while they are written
     pace: float = 0.0  # recorded seconds in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks of each trainer
+    apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
     trace_files: tuple[Path, ...] = ()  # their first `steps` steps, `prompts` prompts of each
     link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
     computed_link: str | None = None  # where there are no links: the rate to compute for
@@ -138,6 +139,7 @@ def job_of(settings: Settings, dedup: bool, folder: str) -> Job:
         abort=settings.abort,
         pace=settings.pace,
         tp=settings.tp,
+        apart=settings.apart,
         addresses=addresses_of(settings),
     )
     if settings.arena_bytes:
@@ -395,6 +397,7 @@ class _Run:
             "prompts": job.prompts,
             "steps": job.steps,
             "staleness": job.staleness,
+            "apart": job.apart,
             "samples": job.samples,
             "seed": job.seed,
             "arena_bytes": job.arena_bytes,

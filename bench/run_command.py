@@ -65,6 +65,12 @@ def register(commands: Any) -> None:
         "--tp", type=bounds.ranks, default=1, help="tensor-parallel ranks of each trainer; 1"
     )
     run.add_argument(
+        "--apart",
+        action="store_true",
+        help="rollout on the first half of the hosts, the other stages on the second; default: "
+        "every host has some of each stage",
+    )
+    run.add_argument(
         "--pace",
         type=positive,
         default=0.0,
@@ -122,6 +128,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
     prompts = _prompts(options)
     trainers = options.trainers or options.hosts
     bounds.check(options.hosts, trainers, options.tp, prompts, options.steps)
+    if options.apart and options.hosts < 2:
+        raise bounds.Impossible("--apart wants two hosts at least: --hosts 2")
     rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
     plan = [
         (settings if rate is None else with_link(settings, rate, options.no_links), plane, dedup)
@@ -181,7 +189,8 @@ def _expected(run: dict[str, Any]) -> set[str]:
 
 
 def _label(settings: Settings, plane: str, dedup: bool) -> str:
-    where = f"{settings.hosts} hosts, {settings.link or 'no'} links"
+    apart = ", stages apart" if settings.apart else ""
+    where = f"{settings.hosts} hosts{apart}, {settings.link or 'no'} links"
     ways = f"dedup {'on' if dedup else 'off'}, {settings.columns} columns"
     return f"{settings.trace} / {plane}, {where}, {ways}"
 
@@ -207,5 +216,6 @@ def _settings(options: argparse.Namespace, prompts: int, trainers: int) -> Itera
             abort=options.abort,
             pace=options.pace,
             tp=options.tp,
+            apart=options.apart,
             trace_files=tuple(options.trace_file),
         )

@@ -28,9 +28,9 @@ OUTCOMES = {
 
 _WORK = (
     "trace", "rows_expected", "bytes_unique", "columns", "hosts", "link", "prompts", "samples",
-    "steps", "staleness", "seed", "trainers", "tp", "pace", "memory_limit_bytes",
+    "steps", "staleness", "seed", "trainers", "tp", "pace", "apart", "memory_limit_bytes",
 )  # fmt: skip
-_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "tp", "pace",
+_A_HOST = ("trace", "columns", "link", "samples", "staleness", "seed", "tp", "pace", "apart",
            "memory_limit_bytes")  # fmt: skip
 _COUNTED = {
     "columns": "columns", "hosts": "hosts", "prompts": "prompts", "steps": "steps",
@@ -85,6 +85,7 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     if run.get("steps") == 1:
         shown["steps"] = "one step"
     shown |= {n: f"{n} {run[n]}" for n in ("staleness", "seed", "pace") if n in run}
+    shown["apart"] = "stages apart" if run.get("apart") else "stages share hosts"
     shown["link"] = f"links of {link}" if link else "no link limit"
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]

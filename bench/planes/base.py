@@ -61,6 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     abort: float = 0.0  # share of the groups that are cancelled while they are being written
     pace: float = 0.0  # recorded seconds that pass in one; 0: none are waited for
     tp: int = 1  # tensor-parallel ranks that read each trainer's batches
+    apart: bool = False  # rollout and the other stages on hosts of their own
     addresses: list[str] = []  # of the hosts, where they have links of their own; else loopback
 
     @property
@@ -97,8 +98,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return (("reward", "reference"), ("train",))
 
     def host_of(self, role: str, rank: int) -> int:
-        """Tensor-parallel ranks of one trainer are on one host."""
-        return (rank // self.tp if role == "train" else rank) % self.hosts
+        """Tensor-parallel ranks of one trainer are on one host. Apart, the first half of the hosts
+        roll out."""
+        rank = rank // self.tp if role == "train" else rank
+        half = self.hosts // 2
+        if not self.apart:
+            return rank % self.hosts
+        return rank % half if role == "rollout" else half + rank % (self.hosts - half)
 
     def address_of(self, host: int) -> str:
         return self.addresses[host] if self.addresses else "127.0.0.1"

@@ -143,6 +143,7 @@ class Driver:
         job = self._job
         workers = job.trainers if stage == "train" else job.hosts
         held = []
+        copies = job.tp if stage == "train" else 1
         for rank in range(workers):
             chunk = list(batch)[rank::workers]
             packed = {}
@@ -150,10 +151,9 @@ class Driver:
                 rows = [value for prompt in chunk for value in batch[prompt][field]]
                 packed[field], nbytes = shareable(rows, self._dedup(field))
                 self._copied["copied_in"] += nbytes
-                self._copied["across"] += nbytes if rank % job.hosts else 0
+                self._copied["across"] += nbytes if job.host_of(stage, rank * copies) else 0
             held.append(ray.put(packed))
             offer = (chunk, [held[-1]])
-            copies = job.tp if stage == "train" else 1
             for nth in range(rank * copies, (rank + 1) * copies):
                 ray.get(self._mail.offer.remote((stage, step, nth), offer))
         return held

@@ -51,6 +51,21 @@ def killing(role: str) -> Callable[[int, int], None]:
     return progress
 
 
+def test_where_stages_are_apart_every_group_crosses_to_those_who_read_it() -> None:
+    settings = Settings(
+        trace="math", planes=("dataplane",), prompts=2, hosts=2, trainers=2, apart=True
+    )
+    run = execute(settings, "dataplane", True, silent)
+    assert (run["status"], run["error"], run["apart"]) == ("ok", "", True)
+    assert run["pulled_bytes"][0] < run["pulled_bytes"][1]
+    assert run["pulled_bytes"][1] >= run["bytes_unique"] // 2
+
+
+def test_one_host_cannot_be_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--trace", "math", "--hosts", "1", "--apart"]) == 2
+    assert "--apart wants two hosts at least" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("columns", ["needed", "all"])
 def test_the_controller_moves_every_row(hosts: int, columns: Any) -> None:

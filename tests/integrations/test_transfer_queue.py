@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -114,6 +115,30 @@ def test_differences_that_are_right_are_as_docs_say(ours: dict[str, Any]) -> Non
     assert ours["a_key_that_is_absent_among_others"] == {"error": ["ValueError", "KeyError"]}
     assert ours["an_empty_meta_needs_no_arguments"]["size"] == 0
     assert ours["a_group_is_of_one_prompt"] == [[4, 5], [4, 5]]
+
+
+def test_an_array_of_texts_or_objects_has_an_entry_for_each_row(tq: Any) -> None:
+    chats = numpy.empty(2, object)
+    chats[:] = [{"role": "user"}, {"role": "user", "names": numpy.array([["a"], ["bc"]])}]
+    columns = {"bytes": numpy.array([b"x", b"yz"]), "chat": chats}
+    tq.kv_batch_put(["a", "b"], "train", tensordict.TensorDict(columns, 2))
+    got = tq.kv_batch_get(["b", "a"], "train")
+    assert got["bytes"].tolist() == [b"yz", b"x"]
+    first, second = got["chat"].tolist()
+    assert second == {"role": "user"} and first["names"].dtype == "<U2"
+    assert first["names"].tolist() == [["a"], ["bc"]]
+
+
+def test_other_clients_go_on_where_a_checkpoint_was_loaded(tq: Any, tmp_path: Path) -> None:
+    other = transfer_queue.attach()
+    tq.kv_batch_put(["a", "b"], "train", rows(2))
+    tq.save_checkpoint(tmp_path / "saved")
+    tq.kv_clear("a", "train")
+    assert list(other.kv_list("train")["train"]) == ["b"]
+    tq.load_checkpoint(tmp_path / "saved")
+    assert sorted(other.kv_list("train")["train"]) == ["a", "b"]
+    assert other.kv_get(["a"], "train", None)["x"].tolist() == [0]
+    other.close()
 
 
 def test_media_in_objects_are_stored_once(tq: Any) -> None:

@@ -32,7 +32,14 @@ PLAYED = [
 ]
 GROUPS = "a group is n rows from a multiple of n on, docs/verl.md"
 INSIDE = "looks at something private that is not here"
+FILES = "its files in a checkpoint's folder"
 FAIL = {
+    "test_tensor_fields": FILES,
+    "test_storage_saved_is_true": FILES,
+    "test_load_raises_on_storage_unit_count_mismatch": FILES,
+    "test_no_partial_state_on_failed_save": INSIDE,
+    "test_save_raises_if_not_initialized": INSIDE,
+    "test_load_raises_if_not_initialized": INSIDE,
     "test_grpo_sampler_non_sequential_indexes": GROUPS,
     "test_grpo_sampler_sorting_functionality": GROUPS,
     "test_clear_cache": INSIDE,

@@ -61,10 +61,13 @@ def _column(name: str, value: Any, rows: int) -> Column:
             parts = value.unbind()
             return Column(list(parts), [_told(part, ragged) for part in parts])
         return Column(value, [_told(value[0], 0)] * rows if rows else [])
+    data = value.data if isinstance(value, NonTensorData) else None
+    if isinstance(data, np.ndarray) and data.shape[:1] == (rows,):
+        value = data  # what a TensorDict makes of an array of texts or objects
     if isinstance(value, NonTensorStack | NonTensorData):
         entries = value.tolist() if value.batch_size else [value.data] * rows
     elif isinstance(value, list | tuple | np.ndarray):
-        entries = list(value)
+        entries = value.tolist() if isinstance(value, np.ndarray) else list(value)
     else:
         raise ValueError(f"field {name!r} is a {type(value).__name__}: neither tensor nor objects")
     if len(entries) != rows:

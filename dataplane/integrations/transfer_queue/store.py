@@ -82,6 +82,26 @@ def _plain(key: str | int) -> str | int:
     return key.partition(_AGAIN)[0] if isinstance(key, str) else key
 
 
+class _Registry:
+    """The partition of that name, also after another process loaded a checkpoint in its place."""
+
+    def __init__(self, plane: dataplane.Plane) -> None:
+        self._plane = plane
+        self._part = plane.partition(REGISTRY, stages={"alone": [_TOKEN]}, free="drop")
+
+    def __getattr__(self, name: str) -> Any:
+        """The partition's calls."""
+
+        def call(*given: Any, **named: Any) -> Any:
+            try:
+                return getattr(self._part, name)(*given, **named)
+            except dataplane.PartitionGone:
+                self._part = self._plane.partition(REGISTRY)  # waits until it is there again
+                return getattr(self._part, name)(*given, **named)
+
+        return call
+
+
 class Store:
     """One process's view of the queue. For any number of threads."""
 
@@ -93,8 +113,7 @@ class Store:
 
     def begin(self) -> None:
         """Look at the plane as one that is new to this process."""
-        stages = {"alone": [_TOKEN]}
-        self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop")
+        self._registry = _Registry(self.plane)
         self._known: dict[str, tuple[int, dataplane.Partition]] = {}
         self._again: dict[str, dict[str | int, int]] = {}
         self._keys: dict[int, str] = {}

@@ -303,6 +303,9 @@ class Consumer(Role):
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             return True
         except (StreamEnd, RowsLost):
+            if want.where is not None:  # of what matches: others may be left
+                await asyncio.sleep(self.rng.uniform(0.01, 0.2))
+                return True
             self.doing = f"has had all of {self.stage}"
             return False
         self.in_vain = 0

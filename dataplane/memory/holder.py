@@ -66,12 +66,6 @@ class Holder:
             return
         self._grants = coalesce(np.concatenate((have[0], starts)), np.concatenate((have[1], ends)))
 
-    def may_write(self, start: int, end: int) -> bool:
-        """Whether one of its grants contains this."""
-        starts, ends = self._grants
-        at = int(np.searchsorted(starts, start, "right")) - 1 if len(starts) > 1 else 0
-        return len(starts) > 0 and starts.item(at) <= start and end <= ends.item(at)
-
     def carve(self, starts: Bytes, ends: Bytes, admission: int) -> list[int]:
         """Take pieces out of the grants: the bytes per class that they were granted under.
 

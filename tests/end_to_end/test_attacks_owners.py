@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def test_bytes_of_rows_that_a_dead_peer_kept_come_back(hosts: Addressed) -> None:
     a, b, part, far = both(hosts, "a")
-    far.put({"x": list(range(4))}, group="g", key=list("wxyz"))
+    far.put({"x": np.zeros((4, 2_000))}, group="g", key=list("wxyz"))
     part.put({"y": [np.full(MIB, i, np.uint8) for i in range(4)]}, key=list("wxyz"))
     part.put({"x": [1], "y": [np.ones(MIB, np.uint8)]}, key=["near"])
     assert used_bytes(a) >= 5 * MIB
@@ -37,7 +37,7 @@ def test_bytes_of_rows_that_a_dead_peer_kept_come_back(hosts: Addressed) -> None
 def test_puts_to_a_group_go_on_when_its_peer_dies(hosts: Addressed) -> None:
     a, b, part, far = both(hosts, "a")
     in_sync(a)
-    far.put({"x": [0]}, group="g", key=["first"])
+    far.put({"x": [np.zeros(2_000)]}, group="g", key=["first"])
     errors: list[DataplaneError] = []
     put_rows = [0]
 

@@ -164,6 +164,8 @@ class Lease:
         self._added: list[Added] = []
         self._lost: list[tuple[Index, set[str]]] = []
         """rows and fields of acks that failed"""
+        self._refused: set[str] = set()
+        """fields that others had set: whoever adds anything after being told has settled them"""
         self._abandoned = False
 
     @property
@@ -229,7 +231,7 @@ class Lease:
         self._added.append(Added(at, written))
         for lost, names in self._lost:
             if _meet(lost, at):
-                names.difference_update(columns)
+                names.difference_update(columns, self._refused)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
         """More fields of the rows."""
@@ -281,7 +283,7 @@ class Lease:
         if lost:
             raise InvalidCall(
                 f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
-                "add it again, or release the batch",
+                "add it again, what exists already under another name, or release the batch",
                 fields=sorted(lost),
             )
         apart = self._alike(at)
@@ -322,7 +324,11 @@ class Lease:
             written = beside(parts)
             going = (at, set(written.fields))
             self._lost.append(going)
-            done = yield from self._ack_with(body, written, timeout)
+            try:
+                done = yield from self._ack_with(body, written, timeout)
+            except FieldExists as exc:
+                self._refused.add(str(exc.details.get("field")))
+                raise
             self._lost = [one for one in self._lost if one is not going]
         else:
             done = yield from self._send(body, timeout)

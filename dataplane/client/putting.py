@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dataplane.client import schema
+from dataplane.client.arguments import texts
 from dataplane.client.core import Deadline, Handle, Offload, Operation
 from dataplane.client.few import lay_few
 from dataplane.client.layout import plan_beside
@@ -53,6 +54,7 @@ def put(
     columns = by_name(columns)
     if isinstance(columns, Mapping):
         columns = dict(columns.items())  # its own way to iterate may be another one
+    dedup = texts(dedup, "dedup")
     names = None if key is None else name_list(key, "key")
     n = None if names is None else len(names)
     prepared, on_devices = _prepare(handle, columns, n, dedup)

@@ -238,7 +238,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
         if hasattr(given, "tolist"):
             given = given.tolist()
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             given = [given]
         elif (given := list(given)) and len(given) != n:
             raise InvalidRows(

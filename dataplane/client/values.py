@@ -114,19 +114,24 @@ def prepare(
     n: int | None = None,
     dedup: Collection[str] = (),
     fields: Mapping[str, str] | None = None,
+    whose: str = "key= names",
 ) -> Prepared:
     """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
     flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
-    fields: the partition's schema. InvalidRows where the columns do not fit together, InvalidValue
-    with field and row for a value that cannot travel or is not as the schema says.
+    fields: the partition's schema. whose: who says n, for an error. InvalidRows where the columns
+    do not fit together, InvalidValue with field and row for a value that cannot travel or is not
+    as the schema says.
     """
     columns, fields = by_name(columns), fields or {}
     if not isinstance(columns, Mapping):
-        raise InvalidRows(f"columns are a mapping of field names to columns, not {columns!r:.60}")
+        raise InvalidRows(
+            "columns are a mapping of field names to columns with one entry a row, such as "
+            f"{{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
+        )
     sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
-    rows = _common_length({name: len(column) for name, column in sized.items()}, n)
+    rows = _common_length({name: len(column) for name, column in sized.items()}, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(f"{len(sized)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
     for name in dedup:
@@ -195,19 +200,20 @@ def checked_name(name: object) -> str:
     return name
 
 
-def _common_length(lengths: dict[str, int], n: int | None) -> int:
+def _common_length(lengths: dict[str, int], n: int | None, whose: str) -> int:
     if not lengths:
-        raise InvalidRows("an empty put: there is no column; give at least one field")
+        raise InvalidRows("nothing to write: there is no column; give at least one field")
     expected = n if n is not None else next(iter(lengths.values()))
     if any(length != expected for length in lengths.values()):
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        wanted = f"; the put has {counted(n, 'row')}" if n is not None else ""
+        wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
+        what = "columns of different lengths" if n is None else "columns of another length"
         raise InvalidRows(
-            f"columns of different lengths: {told}{wanted}; give each one entry a row",
+            f"{what}: {told}{wanted}; give each one entry a row",
             lengths=lengths,
         )
     if expected == 0:
-        raise InvalidRows("an empty put: the columns have no rows; give at least one")
+        raise InvalidRows("nothing to write: the columns have no rows; give at least one")
     return expected
 
 

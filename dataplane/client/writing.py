@@ -225,7 +225,8 @@ def write_columns(
     """Copy new fields of n leased rows into the arena; nothing is committed yet."""
     session = handle.session
     generation = yield from handle.attach(deadline)
-    prepared, inline = prepare(columns, n, (), handle.definition.fields), handle.takes_inline()
+    prepared = prepare(columns, n, (), handle.definition.fields, "the batch has")
+    inline = handle.takes_inline()
     few = lay_few(prepared, inline)
     if few is not None:
         return (yield from write_few(handle, generation, few, lambda: True, deadline))

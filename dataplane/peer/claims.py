@@ -391,11 +391,12 @@ def _process(roster: Roster, address: str) -> str:
 def _check_fields(table: Table, asked: list[str] | None) -> None:
     """FieldUnknown for a field that none of these rows has."""
     there = {c.field for c in table.columns}
+    others = f" (there are {sorted(there)})" if there else ""
     for name in asked or ():
         if name not in there:
             raise FieldUnknown(
-                f"no row of this claim has a field {name!r}, the rows were given back; claim "
-                f"without it (there are {sorted(there)})",
+                f"no row of this claim has a field {name!r}, the rows were given back: claim it "
+                f"without, or name the field as it was put{others}",
                 field=name,
             )
 

@@ -53,7 +53,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "keys of another length": (
         lambda p: p.put({"x": [1, 2]}, key=["c"]),
         dataplane.InvalidRows,
-        "x: 2; the put has 1 row; give each one entry a row",
+        "x: 2; key= names 1 row; give each one entry a row",
     ),
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
@@ -187,7 +187,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
         dataplane.FieldUnknown,
-        "claim without it",
+        "claim it without, or name the field as it was put",
     ),
     "a claim that is not met": (
         lambda p: p.claim("s", rows=3, timeout=0),
@@ -267,7 +267,7 @@ def test_an_unknown_partition_is_waited_for_no_longer_than_asked(plane: Plane) -
 def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
     batch = part.claim("s", rows=2, timeout=5)
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the put has 2 rows"),
+        (lambda: batch.add(y=[1]), dataplane.InvalidRows, "y: 1; the batch has 2 rows"),
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: object"),
         (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
         (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),

@@ -59,7 +59,8 @@ class Housekeeper:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._deserted = False
-        session.tend = self.start
+        session.tend, session.settle = self.start, self.settle
+        self._undoing = threading.Lock()
         _living.add(self)
         if session.devices is not None:
             self.start()  # it closes them, whatever becomes of the plane
@@ -85,11 +86,12 @@ class Housekeeper:
             if self._deserted and session.closed is None:
                 self.close("nothing refers to this client any more")
             session.settle_devices()
-            due = self._undone() + session.parting()
-            idle = session.leftovers.take_idle()
-            if len(idle):
-                due.append(GiveBack(idle.tobytes()))
-            self.tell(due)
+            with self._undoing:
+                due = self._undone() + session.parting()
+                idle = session.leftovers.take_idle()
+                if len(idle):
+                    due.append(GiveBack(idle.tobytes()))
+                self.tell(due)
             if not woken:
                 self._look()
         if self._closing.is_set():  # no view is left, or no peer
@@ -102,6 +104,11 @@ class Housekeeper:
             if self._anchor is not None and self._anchor.ended():
                 self._anchor.close()
                 self._anchor = self._another()
+
+    def settle(self) -> None:
+        """What calls that nobody waits for any more were given is back when this returns."""
+        with self._undoing:
+            self.tell(self._undone())
 
     def _undone(self) -> list[Body]:
         """What takes back the answers that came when nobody waited for them any more."""
@@ -214,7 +221,7 @@ class Housekeeper:
 
     def poison(self) -> None:
         """In a forked child: close the copies of the sockets, silently."""
-        self._sending = threading.Lock()
+        self._sending, self._undoing = threading.Lock(), threading.Lock()
         self._thread = None
         self._closing.set()
         self.session.poison()

@@ -82,6 +82,8 @@ class Session:
         """wakes the housekeeper"""
         self.tend: Callable[[], None] = lambda: None
         """starts the housekeeper; called where there is something to keep house for"""
+        self.settle: Callable[[], None] = lambda: None
+        """waits until what was given to calls that were given up is back"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._look_after_copies)

@@ -65,8 +65,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.InvalidRows,
         "tag 'n' has 3 values for 2 rows: give one per row",
     ),
-    "no column": (lambda p: p.put({}), dataplane.InvalidRows, "empty put.*at least one field"),
-    "no row": (lambda p: p.put({"x": []}), dataplane.InvalidRows, "empty put.*at least one"),
+    "no column": (
+        lambda p: p.put({}),
+        dataplane.InvalidRows,
+        "no column.*at least one field",
+    ),
+    "no row": (lambda p: p.put({"x": []}), dataplane.InvalidRows, "nothing to write.*at least one"),
     "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
     "one number": (lambda p: p.put({"x": 5}), dataplane.InvalidRows, "x: a column is a sequence"),
     "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry a row"),

@@ -55,7 +55,7 @@ def test_columns_of_different_lengths_are_named() -> None:
 
 @pytest.mark.parametrize("columns", [{}, {"x": []}, {"x": np.zeros((0, 3))}])
 def test_an_empty_put_is_refused(columns: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRows, match="empty put"):
+    with pytest.raises(InvalidRows, match="nothing to write"):
         prepare(columns)
 
 

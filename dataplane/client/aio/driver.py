@@ -124,6 +124,7 @@ class Prefetch(Generic[B]):
         self._run, self._claim, self._make = loader._run, loader._claim, loader._make
         self._fresh, self._collate = loader._fresh, loader._collate
         self._ahead, self._wanted = loader._ahead, loader._wanted
+        self._session = loader._handle.session
         self._changed = asyncio.Condition()
         self._ready: deque[tuple[B, Any]] = deque()
         self._making: B | None = None
@@ -152,6 +153,7 @@ class Prefetch(Generic[B]):
         """It has stopped when this returns."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        await self._loop.run_in_executor(None, self._session.settle)
 
     def left(self) -> list[Lease]:
         """Of what was prefetched and is taken by nobody."""

@@ -86,7 +86,8 @@ class Prefetch(Generic[B]):
         self._run, self._claim, self._make = loader._run, loader._claim, loader._make
         self._fresh, self._collate = loader._fresh, loader._collate
         self._ahead, self._wanted = loader._ahead, loader._wanted
-        self._calls = Calls(loader._handle.session)
+        self._session = loader._handle.session
+        self._calls = Calls(self._session)
         self._changed = threading.Condition()
         self._ready: deque[tuple[B, Any]] = deque()
         self._making: B | None = None
@@ -125,6 +126,7 @@ class Prefetch(Generic[B]):
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._session.settle()
 
     def left(self) -> list[Lease]:
         """Of what was prefetched and is taken by nobody."""

@@ -61,9 +61,10 @@ def _column(name: str, value: Any, rows: int) -> Column:
             parts = value.unbind()
             return Column(list(parts), [_told(part, ragged) for part in parts])
         return Column(value, [_told(value[0], 0)] * rows if rows else [])
-    data = value.data if isinstance(value, NonTensorData) else None
-    if isinstance(data, np.ndarray) and data.shape[:1] == (rows,):
-        value = data  # what a TensorDict makes of an array of texts or objects
+    data: Any = value.data if isinstance(value, NonTensorData) else None
+    split = isinstance(data, list) or (isinstance(data, np.ndarray) and data.ndim > 0)
+    if split and len(data) == rows:
+        value = data  # what a TensorDict makes of a list, or an array of texts or objects
     if isinstance(value, NonTensorStack | NonTensorData):
         entries = value.tolist() if value.batch_size else [value.data] * rows
     elif isinstance(value, list | tuple | np.ndarray):

@@ -268,10 +268,10 @@ class Grants:
         the lost peer's there, nothing is released, and what was taken over names them still: they
         would be lent for ever. Messages that wait for the backup, or are repeated, keep no order.
         """
-        telling = self._telling.get(owner)
-        if telling:
-            await asyncio.wait(telling)
-        await self.host.progress.settled(math.inf)
+        progress = self.host.progress
+        while (telling := self._telling.get(owner)) or not progress.is_settled:
+            # More may be taken over, and let go of, in each of these waits.
+            await (asyncio.wait(telling) if telling else progress.settled(math.inf))
         ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
         most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]

@@ -114,6 +114,22 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
 
 
+async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before_them() -> None:
+    """They go together: what came free of the takeover must not overtake it."""
+    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    there, held = owner.host.owner, np.ones(2, "<u4")
+    way, progress = SlowToInherit(owner), Progress()
+    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None, None)  # type: ignore[arg-type]
+    progress.required, progress.done = True, 1
+    heir.let_go(there, ranges[:0], held[:0])
+    await asyncio.sleep(0)  # it waits for the backup now
+    heir.took_over(there, Inherited(LOST, ranges.tobytes(), held.tobytes()))
+    heir.let_go(there, ranges, held)
+    progress.move(1)
+    await asyncio.gather(*way.tasks)
+    assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+
+
 def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:
     """Before, between and after; who was lost, who took over and was lost as well, and the heir."""
     seeds = [f"tcp://10.0.0.{n}:7101" for n in range(1, 6)]

@@ -20,6 +20,7 @@ from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
 from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.gate import Gate
 from dataplane.peer.sockets import Context, Socket, SocketClosed
+from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import PeerHello
@@ -108,6 +109,10 @@ class Link:
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
+    room: ResourceLimiter = field(default_factory=lambda: ResourceLimiter(limits.MAX_COMING_BYTES))
+    """for the values that answers bring: what this peer does not take lies at the other"""
+    coming: dict[int, int] = field(default_factory=dict)
+    """bytes of values by request, until its answer is here, whether or not somebody waits for it"""
 
     @staticmethod
     def open(context: Context, address: str, gate: Gate, broke: Callable[[Link], None]) -> Link:
@@ -131,13 +136,21 @@ class Link:
         socket.receive(link.received)
         return link
 
-    async def ask(self, rid: int, frame: bytes) -> Body:
-        """Send a request and wait for its answer; raises what the link ended with."""
+    async def ask(self, rid: int, frame: bytes, brings: int = 0) -> Body:
+        """Send a request and wait for its answer, that brings so many bytes of values; raises what
+        the link ended with."""
         if self.ended is not None:
             raise self._failure(self.ended)
         answer = self._awaited(rid)
         try:
-            await self.socket.send([frame])
+            if brings:
+                await self.room.acquire(brings)
+                self.coming[rid] = brings
+            try:
+                await self.socket.send([frame])
+            except BaseException:
+                self._came(rid)
+                raise
             return await answer
         except SocketClosed:
             assert self.ended is not None
@@ -145,16 +158,25 @@ class Link:
         finally:
             self.forget(rid)
 
-    def ask_now(self, rid: int, frame: bytes) -> asyncio.Future[Body] | None:
-        """Send a request and have the answer to wait for, to `forget` afterwards; None where it
+    def ask_now(self, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body] | None:
+        """As `ask`, but have the answer to wait for, to `forget` afterwards; None where the request
         cannot be sent at once."""
-        if self.ended is not None or not self.socket.send_now([frame]):
+        if self.ended is not None or (brings and not self.room.acquire_now(brings)):
+            return None
+        if brings:
+            self.coming[rid] = brings
+        if not self.socket.send_now([frame]):
+            self._came(rid)
             return None
         return self._awaited(rid)
 
     def forget(self, rid: int) -> None:
         """Nobody waits for this answer any more."""
         self.answers.pop(rid, None)
+
+    def _came(self, rid: int) -> None:
+        if nbytes := self.coming.pop(rid, 0):
+            self.room.release(nbytes)
 
     def _awaited(self, rid: int) -> asyncio.Future[Body]:
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
@@ -169,6 +191,7 @@ class Link:
             except ProtocolError as exc:
                 log.warning("a peer sent a bad reply: %s", exc)
                 continue
+            self._came(reply.rid)
             answer = self.answers.get(reply.rid)
             if answer is not None and not answer.done():
                 answer.set_result(reply.body)
@@ -177,6 +200,8 @@ class Link:
         """End it; calls under way fail with `why`."""
         self.ended = why
         self.socket.close()
+        for rid in list(self.coming):
+            self._came(rid)
         for answer in self.answers.values():
             if not answer.done():
                 answer.set_exception(self._failure(why))

@@ -97,12 +97,13 @@ class Mesh:
         timeout_s: float = CALL_S,
         to: int | None = None,
         epoch: tuple[int, int] | None = None,
+        brings: int = 0,
     ) -> Any:
         """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
         and no later than the client's call has to end.
 
         to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
-        where it works under another one.
+        where it works under another one. brings: bytes of values that the answer has.
         """
         who = caller or Caller(self.host.address, self.host.incarnation)
         if address == self.host.address:
@@ -114,7 +115,7 @@ class Mesh:
             reply = outcome if isinstance(outcome, Body) else await outcome
         else:
             limit_s = self._limit(address, timeout_s)
-            reply = await self._asked_of(address, body, who, limit_s, to, epoch)
+            reply = await self._asked_of(address, body, who, limit_s, to, epoch, brings)
         if isinstance(reply, Failed):
             failure = from_wire(reply.code, reply.message, reply.details)
             if isinstance(failure, StaleEpoch):
@@ -135,6 +136,7 @@ class Mesh:
         limit_s: float,
         to: int | None,
         epoch: tuple[int, int] | None,
+        brings: int,
     ) -> Any:
         """Once the backup has what the request may tell of. On a link that is there without more
         ado; else, and where it breaks, with all that it takes."""
@@ -145,7 +147,7 @@ class Mesh:
         link = self._links.get(address)
         if link is not None and self._is_ready(link, to):
             rid, frame = self._request(body, who, limit_s, epoch)
-            answer = link.ask_now(rid, frame)
+            answer = link.ask_now(rid, frame, brings)
             if answer is not None:
                 self._deadlines.add(answer, until, lambda: self._silent(address, what, limit_s))
                 try:
@@ -155,7 +157,7 @@ class Mesh:
                 finally:
                     self._deadlines.done(answer)
                     link.forget(rid)
-        asking = self._exchange(address, body, who, limit_s, to, epoch, broken)
+        asking = self._exchange(address, body, who, limit_s, to, epoch, brings, broken)
         return await self._in_time(address, what, until - self.host.now(), asking)
 
     def _is_ready(self, link: Link, to: int | None) -> bool:
@@ -185,6 +187,7 @@ class Mesh:
         timeout_s: float,
         to: int | None,
         epoch: tuple[int, int] | None,
+        brings: int,
         broken: LinkBroken | None,
     ) -> Any:
         """Again on a new connection where the one before broke and that does no harm; until the
@@ -202,7 +205,7 @@ class Mesh:
                         f"peer {link.hello.name} at {address} was started anew: repeat the call",
                         address=address,
                     )
-                return await link.ask(*self._request(body, who, timeout_s, epoch))
+                return await link.ask(*self._request(body, who, timeout_s, epoch), brings)
             except LinkBroken as exc:
                 broken = exc
 

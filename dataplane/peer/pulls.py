@@ -233,6 +233,7 @@ class Pulls:
             Pull(remote.tobytes(), sizes.tobytes()),
             to=owner.incarnation,
             timeout_s=self.left_s(),
+            brings=nbytes,
         )
         if reply.gone:
             raise _freed(reply.gone, owner)

@@ -17,7 +17,9 @@ from dataplane.errors import Unavailable
 from dataplane.peer.gate import Gate
 from dataplane.peer.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
 from dataplane.peer.sockets import Context
-from dataplane.wire import limits
+from dataplane.wire import limits, peering
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.peering import PeerReply
 
 
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
@@ -107,3 +109,56 @@ def test_links_to_one_peer_do_not_try_again_in_step() -> None:
         assert len(drawn) > 10 and least <= min(drawn) and max(drawn) <= most
     assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_FRAME_BYTES for s in sockets)
     assert all(s.options[zmq.LINGER] == 0 for s in sockets)
+
+
+class Owner:
+    """The other end of a link: it answers when it is told to."""
+
+    def __init__(self, context: Context) -> None:
+        self.came: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue()
+        self._router = context.socket(zmq.ROUTER)
+        self._router.bind(address := f"inproc://{id(self)}")
+        self._router.receive(lambda parts: self.came.put_nowait((parts[0], int(parts[1]))))
+        self.address = address
+
+    async def asked(self) -> tuple[bytes, int]:
+        return await asyncio.wait_for(self.came.get(), 10)
+
+    def answers(self, who: bytes, rid: int) -> None:
+        self._router.send_now([who, peering.encode(PeerReply(rid, 1, Done()))])
+
+
+async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
+    context = Context()
+    there = Owner(context)
+    link = Link(there.address, context.socket(zmq.DEALER))
+    link.socket.connect(there.address)
+    link.socket.receive(link.received)
+    brings = limits.MAX_PULLED_BYTES
+    most = limits.MAX_COMING_BYTES // brings
+
+    def ask(rid: int) -> asyncio.Task[Body]:
+        return asyncio.create_task(link.ask(rid, str(rid).encode(), brings))
+
+    async def comes_last(rid: int, after: list[int]) -> bytes:
+        """A request that brings no values waits for nobody, and passes those that do."""
+        calls.append(asyncio.create_task(link.ask(rid, str(rid).encode())))
+        came = [await there.asked() for _ in [*after, rid]]
+        assert [number for _, number in came] == [*after, rid]
+        return came[0][0]
+
+    calls = [ask(rid) for rid in range(most + 3)]
+    who = await comes_last(1000, list(range(most)))
+    assert link.ask_now(2000, b"2000", brings) is None
+    calls[0].cancel()  # its answer is under way all the same
+    await comes_last(1001, [])
+    there.answers(who, 0)
+    there.answers(who, 1)
+    await calls[1]
+    await comes_last(1002, [most, most + 1])
+    link.close(LinkBroken("it broke"))
+    for call in calls[2:]:
+        with pytest.raises(LinkBroken):
+            await asyncio.wait_for(call, 10)
+    assert not link.room.used_bytes and not link.coming and not link.answers
+    context.destroy()

@@ -20,6 +20,7 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     FieldUnknown,
+    FrameTooLarge,
     LeaseExpired,
     RowsGone,
     RowsLost,
@@ -243,6 +244,8 @@ class Claims:
                 await self.host.another_roster(roster, self.host.now() + pause_s)
             except LeaseExpired:
                 one.number = next(self._numbers)  # what it was granted went before it heard
+            except FrameTooLarge:
+                raise  # it was granted what no message carries: that is withdrawn
             except DataplaneError as exc:
                 one.settled = True
                 if isinstance(exc, ClaimTimeout):  # it was not to wait

@@ -20,6 +20,7 @@ from typing import Any, cast
 from dataplane.errors import (
     ConnectError,
     DataplaneError,
+    FrameTooLarge,
     LimitExceeded,
     ProtocolError,
     VersionMismatch,
@@ -377,22 +378,35 @@ class Connection(asyncio.Protocol):
         self._send(0, Notice(text))
 
     def _answer_call(self, request: Request, body: Body, began: float) -> None:
-        self._answer(request.rid, body)
+        if not self._answer(request.rid, body):
+            assert self._session is not None
+            self._door.unsent(self._session, request, body)
         if self._door.observe is not None:
             self._door.observe(request.body, body, began)
 
-    def _answer(self, rid: int, body: Body) -> None:
+    def _answer(self, rid: int, body: Body) -> bool:
+        """As `_send`."""
         if rid:
-            self._send(rid, body)
-        elif isinstance(body, Failed):
+            return self._send(rid, body)
+        if isinstance(body, Failed):
             log.info("a one-way message of pid %d failed: %s", self._pid, body.message)
+        return True
 
-    def _send(self, rid: int, body: Body) -> None:
+    def _send(self, rid: int, body: Body) -> bool:
+        """False where it is too large for a frame, and that was told instead."""
         if self._transport is None:
-            return
+            return True
         self._door.host.sent_local[type(body).__name__] += 1
         try:
             frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
-        except ProtocolError as exc:
-            frame = frames.encode(Reply(rid, failed(exc)))
+        except FrameTooLarge as exc:
+            too_large = FrameTooLarge(
+                f"the answer would be a message of {exc.details['size']} bytes, the limit is "
+                f"{limits.MAX_FRAME_BYTES}: ask for fewer rows at a time, or for fewer fields with "
+                "fields=",
+                **exc.details,
+            )
+            self._transport.write(frames.encode(Reply(rid, failed(too_large))))
+            return False
         self._transport.write(frame)
+        return True

@@ -40,7 +40,7 @@ def limit_s(request: Request) -> float:
 class Overdue:
     """answer: called with the id of a call that is late, and what its client is told."""
 
-    def __init__(self, peer: str, answer: Callable[[int, DataplaneError], None]) -> None:
+    def __init__(self, peer: str, answer: Callable[[int, DataplaneError], object]) -> None:
         self._peer = peer
         self._answer = answer
         self._timers: dict[int, asyncio.Handle] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from dataplane.errors import AddressInUse, ProtocolError, StaleEpoch
+from dataplane.errors import AddressInUse, FrameTooLarge, ProtocolError, StaleEpoch
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster
 from dataplane.peer.failures import failed
@@ -154,9 +154,13 @@ class PeerDoor:
     def _answer(self, identity: bytes, request: PeerRequest, reply: Body) -> None:
         assert self._router is not None
         self.host.sent_between[type(reply).__name__] += 1
-        answer = PeerReply(request.rid, self.host.incarnation, reply)  # type: ignore[arg-type]
+        here = self.host.incarnation
+        try:
+            frame = peering.encode(PeerReply(request.rid, here, reply))  # type: ignore[arg-type]
+        except FrameTooLarge as exc:
+            frame = peering.encode(PeerReply(request.rid, here, failed(exc)))
         with contextlib.suppress(zmq.ZMQError, SocketClosed):
-            self._router.send_now([identity, peering.encode(answer)])
+            self._router.send_now([identity, frame])
 
     def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
         if isinstance(request.body, ANYBODY):

@@ -31,11 +31,14 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.pulls import PULLER, Pulls
 from dataplane.peer.sessions import Session
-from dataplane.wire.limits import ABSENT, MAX_ROWS_PER_MESSAGE
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
 from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE
 from dataplane.wire.tables import INLINE, Column, Owner, Table
+
+PAGE_BYTES = MAX_FRAME_BYTES // 2
+"""A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
 Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
@@ -220,7 +223,11 @@ class Reading:
         slots, more = store.read(
             rows=body.rows, where=body.where, limit=body.limit, after=body.after
         )
-        return Found(store.table(slots, body.fields), more)
+        table = store.table(slots, body.fields)
+        while body.rows is None and len(slots) > 1 and (size := _volume(table)) > PAGE_BYTES:
+            slots, more = slots[: max(1, len(slots) * PAGE_BYTES // size)], True
+            table = store.table(slots, body.fields)
+        return Found(table, more)
 
     # more fields of leased rows
 
@@ -252,6 +259,12 @@ def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:
             at = end
         columns.append(Column(c.field, parts[0], c.leaf_counts, parts[1]))
     return Table(table.rows, columns, table.specs, [], table.tags, table.inline)
+
+
+def _volume(table: Table) -> int:
+    """Bytes that a message has of it, but for names and tags."""
+    parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
+    return len(table.rows.keys) + len(table.inline) + sum(parts)
 
 
 def _in_ranges(table: Table, flat: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import FrameTooLarge, ProtocolError
 from dataplane.wire import rosters, sampling
 from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.limits import MAX_FRAME_BYTES
@@ -203,7 +203,17 @@ _replies_decoder = msgspec.msgpack.Decoder(PeerReply)
 
 
 def encode(envelope: PeerRequest | PeerReply) -> bytes:
-    return _encoder.encode(envelope)
+    """One message. FrameTooLarge when the other side would refuse it, and end the link for it."""
+    message = _encoder.encode(envelope)
+    if len(message) > MAX_FRAME_BYTES:
+        what = type(envelope.body).__name__
+        raise FrameTooLarge(
+            f"{what} between peers would be a message of {len(message)} bytes, the limit is "
+            f"{MAX_FRAME_BYTES}: name fewer rows at a time, or fewer fields with fields=",
+            size=len(message),
+            limit=MAX_FRAME_BYTES,
+        )
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview, what: str) -> Any:

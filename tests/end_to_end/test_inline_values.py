@@ -203,3 +203,24 @@ def test_bytes_that_are_not_as_they_are_told_are_refused(
         tell(plane, put_of(generation, **lie))
     part.put({"x": [5]})
     assert part.claim("s", rows=1, timeout=20)["x"][0] == 5
+
+
+def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_page_by_page(
+    cluster: Cluster,
+) -> None:
+    """A message of that size between peers would end their link, again and again."""
+    cluster.start("a", "b", arena="2G")
+    rows = 20_000
+    fields = {name: np.zeros((rows, 120)) + at for at, name in enumerate("abcd")}
+    with cluster.connect("a") as one, cluster.connect("b") as other:
+        part, there = one.partition("p", stages={"s": list(fields)}), other.partition("p")
+        part.put(fields)
+        for mine in (part, there):
+            with pytest.raises(dataplane.FrameTooLarge, match="fewer rows at a time"):
+                mine.claim("s", rows=rows, timeout=20)
+            with mine.claim("s", rows=rows, fields=["a"], timeout=20) as batch:
+                assert len(batch) == rows
+                batch.release()
+            everything = mine.get()
+            assert len(everything) == rows
+            assert everything.numpy("d").sum() == 3 * rows * 120

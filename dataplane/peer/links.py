@@ -191,6 +191,8 @@ class Link:
             except ProtocolError as exc:
                 log.warning("a peer sent a bad reply: %s", exc)
                 continue
+            if self.hello is not None and reply.incarnation != self.hello.incarnation:
+                continue  # libzmq connected again before this link was told: its ranges are others
             self._came(reply.rid)
             answer = self.answers.get(reply.rid)
             if answer is not None and not answer.done():

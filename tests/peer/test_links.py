@@ -19,7 +19,7 @@ from dataplane.peer.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroke
 from dataplane.peer.sockets import Context
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import PeerReply
+from dataplane.wire.peering import PeerHello, PeerReply
 
 
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
@@ -161,4 +161,19 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
         with pytest.raises(LinkBroken):
             await asyncio.wait_for(call, 10)
     assert not link.room.used_bytes and not link.coming and not link.answers
+    context.destroy()
+
+
+async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -> None:
+    """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
+    context = Context()
+    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None)
+    link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, [])
+    asked = link.ask_now(1, b"a question")
+    assert asked is not None
+    link.received([peering.encode(PeerReply(1, 8, Done()))])
+    assert not asked.done()
+    link.received([peering.encode(PeerReply(1, 7, Done()))])
+    assert asked.result() == Done()
+    link.close(Unavailable("enough"))
     context.destroy()

@@ -121,6 +121,7 @@ class Room:
             given = waiter.granted
             if given.done() and not given.cancelled() and given.exception() is None:
                 space.give_back(holder, given.result()[1])  # it came as it was given up
+                self.pump()
             if isinstance(exc, TimeoutError):
                 raise self._back_pressure(waiter, f"no room within {timeout_s:g} s") from exc
             raise

@@ -47,3 +47,18 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
         await settled()
         assert order == served
     await asyncio.gather(*asked)
+
+
+async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
+    space = Space(16 * PAGE)
+    host: Any = SimpleNamespace(space=space, now=lambda: 0.0, notices=Notices())
+    room = Room(host)
+    held = space.reserve(1, Admission.PULL, pages(16))[1]
+    asked = [
+        asyncio.create_task(room.reserve(who, Admission.PULL, pages(16), 20)) for who in (2, 3)
+    ]
+    await settled()
+    space.give_back(1, held)
+    room.pump()
+    asked[0].cancel()
+    await asyncio.wait_for(asked[1], 10)

@@ -72,7 +72,7 @@ class Finishing:
         try:
             done = self._finish_at(_at_shard(lease, body, committed))
         except BaseException as exc:
-            self.host.space.release(committed.ranges, committed.counts)
+            self.grants.let_be(committed)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise

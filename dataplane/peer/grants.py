@@ -204,6 +204,11 @@ class Grants:
                 self.room.pump()
             raise
 
+    def let_be(self, committed: Committed) -> None:
+        """The message that named these values is over: what no shard took is free."""
+        if self.host.space.release(committed.ranges, committed.counts):
+            self.room.pump()
+
     def ahead(self, session: Session, want_bytes: int) -> bytes:
         """The next extents, unless somebody waits for room."""
         if not want_bytes or len(self.room):
@@ -221,8 +226,7 @@ class Grants:
             yield
         finally:
             self.doubts.settle(caller)
-            if self.host.space.release(committed.ranges, committed.counts):
-                self.room.pump()
+            self.let_be(committed)
 
     async def hand_over(
         self, address: str, body: Put | Finish | Restore, caller: Caller, epoch: tuple[int, int]

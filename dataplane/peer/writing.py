@@ -55,7 +55,7 @@ class Writing:
         try:
             outcome = self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
-            self.host.space.release(committed.ranges, committed.counts)
+            self.grants.let_be(committed)
             raise
         done = self._put_done(session, body, committed, outcome.gone)
         self.settle(entry)

@@ -7,12 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
+from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.reasons import Notices
+from dataplane.peer.finishing import Finishing
+from dataplane.peer.grants import Grants
 from dataplane.peer.room import Room
-from dataplane.wire.records import U8
+from dataplane.wire.messages import Finish
+from dataplane.wire.records import U8, VALUE
+from dataplane.wire.tables import Column, Owner
 
 PAGE = 4096
 
@@ -62,3 +69,28 @@ async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
     room.pump()
     asked[0].cancel()
     await asyncio.wait_for(asked[1], 10)
+
+
+async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None:
+    space = Space(16 * PAGE)
+    host: Any = SimpleNamespace(
+        space=space, now=lambda: 0.0, notices=Notices(), owner=Owner("tcp://10.0.0.1:7101", 1),
+        lent=Lent(), serves=lambda partition: True, entry=lambda *partition: None,
+    )  # fmt: skip
+    room, mesh = Room(host), SimpleNamespace(handlers={})
+    grants = Grants(host, mesh, None, room)  # type: ignore[arg-type]
+    leases: Any = SimpleNamespace(
+        of=lambda *lease: SimpleNamespace(number=1, partition="p", generation=1),
+        close=lambda lease: None,
+    )
+    finishing = Finishing(host, mesh, leases, grants, None, None, None)  # type: ignore[arg-type]
+    written = space.reserve(2, Admission.OPEN, pages(9))[1]
+    value = np.zeros(1, VALUE)
+    value["nbytes"] = 9 * PAGE
+    waits = asyncio.create_task(room.reserve(3, Admission.OPEN, pages(9), 20))
+    await settled()
+    assert not waits.done()
+    added = Finish(1, "ack", columns=[Column("x", value.tobytes())], ranges=written.tobytes())
+    with pytest.raises(LeaseExpired):
+        finishing.finish(SimpleNamespace(id=2), SimpleNamespace(rid=1), added)  # type: ignore[arg-type]
+    await asyncio.wait_for(waits, 10)

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.layout import BLOCK_STEP_BYTES
 from dataplane.client.written import Written, mapped
+from dataplane.errors import ShardFull
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Reserve, Reserved
-from dataplane.wire.records import EXTENT, U4, U8, column
+from dataplane.wire.records import EXTENT, RANGE, U4, U8, column
 
 Records = npt.NDArray[Any]
 
@@ -29,8 +30,12 @@ def landed(
     written: Written,
     continuing: Callable[[], bool],
     deadline: Deadline,
+    full: ShardFull | None = None,
 ) -> Operation[Written]:
-    """The same with all of it in the arena, in blocks, once there is room."""
+    """The same with all of it in the arena, in blocks, once there is room.
+
+    full: the message was refused with this, and its other values are ranges by now, also those
+    that were shared; it names them."""
     found = [r for c in written.cells for r in (c.values, c.leaves)]
     inline = [r[r["owner"] == 1] for r in found]
     starts = np.concatenate([r["range"] for r in inline]).astype(np.int64)
@@ -50,10 +55,14 @@ def landed(
         part = np.frombuffer(written.inline, np.uint8)[first:last]
         handle.session.writes.view(offset, max(1, len(part)))[: len(part)] = part
     handle.session.keep(remainder(sizes, offsets, extents))
-    own, shared = len(written.ranges), len(written.shared)
-    renumber = np.concatenate([np.arange(own), count + np.arange(own, own + shared)]).astype(U4)
     ranges = np.zeros(count, EXTENT)
     ranges["offset"], ranges["length"] = offsets, sizes
+    own, shared, pin = written.ranges, written.shared, written.pin
+    if full is not None and "ranges" in full.details:
+        own, shared, pin = own[:0], column(full.details["ranges"], RANGE), 0
+    others = np.arange(len(own) + len(shared))
+    renumber = np.where(others < len(own), others, count + others).astype(U4)
+    ranges = np.concatenate([own, ranges])
     taken = 0
 
     def move(records: Records) -> Records:
@@ -62,7 +71,7 @@ def landed(
         mine = records["owner"] == 1
         moved["range"][~mine] = renumber[records["range"][~mine]]
         at = slice(taken, taken := taken + int(mine.sum()))
-        moved["range"][mine] = own + block[at]
+        moved["range"][mine] = len(own) + block[at]
         moved["delta"][mine] = starts[at] - firsts[block[at]]
         moved["owner"] = 0
         return moved
@@ -70,6 +79,9 @@ def landed(
     return replace(
         written,
         cells=[mapped(cells, move) for cells in written.cells],
-        ranges=np.concatenate([written.ranges, ranges]),
+        ranges=ranges,
+        shared=shared,
+        pin=pin,
+        digest_index=renumber[written.digest_index],
         inline=b"",
     )

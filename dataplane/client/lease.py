@@ -346,17 +346,22 @@ class Lease:
         """Once more where the shard has no room for what is inline."""
         try:
             return (yield from self._send(_with(body, written), timeout))
-        except ShardFull:
+        except ShardFull as full:
             if not written.inline:
                 raise
-        self.handle.shard_is_full()
-        written = yield from self._landed(written, timeout)
-        return (yield from self._send(_with(body, written), timeout))
+            self.handle.shard_is_full()
+            pin = self.handle.session.pinned(full.details.get("pin", 0))
+            written = yield from self._landed(written, timeout, full)
+            done = yield from self._send(_with(body, written), timeout)
+            del pin  # what it holds has another holder now
+            return done
 
-    def _landed(self, written: Written, timeout: float | None) -> Operation[Written]:
+    def _landed(
+        self, written: Written, timeout: float | None, full: ShardFull | None = None
+    ) -> Operation[Written]:
         deadline = Deadline(timeout)
         generation = yield from self.handle.attach(deadline)
-        return (yield from landed(self.handle, generation, written, lambda: True, deadline))
+        return (yield from landed(self.handle, generation, written, lambda: True, deadline, full))
 
     def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
         """Finish is answered with PutDone where values came along, else Done will do."""

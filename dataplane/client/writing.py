@@ -157,14 +157,16 @@ class Putting:
         inline."""
         try:
             yield from self._tell(written, index, ahead_bytes)
-        except ShardFull:
+        except ShardFull as full:
             if not written.inline:
                 raise
             self.handle.shard_is_full()
+            pin = self.handle.session.pinned(full.details.get("pin", 0))
             written = yield from landed(
-                self.handle, self.generation, written, self._continues, self.deadline
+                self.handle, self.generation, written, self._continues, self.deadline, full
             )
             yield from self._tell(written, index, ahead_bytes)
+            del pin  # what it holds has another holder now
 
     def _tell(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
         """The message of the rows at `index`, and what its answer grants."""

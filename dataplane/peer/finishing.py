@@ -70,7 +70,8 @@ class Finishing:
         self, session: Session, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
         try:
-            done = self._finish_at(_at_shard(lease, body, committed))
+            with self.grants.kept_where_full(session, committed):
+                done = self._finish_at(_at_shard(lease, body, committed))
         except BaseException as exc:
             self.grants.let_be(committed)
             if isinstance(exc, LeaseExpired):
@@ -84,7 +85,10 @@ class Finishing:
         self, session: Session, request: Request, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
         caller = caller_of(self.host, request, session)
-        with self.grants.under_way(committed, caller):
+        with (
+            self.grants.under_way(committed, caller),
+            self.grants.kept_where_full(session, committed),
+        ):
             try:
                 done = await self._hand_over(lease, _at_shard(lease, body, committed), caller)
             except LeaseExpired:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
 from dataplane.peer import rows as rowset
 from dataplane.peer.doubts import Doubts
@@ -215,6 +215,19 @@ class Grants:
             return b""
         nbytes = min(want_bytes, MAX_AHEAD_BYTES)
         return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
+
+    @contextlib.contextmanager
+    def kept_where_full(self, session: Session, committed: Committed) -> Iterator[None]:
+        """Where a shard has no room for a message's small values, its others stay, pinned, for the
+        one that comes without such: a refusal takes back what was written."""
+        try:
+            yield
+        except ShardFull as exc:
+            ranges, space = committed.ranges, self.host.space
+            if exc.details.get("values") and not space.away(ranges, session.id).any():
+                pin = space.pin(session.id, ranges)
+                exc.details |= {"ranges": ranges.tobytes(), "pin": pin}
+            raise
 
     # references that shards hold
 

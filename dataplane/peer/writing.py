@@ -50,9 +50,10 @@ class Writing:
             )
             if self.share.is_full and len(plan.new):
                 return self._put_later(session, request, body)
-            self.share.check_values(body.inline)
             committed = self._commit_put(session, body, plan.continues)
         try:
+            with self.grants.kept_where_full(session, committed):
+                self.share.check_values(body.inline)
             outcome = self._store(entry, body, committed.columns, committed.owners, plan)
         except BaseException:
             self.grants.let_be(committed)
@@ -86,7 +87,10 @@ class Writing:
             inline=body.inline,
         )
         end = min(self.host.now() + CALL_S, call_deadline.get())
-        with self.grants.under_way(committed, caller):
+        with (
+            self.grants.under_way(committed, caller),
+            self.grants.kept_where_full(session, committed),
+        ):
             while True:
                 roster = self.host.roster
                 try:

@@ -224,3 +224,51 @@ def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_pag
             everything = mine.get()
             assert len(everything) == rows
             assert everything.numpy("d").sum() == 3 * rows * 120
+
+
+@pytest.mark.parametrize("hosts", [["a"], ["keeper", "a", "b"]], ids=["here", "elsewhere"])
+def test_a_message_that_a_full_shard_refuses_brings_its_large_values_all_the_same(
+    cluster: Cluster, hosts: list[str]
+) -> None:
+    """They were committed, and gone with the refusal: what came again named bytes that were
+    granted to nobody, and a put or an ack was a ProtocolError."""
+    cluster.start(*hosts, arena="64MiB")
+    planes = {name: cluster.connect(name) for name in hosts}
+    members = {plane.stats()["address"]: name for name, plane in planes.items()}
+    writer = "a"
+    if len(hosts) > 1:
+        shard = members[Roster.from_seeds(list(members)).home("p")]
+        writer = next(name for name in "ab" if name != shard)
+
+    def refused() -> int:
+        return sum(int(metadata(plane)["refused_values"]) for plane in planes.values())
+
+    small = [np.full(900, 7, np.uint8)] * 20
+    large = [np.arange(2000) + i for i in range(20)]
+    part = planes[writer].partition("p", {"s": ["x"]}, free="drop")
+    while not refused():
+        part.put({"x": small[:10]})
+    for told in (2, 3):  # by clients that do not know that it is full; the second one shares values
+        with cluster.connect(writer) as other:
+            mine = other.partition("p")
+            mine.put(
+                {"x": small, "large": large},
+                key=[f"{told} {i}" for i in range(20)],
+                dedup=["large"],
+            )
+            assert refused() == told
+    with cluster.connect(writer) as other:
+        with other.partition("p").claim("s", rows=20, timeout=20) as batch:
+            batch.add(score=small, more=large)
+            keys = list(batch.keys)
+        assert refused() == 4
+    for field, among in (
+        ("more", keys),
+        *(("large", [f"{n} {i}" for i in range(20)]) for n in (2, 3)),
+    ):
+        found = part.get(keys=among, fields=[field, "x"])
+        for i, row in enumerate(large):
+            np.testing.assert_array_equal(found[field][i], row)
+            assert found["x"][i].tolist() == [7] * 900
+    for plane in planes.values():
+        plane.close()

@@ -22,7 +22,7 @@ class Dataplane(Contender):
     """One peer a host, in the settings that it comes with."""
 
     name = "dataplane"
-    packages = ("dataplane", "numpy")
+    packages = ("dataplane-rl", "numpy")
     two_hosts = "two peers with an arena each; bytes cross over TCP on loopback"
 
     def __init__(self, site: Site) -> None:

@@ -171,10 +171,10 @@ class Partitions:
         entry = self.host.shard(partition, generation)
         rows = entry.store.clear()
         log.info("partition %r dropped with %d rows", partition, rows)
-        self.settle(entry)
         del self.host.entries[partition]
-        for tell in self.on_phase:
+        for tell in self.on_phase:  # first: that no row is left is not why who waits gets none
             tell(entry, "dropped")
+        self.settle(entry)
         self.host.space.digests.drop(partition)
 
     def follow_phase(self, entry: Entry) -> None:

@@ -14,7 +14,7 @@ import pytest
 import dataplane
 from dataplane import Plane, aio, cli, tag
 from dataplane.metadata.reasons import FIRST_S
-from tests.end_to_end.conftest import PLANE, Cluster
+from tests.end_to_end.conftest import PLANE, Cluster, until
 
 
 @pytest.fixture
@@ -128,3 +128,26 @@ def test_status_has_a_line_a_stage_and_folds_what_is_drained(
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["peers"]["a"]["everywhere"]["partitions"]["step-1"]["rows"] == 4
     batch.ack()
+
+
+def test_who_waits_for_a_sealed_partition_is_told_that_it_was_dropped(cluster: Cluster) -> None:
+    """And not that the stage has had every row: two were in somebody's hands."""
+    cluster.start("a")
+    told: list[BaseException] = []
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        part.put({"x": [1, 2]})
+        part.seal()
+        held = part.claim("s", rows=2, timeout=20)
+
+        def claim() -> None:
+            with pytest.raises(dataplane.DataplaneError) as caught:
+                part.claim("s", rows=1, timeout=20)
+            told.append(caught.value)
+
+        waits = threading.Thread(target=claim)
+        waits.start()
+        until(lambda: plane.stats()["waiting_claims"] == 1, "the other claim waits")
+        part.drop()
+        waits.join()
+        assert len(held) == 2 and isinstance(told[0], dataplane.PartitionGone)

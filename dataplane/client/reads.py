@@ -11,7 +11,7 @@ from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, chunks, group_names, name_list, named_rows, row_names
 from dataplane.client.session import Session
-from dataplane.errors import InvalidCall, StaleEpoch
+from dataplane.errors import FrameTooLarge, InvalidCall, StaleEpoch
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.where import Where
 from dataplane.wire.limits import NO_GROUP
@@ -46,15 +46,7 @@ def read_rows(
     handle: Handle, rows: Rows, fields: Sequence[str] | None, timeout: float | None
 ) -> Operation[Found]:
     """The rows of a batch or a ref, in their order."""
-    size = handle.session.max_rows
-    n = len(rows.keys) // KEY.itemsize
-    parts = [
-        Rows(
-            rows.keys[i * KEY.itemsize : (i + size) * KEY.itemsize],
-            None if rows.names is None else rows.names[i : i + size],
-        )
-        for i in range(0, n, size)
-    ]
+    parts = _cut(rows, handle.session.max_rows)
     return _gather(handle, (yield from _read_parts(handle, parts, fields, Deadline(timeout))))
 
 
@@ -85,6 +77,17 @@ def read_ref(
     )
 
 
+def _cut(rows: Rows, size: int) -> list[Rows]:
+    """Rows, `size` at a time."""
+    return [
+        Rows(
+            rows.keys[i * KEY.itemsize : (i + size) * KEY.itemsize],
+            None if rows.names is None else rows.names[i : i + size],
+        )
+        for i in range(0, len(rows.keys) // KEY.itemsize, size)
+    ]
+
+
 def _read_parts(
     handle: Handle, parts: list[Rows], fields: Sequence[str] | None, deadline: Deadline
 ) -> Operation[list[ReadDone]]:
@@ -106,11 +109,22 @@ def _pages(
     wanted = arguments.optional_texts(fields, "fields")
     filtered = arguments.filter_of(where)
     pages: list[ReadDone] = []
-    after = b""
+    after, size = b"", session.max_rows
     while True:
-        body = Read(handle.name, generation, rows, filtered, wanted, session.max_rows, after)
+        body = Read(handle.name, generation, rows, filtered, wanted, size, after)
         try:
             page = yield from ask(body, ReadDone, deadline)
+        except FrameTooLarge:  # rows with many small values
+            count = size if rows is None else len(rows.keys) // KEY.itemsize
+            if count == 1:
+                session.pinned(*(p.pin for p in pages))
+                raise
+            if rows is not None:
+                return (
+                    yield from _read_parts(handle, _cut(rows, -(-count // 2)), fields, deadline)
+                )
+            size = count // 2
+            continue
         except BaseException as exc:
             # The pages before this one are pinned; their pins go with an object nobody keeps.
             session.pinned(*(p.pin for p in pages))

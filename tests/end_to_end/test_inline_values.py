@@ -214,7 +214,7 @@ def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_pag
     fields = {name: np.zeros((rows, 120)) + at for at, name in enumerate("abcd")}
     with cluster.connect("a") as one, cluster.connect("b") as other:
         part, there = one.partition("p", stages={"s": list(fields)}), other.partition("p")
-        part.put(fields)
+        keys = part.put(fields, key=range(rows)).keys
         for mine in (part, there):
             with pytest.raises(dataplane.FrameTooLarge, match="fewer rows at a time"):
                 mine.claim("s", rows=rows, timeout=20)
@@ -224,6 +224,7 @@ def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_pag
             everything = mine.get()
             assert len(everything) == rows
             assert everything.numpy("d").sum() == 3 * rows * 120
+            assert mine.get(keys=keys).keys == keys == list(range(rows))
 
 
 @pytest.mark.parametrize("hosts", [["a"], ["keeper", "a", "b"]], ids=["here", "elsewhere"])

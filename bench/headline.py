@@ -83,8 +83,7 @@ def _planned(job: Settings, dedup: bool) -> list[Planned]:
 def _over_links(rate: str, no_links: str | None) -> Iterator[Planned]:
     for hosts in (2, 4, MOST_HOSTS):
         yield from _planned(with_link(_job("video", hosts, hosts, steps=2), rate, no_links), True)
-    # one prompt: a controller takes twenty seconds for it
-    yield from _planned(with_link(_job("video", 2, 1), rate, no_links), False)
+    yield from _planned(with_link(_job("video", 2, 2), rate, no_links), False)
     for hosts in (2, MOST_HOSTS):
         yield from _planned(
             with_link(_job("math", hosts, 2 * hosts, steps=2), rate, no_links), True

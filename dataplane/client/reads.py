@@ -92,8 +92,13 @@ def _read_parts(
     handle: Handle, parts: list[Rows], fields: Sequence[str] | None, deadline: Deadline
 ) -> Operation[list[ReadDone]]:
     pages: list[ReadDone] = []
-    for part in parts:
-        pages += yield from _pages(handle, part, None, fields, deadline)
+    try:
+        for part in parts:
+            pages += yield from _pages(handle, part, None, fields, deadline)
+    except BaseException:
+        # The parts before this one are pinned; their pins go with an object nobody keeps.
+        handle.session.pinned(*(page.pin for page in pages))
+        raise
     return pages
 
 

@@ -57,6 +57,15 @@ READER = """
 """
 
 
+def test_what_came_before_a_part_that_failed_is_let_go(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    here.put({"x": [np.arange(2000)]}, key=["k"])
+    with pytest.raises(dataplane.RowsGone):  # the second message's
+        there.get(keys=["k"] * 70_000 + ["gone"], fields=["x"])
+    pinned = lambda: hosts.there.stats()["arena"]["pinned_bytes"]  # noqa: E731
+    until(lambda: pinned() == 0, "no pin is left")
+
+
 def test_a_ref_is_read_in_another_process_of_another_host() -> None:
     with running("a", "b") as cluster, cluster.connect("a") as plane:
         part = plane.partition("p", free="drop")

@@ -15,7 +15,7 @@ from tests.docs.test_examples import run
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
-    for pattern in ("README.md", "docs/*.md", "docs/history/*.md", "protocol/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/history/*.md", "protocol/*.md")
     for page in ROOT.glob(pattern)
 )
 LAUNCHERS = r"DATAPLANE|SLURM|LWS|RAY|TORCHELASTIC|JOB|WORLD|LOCAL|MASTER|OMPI|PMIX"

@@ -21,6 +21,7 @@ from dataplane.metadata.index import pairs, repeated
 from dataplane.metadata.names import KEY_BYTES, format_minted, format_minted_many
 from dataplane.metadata.state import State
 from dataplane.metadata.tables import rows_of
+from dataplane.metadata.tombstones import of_groups
 from dataplane.wire.tables import Name, Owner, Rows
 
 
@@ -51,7 +52,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     column = pairs(b"".join(dict.fromkeys(keys)))
     groups = state.groups.index.find(column)
     groups = groups[groups >= 0]
-    state.tombstones.add(column)
+    state.tombstones.add(of_groups(column))
     _, slots = state.groups.members.gather(groups)
     slots = slots.astype(np.int64)
     still_open = groups[~state.groups.closed(groups)]
@@ -141,7 +142,7 @@ def end_open_groups(state: State, keep: bool) -> int:
 
 
 def _expect_new(state: State, column: Array, size: int, name: Name | None, shown: Name) -> None:
-    if state.tombstones.among(column)[0]:
+    if state.tombstones.among(of_groups(column))[0]:
         raise RowsDropped(f"the group {shown!r} was dropped; it is cancelled", groups=[shown])
     if state.sealed:
         raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")

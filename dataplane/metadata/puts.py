@@ -29,6 +29,7 @@ from dataplane.metadata.interning import Numbers
 from dataplane.metadata.names import format_minted
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.state import State
+from dataplane.metadata.tombstones import of_groups
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
 
 _NONE = np.zeros(0, np.int64)
@@ -134,7 +135,7 @@ def apply_put(
         return PutOutcome(gone=gone)
     if plan.reuse and len(state.tombstones):
         state.tombstones.remove(plan.rows.keys[plan.new])
-        state.tombstones.remove(plan.rows.group_keys[plan.new_groups])
+        state.tombstones.remove(of_groups(plan.rows.group_keys[plan.new_groups]))
     numbers = state.fields.intern(specs, owners, inline)
     touched = _enter_groups(state, plan)
     _enter_rows(state, plan)
@@ -227,7 +228,7 @@ def _gone(state: State, rows: RowsIn, new: Array) -> Array:
     """Those of these rows that were here under given names, or their group was, and are freed."""
     gone = state.tombstones.freed(rows.keys[new])
     if rows.group is not None and len(rows.group_keys):
-        over = state.tombstones.freed(rows.group_keys)
+        over = state.tombstones.freed(of_groups(rows.group_keys))
         index = rows.group[new]
         gone |= (index >= 0) & over[index]
     return new[gone]
@@ -345,7 +346,7 @@ def _plan_groups(
 
 
 def _check_new_groups(state: State, rows: RowsIn, made: Array) -> None:
-    dropped = made[state.tombstones.among(rows.group_keys[made])]
+    dropped = made[state.tombstones.among(of_groups(rows.group_keys[made]))]
     if len(dropped):
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(

@@ -22,7 +22,7 @@ from dataplane.metadata.losses import LostNames
 from dataplane.metadata.names import format_minted, given_names
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.tags import Tags
-from dataplane.metadata.tombstones import Tombstones
+from dataplane.metadata.tombstones import Tombstones, of_groups
 from dataplane.metadata.where import Filter, test
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Definition, Name
@@ -299,7 +299,7 @@ class State:
             some = groups[~self.groups.all_dropped(groups)].tolist()
             given = [group for group in some if group in self.groups.names]
             if given:
-                self.tombstones.add(self.groups.index.keys[given], freed=True)
+                self.tombstones.add(of_groups(self.groups.index.keys[given]), freed=True)
 
     def _count_closed(self, groups: Array) -> int:
         """Groups that have just closed: count those that were not cancelled, forget empty ones."""

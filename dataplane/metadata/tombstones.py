@@ -15,6 +15,11 @@ MAX_TOMBSTONES = 1_000_000
 _NONE, _DROPPED, _FREED = range(3)
 
 
+def of_groups(keys: Array) -> Array:
+    """The keys of groups as they are kept here: a row may have the same name, and is another."""
+    return ~keys
+
+
 class Tombstones:
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit

@@ -35,7 +35,7 @@ def feed(steps: int, lag: int, tick: Callable[[int], None]) -> None:
             if step < steps:
                 keys = np.arange(step * ROWS, (step + 1) * ROWS)
                 rows = {"prompt": prompts(step, GROUPS).repeat(GROUP_SIZE, 0)}
-                part.put(rows, key=keys.tolist(), group=(keys // GROUP_SIZE).tolist(), reuse=True)
+                part.put(rows, key=keys.tolist(), group=(keys // GROUP_SIZE).tolist())
 
 
 def work(stage: str, rank: int, out: Path, steps: int) -> None:

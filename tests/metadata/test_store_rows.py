@@ -239,3 +239,13 @@ def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
         s.put(rows, columns, SPECS, OWNERS, tags)
     assert s.stats()["bytes_per_row"] < 300
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
+
+
+def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:
+    s = store(group_size=1, stages={"s": ["tokens"]}, free="acked")
+    put(s, [1], [7])
+    taken = take(s, "s", Want("rows", 1, 1))
+    assert taken.lease is not None
+    s.finish(taken.lease, "ack", None, [], [], [], {})
+    put(s, [2], [1])
+    assert len(s) == 1

@@ -19,6 +19,7 @@ from dataplane.metadata.index import KeyIndex, pairs, repeated
 from dataplane.metadata.inline import check_inline
 from dataplane.metadata.state import UNGROUPED, State
 from dataplane.metadata.tables import names_of
+from dataplane.metadata.tombstones import of_groups
 from dataplane.metadata.units import ACKED, SPLIT
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import ABSENT, NO_GROUP
@@ -80,7 +81,7 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
         _table(state, slots, ids[ids >= 0], counts[: len(ids)][ids >= 0]),
         _progress(state, slots, ids[ids >= 0]),
         units,
-        int((~state.tombstones.among(gone)).sum()),
+        int((~state.tombstones.among(of_groups(gone))).sum()),
     )
 
 

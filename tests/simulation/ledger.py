@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.metadata.names import KEY_BYTES, hash_name
 from dataplane.metadata.store import Store
+from dataplane.metadata.tombstones import of_groups
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Name, Owner
 
@@ -217,7 +218,9 @@ class Ledger:
         for entry in peer.host.entries.values():
             state = entry.store.state
             self._excuse(state.index.keys[state.live()].tobytes(), why)
-            self._excuse(state.tombstones.all()[0].tobytes(), why)
+            gone = state.tombstones.all()[0]
+            self._excuse(gone.tobytes(), why)
+            self._excuse(of_groups(gone).tobytes(), why)
 
     def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
         """Rows whose values were at one peer and whose second copies at another, both dead; also

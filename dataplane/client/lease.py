@@ -215,6 +215,16 @@ class Lease:
         deadline = Deadline(timeout)
         written = yield from write_columns(self.handle, columns, len(at), deadline)
         parts = [*(one.written for one in self._added), written]
+        self._check_size(parts, written)
+        if rows is not None:  # values are in the order of the rows as they were given
+            written, _ = written.take(np.argsort(rows, kind="stable"))
+        self._tally(written)
+        self._added.append(Added(at, written))
+        for lost, names in self._lost:
+            if _meet(lost, at):
+                names.difference_update(columns, self._refused)
+
+    def _check_size(self, parts: list[Written], written: Written) -> None:
         size = sum(map(part_bytes, parts))
         if size > MAX_FRAME_BYTES // 2:
             self.handle.session.keep(written.ranges)
@@ -223,15 +233,11 @@ class Lease:
                 "fewer rows at a time",
                 size=size,
             )
-        if rows is not None:  # values are in the order of the rows as they were given
-            written, _ = written.take(np.argsort(rows, kind="stable"))
+
+    def _tally(self, written: Written) -> None:
         tally = self.handle.session.tally
         tally.of_stage(self.stage, added_bytes=volume(written.columns(), VALUE))
         tally.add("copy", bytes=written.copied_bytes)
-        self._added.append(Added(at, written))
-        for lost, names in self._lost:
-            if _meet(lost, at):
-                names.difference_update(columns, self._refused)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
         """More fields of the rows."""
@@ -244,21 +250,25 @@ class Lease:
         rows: Index | None = None,
         tags: TagValues | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        values: Mapping[str, Any] | None = None,
     ) -> Operation[None]:
-        """End the lease for all rows that are still open, or for those at `rows`. tags: of all, or
-        of those at `rows`.
+        """End the lease for all rows that are still open, or for those at `rows`. tags, values: of
+        all, or of those at `rows`.
 
-        Only ack takes what was added along. Releasing a lease that has ended already is no error.
+        Only ack takes what was added along, and only release `values`, as progress. Releasing a
+        lease that has ended already is no error, unless there is something to be told with it.
         """
         self.check()
         given = tag_columns(tags, self.n if rows is None else len(rows))
         at = self.open_among(rows)
+        order = None
         if rows is None:
-            given = take_tags(given, None if len(at) == self.n else at)
+            order = None if len(at) == self.n else at
         else:
             order = np.argsort(rows)
             order = order[np.isin(rows[order], at)]
-            at, given = rows[order], take_tags(given, order)
+            at = rows[order]
+        given = take_tags(given, order)
         body = self._finish_of(outcome, at, given)
         if not len(at):
             if rows is None:
@@ -266,12 +276,38 @@ class Lease:
             return
         if outcome == "ack":
             yield from self._ack(at, timeout)
+        elif values:
+            many = self.n if rows is None else len(rows)
+            yield from self._release_with(body, values, many, order, timeout)
         elif outcome == "release" and not given:
             with contextlib.suppress(LeaseExpired):  # its rows went back before
                 yield from self._send(body, timeout)
         else:
             yield from self._send(body, timeout)
         self._closed_rows(outcome, rows)
+
+    def _release_with(
+        self,
+        body: Finish,
+        values: Mapping[str, Any],
+        many: int,
+        order: Index | None,
+        timeout: float | None,
+    ) -> Operation[None]:
+        """Rows and the progress that was made with them go back in one message. order: which of
+        `many` values are of its rows."""
+        session, deadline = self.handle.session, Deadline(timeout)
+        if session.devices is not None:
+            session.devices.tell_of_host_copies(values, "what is given back always is")
+        written = yield from write_columns(self.handle, values, many, deadline)
+        self._check_size([written], written)
+        if order is not None:
+            written, unused = written.take(order)
+            session.keep(unused)
+        self._tally(written)
+        done = yield from self._send_with(body, written, deadline.left("release"))
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
 
     def _finish_of(self, outcome: Outcome, at: Index, tags: dict[str, list[Scalar]]) -> Finish:
         index = None if len(at) == self.n else at.astype(U4).tobytes()
@@ -325,7 +361,7 @@ class Lease:
             going = (at, set(written.fields))
             self._lost.append(going)
             try:
-                done = yield from self._ack_with(body, written, timeout)
+                done = yield from self._send_with(body, written, timeout)
             except FieldExists as exc:
                 self._refused.add(str(exc.details.get("field")))
                 raise
@@ -342,7 +378,7 @@ class Lease:
                     done.kept,
                 )
 
-    def _ack_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+    def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
         """Once more where the shard has no room for what is inline."""
         try:
             return (yield from self._send(_with(body, written), timeout))

@@ -54,10 +54,15 @@ class LeasedRows(Selection):
         yield from self.lease.add({**columns, **named}, timeout, self._at)
 
     def _finish(
-        self, outcome: Outcome, timeout: float | None, tags: TagValues | None = None
+        self,
+        outcome: Outcome,
+        timeout: float | None,
+        tags: TagValues | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> Operation[None]:
         self._check()
-        yield from self.lease.finish(outcome, self._at, tags, timeout)
+        given = None if values is None else by_name(values)
+        yield from self.lease.finish(outcome, self._at, tags, timeout, given)
         self._outcome = {"ack": "acked", "release": "released", "drop": "dropped"}[outcome]
 
     def _check(self) -> None:

@@ -114,6 +114,14 @@ class Selection:
             view = self._views[field] = self._view(field)
         return view
 
+    def get(self, field: str, default: Any = None) -> list[Any]:
+        """A field's value a row, of what is here: `default` for rows that lack it, and for all
+        where it is not among `fields`."""
+        if field not in self:
+            return [default] * len(self)
+        view = self[field]
+        return [view[row] if view.present(row) else default for row in range(len(view))]
+
     def __contains__(self, field: object) -> bool:
         return field in self._fetched
 

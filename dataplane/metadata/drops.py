@@ -71,6 +71,7 @@ def lose(state: State, owner: Owner) -> Lost:
     They leave no tombstones, so all of them may be put again.
     """
     live = state.live()
+    state.fields.lose_progress(owner, live)
     hit = live[state.fields.at(owner, live)]
     groups = state.groups_of(hit)
     _, members = state.groups.members.gather(groups)

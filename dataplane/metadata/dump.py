@@ -23,6 +23,7 @@ from dataplane.wire.journal import (
     Held,
     LostBefore,
     Op,
+    Progressed,
     Sealed,
     Sized,
     Standing,
@@ -55,6 +56,7 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     yield from _rows(store, rows_per_op)
     yield from _standings(state, rows_per_op)
     yield from _added(state, rows_per_op)
+    yield from _progress(state, rows_per_op)
     for lease in state.leases:
         yield _held(state, lease)
     keys, freed = state.tombstones.all()
@@ -148,6 +150,25 @@ def _added(state: State, many: int) -> Iterator[Op]:
             fields = [field for field, bit in state.fields.names.items() if mask >> bit & 1]
             for ids in _parts((stage.wrote == mask).nonzero()[0], many):
                 yield Added(name, fields, state.index.keys[ids].tobytes())
+
+
+def _progress(state: State, many: int) -> Iterator[Op]:
+    live = state.live()
+    for stage, known in state.fields.progress.items():
+        mask = np.uint64(sum(1 << bit for bit in known.values()))
+        for slots in _parts(live[(state.fields.present[live] & mask) != 0], many):
+            yield from _progress_of(state, stage, slots)
+
+
+def _progress_of(state: State, stage: str, slots: Array) -> Iterator[Op]:
+    """In one operation, or in more where that would be too large for a message."""
+    columns, specs, owners, inline = state.fields.gather(slots, (), stage)
+    if len(slots) > 1 and len(inline) + _nbytes(columns, []) > MAX_OP_BYTES:
+        for half in np.array_split(slots, 2):
+            yield from _progress_of(state, stage, half)
+        return
+    keys = state.index.keys[slots].tobytes()
+    yield Progressed(stage, keys, columns, specs, owners, inline)
 
 
 def _held(state: State, lease: Lease) -> Held:

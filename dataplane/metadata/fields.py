@@ -3,11 +3,14 @@
 Specs and owners are kept once a store; records that come in are rewritten to these numbers, and
 those that go out carry only the ones they use. Every record stands for one reference to its range:
 what is overwritten, refused or removed is collected, so that the owner can be told.
+
+What a stage gave back as progress lies in columns beside the fields, of which only that stage
+knows: they are nobody's reason to be ready, and rows are not lost with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,11 +31,14 @@ _ONE = np.ones(1, U4)
 
 
 class Fields:
-    """The fields of a store's rows. `present` has one bit a field and row."""
+    """The fields of a store's rows. `present` has one bit a field and row, and one a field of which
+    a stage gave progress back. progress: stage → field → bit."""
 
     def __init__(self) -> None:
         self.present: Array = np.zeros(0, np.uint64)
         self.names: dict[str, int] = {}
+        self.progress: dict[str, dict[str, int]] = {}
+        self._bits = 0
         self._values: dict[int, Array] = {}
         self._leaves: dict[int, Ragged] = {}
         self._known = SpecsAndOwners()
@@ -59,11 +65,20 @@ class Fields:
     def check_room(self, names: Sequence[str]) -> None:
         """LimitExceeded unless the partition may have these fields too."""
         # the sum is cheap and nearly always enough
-        if (
-            len(self.names) + len(names) > MAX_FIELDS
-            and len(self.names.keys() | set(names)) > MAX_FIELDS
-        ):
-            raise LimitExceeded(f"a partition has at most {MAX_FIELDS} fields", limit=MAX_FIELDS)
+        if self._bits + len(names) > MAX_FIELDS:
+            self._check_new(len(set(names) - self.names.keys()))
+
+    def check_progress_room(self, stage: str, names: Sequence[str]) -> None:
+        """The same for fields that a stage gives progress of."""
+        self._check_new(len(set(names) - self.progress.get(stage, {}).keys()))
+
+    def _check_new(self, many: int) -> None:
+        if self._bits + many > MAX_FIELDS:
+            raise LimitExceeded(
+                f"a partition has at most {MAX_FIELDS} fields, those included of which a stage "
+                "gave progress back",
+                limit=MAX_FIELDS,
+            )
 
     def check_known(self, names: Sequence[str]) -> None:
         """FieldUnknown for a name that no row of the store ever had."""
@@ -72,9 +87,10 @@ class Fields:
                 there = sorted(known for known, bit in self.names.items() if bit in self._values)
                 raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
 
-    def known(self, names: Sequence[str]) -> list[str]:
-        """Those that some row of the store has had."""
-        return [name for name in names if self.names.get(name, -1) in self._values]
+    def known(self, names: Sequence[str], stage: str = "") -> list[str]:
+        """Those that some row of the store has had, or that the stage has given progress of."""
+        progress = self.progress.get(stage, {})
+        return [n for n in names if self.names.get(n, -1) in self._values or n in progress]
 
     def know(self, names: Sequence[str]) -> None:
         """Some row, somewhere, has had these fields; `check_room` was asked."""
@@ -83,7 +99,14 @@ class Fields:
 
     def bit(self, name: str) -> int:
         """The number of a field, which gets one now if it is new."""
-        return self.names.setdefault(name, len(self.names))
+        number = self.names.get(name)
+        if number is None:
+            number = self.names[name] = self._new_bit()
+        return number
+
+    def _new_bit(self) -> int:
+        self._bits += 1
+        return self._bits - 1
 
     def mask(self, names: Sequence[str]) -> int:
         return sum(1 << self.bit(name) for name in dict.fromkeys(names))
@@ -92,8 +115,10 @@ class Fields:
         """Which rows have the field."""
         if name not in self.names:
             return np.zeros(len(slots), np.bool_)
-        bit = np.uint64(1 << self.names[name])
-        result: Array = (self.present[slots] & bit) != 0
+        return self._has(self.names[name], slots)
+
+    def _has(self, bit: int, slots: Array) -> Array:
+        result: Array = (self.present[slots] & np.uint64(1 << bit)) != 0
         return result
 
     def intern(
@@ -112,7 +137,26 @@ class Fields:
         Returns the number of rows whose present value stayed (`keep`). The references that lost,
         old or new, are collected.
         """
-        bit = self.bit(one.field)
+        return self._write(self.bit(one.field), slots, one, numbers, keep)
+
+    def write_progress(self, stage: str, slots: Array, one: ColumnIn, numbers: Numbers) -> None:
+        """The same for what a stage gives back as its progress, in place of what it gave before."""
+        known = self.progress.setdefault(stage, {})
+        if one.field not in known:
+            known[one.field] = self._new_bit()
+        self._write(known[one.field], slots, one, numbers, keep=False)
+
+    def end_progress(self, stage: str, slots: Array, names: Sequence[str] | None = None) -> None:
+        """A stage has no progress with these rows any more: of these fields, None: of any."""
+        for name, bit in self.progress.get(stage, {}).items():
+            if names is None or name in names:
+                self._end_progress(bit, slots[self._has(bit, slots)])
+
+    def _end_progress(self, bit: int, slots: Array) -> None:
+        self._forget(slots, bit)
+        self.present[slots] &= ~np.uint64(1 << bit)
+
+    def _write(self, bit: int, slots: Array, one: ColumnIn, numbers: Numbers, keep: bool) -> int:
         if len(slots) == 1 and one.here is None and one.counts is None:
             slot = slots.item()
             present = self.present.item(slot)
@@ -179,14 +223,15 @@ class Fields:
         return sum(int(records["nbytes"].sum()) for records in self._released[before:])
 
     def gather(
-        self, slots: Array, names: Sequence[str] | None
+        self, slots: Array, names: Sequence[str] | None, stage: str = ""
     ) -> tuple[list[Column], list[Spec], list[Owner], bytes]:
         """Columns of VALUE records for these rows, with the specs and owners that they use, and the
-        bytes of the values that live here.
+        bytes of the values that live here. stage: with all its progress.
 
         FieldUnknown for a name that no row of the store ever had.
         """
-        self.check_known(names or ())
+        progress = self.progress.get(stage)
+        self.check_known([n for n in names or () if not progress or n not in progress])
         picked: list[tuple[str, Array, bytes, Array]] = []
         for name in self.names if names is None else dict.fromkeys(names):
             bit = self.names.get(name, -1)
@@ -202,6 +247,8 @@ class Fields:
                 lengths, leaves = self._leaves[bit].gather(slots)
                 counts = lengths.astype(U4).tobytes() if len(leaves) else b""
             picked.append((name, values, counts, leaves))
+        if progress:
+            self._gather_progress(slots, progress, names or (), picked)
         parts = [part.tobytes() for one in picked for part in (one[1], one[3])]
         records = np.frombuffer(bytearray(b"".join(parts)), VALUE)
         inline = self._blocks.collect(records)
@@ -214,22 +261,51 @@ class Fields:
             at = end
         return columns, specs, owners, inline
 
+    def _gather_progress(
+        self,
+        slots: Array,
+        progress: Mapping[str, int],
+        named: Sequence[str],
+        picked: list[tuple[str, Array, bytes, Array]],
+    ) -> None:
+        """Progress that some of these rows have, or that is asked for by name, joins what was
+        picked. A row's own field goes before progress of that name."""
+        for name, bit in progress.items():
+            there = self._has(bit, slots) & ~self.have(name, slots)
+            if not there.any() and name not in named:
+                continue
+            at = next((i for i, one in enumerate(picked) if one[0] == name), len(picked))
+            own, own_counts, own_leaves = np.full(len(slots), _NO_VALUE[0]), b"", _NO_VALUE[:0]
+            if at < len(picked):
+                _, own, own_counts, own_leaves = picked.pop(at)
+            own[there] = self._values[bit][slots[there]]
+            counts = np.frombuffer(own_counts or bytes(4 * len(slots)), U4).astype(np.int64)
+            rows = np.repeat(np.arange(len(slots)), counts)
+            if bit in self._leaves:
+                lengths, leaves = self._leaves[bit].gather(slots[there])
+                counts[there] += lengths
+                rows = np.concatenate([rows, np.repeat(there.nonzero()[0], lengths)])
+                own_leaves = joined([own_leaves, leaves], VALUE)[np.argsort(rows, kind="stable")]
+            told = counts.astype(U4).tobytes() if len(own_leaves) else b""
+            picked.insert(at, (name, own, told, own_leaves))
+
     def elsewhere(
-        self, slots: Array, names: Sequence[str] | None, address: str
+        self, slots: Array, names: Sequence[str] | None, address: str, stage: str = ""
     ) -> tuple[Array, Array]:
-        """(position among `slots`, VALUE record) of values and leaves that another peer owns."""
+        """(position among `slots`, VALUE record) of values and leaves that another peer owns.
+        stage: also of its progress."""
         rows, records = [np.zeros(0, np.intp)], [_NO_VALUE[:0]]
         others = [owner.peer != address and owner != INLINE for owner in self._known.owners]
         if not any(others):
             return rows[0], records[0]
         far = np.array(others, np.bool_)
-        for name in self.names if names is None else names:
-            bit = self.names.get(name, -1)
+        of_names = [self.names.get(name, -1) for name in (self.names if names is None else names)]
+        for bit in (*of_names, *self.progress.get(stage, {}).values()):
             if bit in self._values:
                 # The owners first: mostly none is far, and the rest need not be looked at.
                 out = np.flatnonzero(far[self._values[bit]["owner"][slots]])
                 if len(out):
-                    out = out[self.have(name, slots[out])]
+                    out = out[self._has(bit, slots[out])]
                     rows.append(out)
                     records.append(self._values[bit][slots[out]])
             if bit in self._leaves:
@@ -289,9 +365,8 @@ class Fields:
     def holdings(self, slots: Array) -> list[tuple[Owner, Array, Array]]:
         """Every reference that these rows hold: per owner RANGE records and how many of each."""
         parts = [_NO_VALUE[:0]]
-        for name, bit in self.names.items():
-            if bit in self._values:
-                parts.append(self._values[bit][slots[self.have(name, slots)]])
+        for bit, values in self._values.items():
+            parts.append(values[slots[self._has(bit, slots)]])
             if bit in self._leaves:
                 parts.append(self._leaves[bit].gather(slots)[1])
         records = joined(parts, VALUE)
@@ -312,12 +387,11 @@ class Fields:
             return np.zeros(len(ranges), U4)
         to = self._known.intern([], [new]).owners[0]
         move = Move(number, ranges, to, new_ranges, reach)
-        for name, bit in self.names.items():
-            if bit in self._values:
-                having = slots[self.have(name, slots)]
-                values = self._values[bit][having]
-                self._released.append(move.carry(values))
-                self._values[bit][having] = values
+        for bit, column in self._values.items():
+            having = slots[self._has(bit, slots)]
+            values = column[having]
+            self._released.append(move.carry(values))
+            column[having] = values
             if bit in self._leaves:
                 counts, leaves = self._leaves[bit].gather(slots)
                 moved = move.carry(leaves)
@@ -327,19 +401,30 @@ class Fields:
         return move.counts
 
     def at(self, owner: Owner, slots: Array) -> Array:
-        """Which of these rows have a value, or a leaf of one, at this owner."""
+        """Which of these rows have a value, or a leaf of one, at this owner. What they have there
+        of a stage's progress is no more a reason to lose them than it was one to be ready."""
         result = np.zeros(len(slots), np.bool_)
+        for bit in self.names.values():
+            if bit in self._values:
+                result |= self._at(bit, owner, slots)
+        return result
+
+    def _at(self, bit: int, owner: Owner, slots: Array) -> Array:
         number = self._known.owner_number(owner)
         if number is None:
-            return result
-        for name, bit in self.names.items():
-            if bit in self._values:
-                result |= (self._values[bit]["owner"][slots] == number) & self.have(name, slots)
-            if bit in self._leaves:
-                counts, leaves = self._leaves[bit].gather(slots)
-                row = np.repeat(np.arange(len(slots)), counts)
-                result[row[leaves["owner"] == number]] = True
+            return np.zeros(len(slots), np.bool_)
+        result: Array = (self._values[bit]["owner"][slots] == number) & self._has(bit, slots)
+        if bit in self._leaves:
+            counts, leaves = self._leaves[bit].gather(slots)
+            row = np.repeat(np.arange(len(slots)), counts)
+            result[row[leaves["owner"] == number]] = True
         return result
+
+    def lose_progress(self, owner: Owner, slots: Array) -> None:
+        """What these rows had at a peer that is no more of anybody's progress is gone."""
+        for known in self.progress.values():
+            for bit in known.values():
+                self._end_progress(bit, slots[self._at(bit, owner, slots)])
 
     def forget_owner(self, owner: Owner) -> None:
         """Drop collected references to ranges of a peer that is no more."""
@@ -350,20 +435,17 @@ class Fields:
         """See `Store.idle`, for the values of these rows."""
         number = self._known.owner_number(owner)
         found = [_NO_VALUE[:0]]
-        for name, bit in self.names.items():
-            if number is not None and bit in self._values:
-                found.append(self._values[bit][slots[self.have(name, slots)]])
-            if number is not None and bit in self._leaves:
+        for bit, values in self._values.items() if number is not None else ():
+            found.append(values[slots[self._has(bit, slots)]])
+            if bit in self._leaves:
                 found.append(self._leaves[bit].gather(slots)[1])
         return extents_of(np.concatenate([r[r["owner"] == number] for r in found]))
 
     def bytes_at(self, slots: Array) -> dict[str, int]:
         """Bytes of these rows' values by the peer that has them."""
         total: dict[str, int] = {}
-        for name, bit in self.names.items():
-            if bit not in self._values:
-                continue
-            records = [self._values[bit][slots[self.have(name, slots)]]]
+        for bit, values in self._values.items():
+            records = [values[slots[self._has(bit, slots)]]]
             if bit in self._leaves:
                 records.append(self._leaves[bit].gather(slots)[1])
             for r in records:
@@ -376,16 +458,15 @@ class Fields:
     def volume(self, slots: Array) -> tuple[int, int, int]:
         """(bytes of all values of these rows; of those that are packed; that live here)."""
         total = packed = inline = 0
-        for name, bit in self.names.items():
-            if bit in self._values:
-                records = [self._values[bit][slots[self.have(name, slots)]]]
-                if bit in self._leaves:
-                    records.append(self._leaves[bit].gather(slots)[1])
-                for r in records:
-                    nbytes, here = r["nbytes"].astype(np.int64), r["owner"] == HERE
-                    total += int(nbytes.sum())
-                    inline += int(nbytes[here].sum())
-                    packed += int(nbytes[(nbytes < PACK_LIMIT_BYTES) & ~here].sum())
+        for bit, values in self._values.items():
+            records = [values[slots[self._has(bit, slots)]]]
+            if bit in self._leaves:
+                records.append(self._leaves[bit].gather(slots)[1])
+            for r in records:
+                nbytes, here = r["nbytes"].astype(np.int64), r["owner"] == HERE
+                total += int(nbytes.sum())
+                inline += int(nbytes[here].sum())
+                packed += int(nbytes[(nbytes < PACK_LIMIT_BYTES) & ~here].sum())
         return total, packed, inline
 
     def packs(self, slots: Array, owner: Owner) -> tuple[Array, int]:
@@ -393,10 +474,8 @@ class Fields:
         number = self._known.owner_number(owner)
         blocks: list[Array] = []
         alive = 0
-        for name, bit in self.names.items():
-            if number is None or bit not in self._values:
-                continue
-            records = [self._values[bit][slots[self.have(name, slots)]]]
+        for bit, values in self._values.items() if number is not None else ():
+            records = [values[slots[self._has(bit, slots)]]]
             if bit in self._leaves:
                 records.append(self._leaves[bit].gather(slots)[1])
             for r in records:

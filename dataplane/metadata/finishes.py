@@ -13,7 +13,7 @@ import numpy as np
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.columns import Array
-from dataplane.metadata.incoming import columns_in
+from dataplane.metadata.incoming import ColumnIn, columns_in
 from dataplane.metadata.inline import check_inline
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.puts import add_fields, check_added, discard, only
@@ -61,8 +61,8 @@ def finish(
     """See `Store.finish`."""
     if outcome not in OUTCOMES:
         raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
-    if columns and outcome in ("release", "drop"):
-        raise InvalidRows("rows that are released or dropped take no new fields; ack them")
+    if columns and outcome == "drop":
+        raise InvalidRows("rows that are dropped take no new fields; ack them")
     positions = _positions(lease, index)
     if not len(positions):
         if columns:
@@ -70,13 +70,17 @@ def finish(
         return FinishOutcome()
     added = columns_in(columns, len(positions), len(specs), len(owners))
     check_inline(added, owners, inline)
-    state.fields.check_room([one.field for one in added])
+    names = [one.field for one in added]
+    if outcome == "release":
+        state.fields.check_progress_room(lease.stage.name, names)
+    else:
+        state.fields.check_room(names)
     state.tags.check(tags, len(positions))
 
     there = state.incarnation[lease.slots[positions]] == lease.incarnations[positions]
     gone = len(positions) - int(np.count_nonzero(there))
     slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
-    check_added(state, lease.stage, slots, added, there)
+    check_added(state, None if outcome == "release" else lease.stage, slots, added, there)
     if gone:
         added = [discard(state, one, there, specs, owners, inline) for one in added]
         tags = {name: only(values, there) for name, values in tags.items()}
@@ -85,10 +89,31 @@ def finish(
         if tags:
             state.tags.set(slots, tags)
             state.retag(slots)
-        if added:
+        if outcome == "release":
+            _note_progress(state, lease, slots, added, specs, owners, inline)
+        elif added:
             kept = add_fields(state, lease.stage, slots, added, specs, owners, inline)
+        if state.fields.progress and outcome in ("ack", "keep"):
+            done = None if outcome == "ack" else names
+            state.fields.end_progress(lease.stage.name, slots, done)
     freed = _end(state, lease, outcome, positions, slots)
     return FinishOutcome(kept, len(slots), gone, freed)
+
+
+def _note_progress(
+    state: State,
+    lease: Lease,
+    slots: Array,
+    columns: Sequence[ColumnIn],
+    specs: Sequence[Spec],
+    owners: Sequence[Owner],
+    inline: bytes,
+) -> None:
+    if not columns:
+        return
+    numbers = state.fields.intern(specs, owners, inline)
+    for one in columns:
+        state.fields.write_progress(lease.stage.name, slots, one, numbers)
 
 
 def give_back(state: State, lease: Lease) -> int:

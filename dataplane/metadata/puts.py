@@ -174,10 +174,11 @@ def add_fields(
 
 
 def check_added(
-    state: State, stage: Stage, slots: Array, columns: Sequence[ColumnIn], there: Array
+    state: State, stage: Stage | None, slots: Array, columns: Sequence[ColumnIn], there: Array
 ) -> None:
     """FieldExists where another writer has set a field of these rows. What the stage itself added,
-    before its rows came to it again, stays. there: which positions of the columns they are."""
+    before its rows came to it again, stays; None: of progress, which is of no field that is there.
+    there: which positions of the columns they are."""
     mask = state.fields.mask([one.field for one in columns])
     if not (state.fields.present[slots] & np.uint64(mask)).any():
         return
@@ -185,14 +186,17 @@ def check_added(
         taken = state.fields.have(one.field, slots)
         if one.here is not None:
             taken &= one.here[there]
-        if taken.any():
+        if taken.any() and stage is not None:
             taken &= ~stage.added(slots, state.fields.mask([one.field]))
         if taken.any():
             keys = names_at(state, slots[taken])
+            said = f"{counted(int(taken.sum()), 'row has', 'rows have')} a field {one.field!r} "
+            said += f"already, such as {keys[0]!r}"
+            if stage is not None:
+                said += f", which another writer than stage {stage.name!r} has set"
             raise FieldExists(
-                f"{counted(int(taken.sum()), 'row has', 'rows have')} a field {one.field!r} "
-                f"already, such as {keys[0]!r}, which another writer than stage {stage.name!r} has "
-                "set; nothing of this call was stored: add it under another name",
+                f"{said}; nothing of this call was stored: "
+                f"{'add it' if stage is not None else 'give progress back'} under another name",
                 field=one.field,
                 keys=keys,
             )

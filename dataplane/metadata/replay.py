@@ -34,6 +34,7 @@ from dataplane.wire.journal import (
     Lost,
     LostBefore,
     Op,
+    Progressed,
     Relocated,
     Returned,
     Sealed,
@@ -246,6 +247,18 @@ def _added(store: Store, op: Added, now: float) -> None:
     state.stage(op.stage).add(slots, state.fields.mask(op.fields))
 
 
+def _progressed(store: Store, op: Progressed, now: float) -> None:
+    state = store.state
+    stage = state.stage(op.stage)
+    slots = _known(state.index, op.keys, "row")
+    columns = columns_in(op.columns, len(slots), len(op.specs), len(op.owners))
+    check_inline(columns, op.owners, op.inline)
+    state.fields.check_progress_room(stage.name, [one.field for one in columns])
+    numbers = state.fields.intern(op.specs, op.owners, op.inline)
+    for one in columns:
+        state.fields.write_progress(stage.name, slots, one, numbers)
+
+
 def _held(store: Store, op: Held, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
@@ -365,6 +378,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Sized: _sized,
     Standing: _standing,
     Added: _added,
+    Progressed: _progressed,
     Held: _held,
     Buried: _buried,
     Summary: _summary,

@@ -327,7 +327,8 @@ class Store:
         tags: Tagging,
         inline: bytes = b"",
     ) -> FinishOutcome:
-        """Ack, release, drop or keep the rows of a lease, with what was added, as one step.
+        """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
+        release it is progress, which only the stage itself gets, with the rows, until it acks them.
 
         index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
         for a lease that has ended; InvalidRows for a row that was finished before. inline: as in
@@ -362,19 +363,24 @@ class Store:
     # rows out
 
     def table(
-        self, rows: Array | int, fields: Sequence[str] | None = None, tags: bool = True
+        self,
+        rows: Array | int,
+        fields: Sequence[str] | None = None,
+        tags: bool = True,
+        stage: str = "",
     ) -> Table:
         """A table with VALUE records of slots (from `read`), or of the rows left in a lease.
 
-        Rows that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when
-        leased rows were dropped.
+        stage: who is also given its progress, what it has given back of these rows before. Rows
+        that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased
+        rows were dropped.
         """
         slots = tables.leased_rows(self._state, rows) if isinstance(rows, int) else rows
-        return tables.table(self._state, slots, fields, tags)
+        return tables.table(self._state, slots, fields, tags, stage)
 
-    def known(self, fields: Sequence[str]) -> list[str]:
+    def known(self, fields: Sequence[str], stage: str = "") -> list[str]:
         """Those of these fields that some row here has had, which `table` finds."""
-        return self._state.fields.known(fields)
+        return self._state.fields.known(fields, stage)
 
     def read(
         self,

@@ -33,9 +33,12 @@ def leased_rows(state: State, number: int) -> Array:
     return slots
 
 
-def table(state: State, slots: Array, fields: Sequence[str] | None, tags: bool) -> Table:
-    """These rows with their columns and tags. FieldUnknown for a field that no row ever had."""
-    columns, specs, owners, inline = state.fields.gather(slots, fields)
+def table(
+    state: State, slots: Array, fields: Sequence[str] | None, tags: bool, stage: str = ""
+) -> Table:
+    """These rows with their columns and tags, and a stage's progress. FieldUnknown for a field that
+    no row ever had."""
+    columns, specs, owners, inline = state.fields.gather(slots, fields, stage)
     found = state.tags.table(slots) if tags else {}
     return Table(rows_of(state, slots), columns, specs, owners, found, inline)
 

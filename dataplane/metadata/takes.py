@@ -92,7 +92,7 @@ def take(
         least = 1
         picked = _within_budget(state, stage, want, lane, kept)
     if credit is not None and credit.most_bytes:
-        picked = _within_credit(state, want, picked, least, credit)
+        picked = _within_credit(state, stage, want, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
     if len(picked.ids) < least or not full:
         return Taken(needed_bytes=picked.needed_bytes)
@@ -214,11 +214,11 @@ def _within_budget(
 
 
 def _within_credit(
-    state: State, want: Want, picked: _Found, least: int, credit: PullCredit
+    state: State, stage: Stage, want: Want, picked: _Found, least: int, credit: PullCredit
 ) -> _Found:
     """Cut what was picked to the bytes that the claim's peer can have pulled."""
     slots, rows = _rows_of(state, want.unit, picked.ids)
-    at, records = state.fields.elsewhere(slots, credit.fields, credit.address)
+    at, records = state.fields.elsewhere(slots, credit.fields, credit.address, stage.name)
     if not len(records):
         return picked
     sums = np.cumsum(_per_unit(pulled_per_row(at, records, len(slots)), rows))

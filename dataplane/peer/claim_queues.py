@@ -145,7 +145,7 @@ class ClaimQueues:
         lease = entry.store.state.leases.of_claim(body.number)
         if lease is not None:
             try:
-                return _granted(entry, lease.number, lease.number, body.fields)
+                return _granted(entry, body.stage, lease.number, lease.number, body.fields)
             except RowsGone:  # some were dropped: nobody has had it, so it may have others
                 self._release(entry, lease.number)
                 return None
@@ -257,7 +257,7 @@ class ClaimQueues:
         taken = outcome.taken
         assert taken.lease is not None and taken.slots is not None
         self.shipping.lease_to(claim.holder, owner)
-        return _granted(entry, taken.lease, taken.slots, claim.fields)
+        return _granted(entry, stage, taken.lease, taken.slots, claim.fields)
 
     # waiting without claiming
 
@@ -352,11 +352,13 @@ def _again(why: DataplaneError) -> DataplaneError:
     return type(why)(why.message, **why.details)
 
 
-def _granted(entry: Entry, lease: int, rows: Array | int, fields: list[str] | None) -> Granted:
-    """Leased rows with what they have of the fields that are asked for. RowsGone where some were
-    dropped of a lease."""
-    known = None if fields is None else entry.store.known(fields)
-    return Granted(lease, entry.store.table(rows, known))
+def _granted(
+    entry: Entry, stage: str, lease: int, rows: Array | int, fields: list[str] | None
+) -> Granted:
+    """Leased rows with what they have of the fields that are asked for, and of the stage's own
+    progress. RowsGone where some were dropped of a lease."""
+    known = None if fields is None else entry.store.known(fields, stage)
+    return Granted(lease, entry.store.table(rows, known, stage=stage))
 
 
 def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:

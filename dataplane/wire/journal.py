@@ -136,6 +136,18 @@ class Added(Body, tag=215):
     keys: bytes
 
 
+class Progressed(Body, tag=217):
+    """What a stage has given back as its progress with rows: VALUE records of `owners`, ABSENT
+    where a row has none of a field."""
+
+    stage: str
+    keys: bytes
+    columns: list[Column]
+    specs: Specs
+    owners: list[Owner]
+    inline: bytes = b""
+
+
 class Held(Body, tag=212):
     """A lease, which starts anew. left: a byte a position: 0 finished, 1 in hand, 2 gone.
 
@@ -195,6 +207,7 @@ Op = (
     | Sized
     | Standing
     | Added
+    | Progressed
     | Held
     | Buried
     | Summary

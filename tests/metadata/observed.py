@@ -57,10 +57,10 @@ def _keys(keys: Any, ids: Any) -> list[bytes]:
     return [keys[i].tobytes() for i in ids.tolist()]
 
 
-def _rows(store: Store) -> dict[bytes, Any]:
+def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
     state = store.state
     slots = state.live()
-    table = store.table(slots)
+    table = store.table(slots, stage=stage)
     result: dict[bytes, Any] = {}
     for slot in slots.tolist():
         group = int(state.group[slot])
@@ -108,6 +108,7 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
             )
             for i in state.live().tolist()
         },
+        "progress": {key: row[2] for key, row in _rows(store, name).items()},
         "ready_rows": _keys(rows, stage.rows.ready_ids()),
         "ready_groups": _keys(groups, stage.groups.ready_ids()),
     }

@@ -52,8 +52,20 @@ class Row:
     values: dict[str, list[int]] = field(default_factory=dict)
     writer: dict[str, str | None] = field(default_factory=dict)
     tags: dict[str, Any] = field(default_factory=dict)
+    progress: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """by stage and field"""
     state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(STAGES, "pending"))
     stamp: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ranges(self) -> list[int]:
+        every = [*self.values.values(), *self.progress.values()]
+        return [one for ranges in every for one in ranges]
+
+    def seen_by(self, stage: str) -> dict[str, list[int]]:
+        """Its values as the stage gets them: its progress too, where there is no such field."""
+        mine = {name: ranges for (of, name), ranges in self.progress.items() if of == stage}
+        return mine | self.values
 
 
 @dataclass
@@ -147,8 +159,7 @@ class Model:
     def remove(self, numbers: list[int], dropped: bool) -> None:
         for number in numbers:
             row = self.rows.pop(number)
-            for ranges in row.values.values():
-                self.references -= set(ranges)
+            self.references -= set(row.ranges)
             if dropped:
                 self.dropped_rows.add(number)
                 if row.group is not None:
@@ -253,6 +264,20 @@ class Model:
                 row.writer[name] = stage
                 self.references |= set(ranges)
         return dict(kept)
+
+    def note_progress(
+        self, rows: list[Row], columns: dict[str, list[list[int]]], stage: str
+    ) -> None:
+        for name, column in columns.items():
+            for row, ranges in zip(rows, column, strict=True):
+                self.end_progress(row, stage, [name])
+                row.progress[stage, name] = ranges
+                self.references |= set(ranges)
+
+    def end_progress(self, row: Row, stage: str, names: list[str] | None = None) -> None:
+        for of, name in list(row.progress):
+            if of == stage and (names is None or name in names):
+                self.references -= set(row.progress.pop((of, name)))
 
     def per_group(self, rows: list[Row]) -> list[tuple[int, int]]:
         return list(Counter(row.group for row in rows if row.group is not None).items())

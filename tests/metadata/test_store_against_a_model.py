@@ -183,8 +183,12 @@ class StoreMachine(Model, RuleBasedStateMachine):
         assert (taken.lease is None) == (not enough)
         if taken.lease is None:
             return
-        table = self.store.table(taken.lease)
+        table = self.store.table(taken.lease, stage=stage)
         keys = self.keys_of(table.rows)
+        found = self.values_in(table, len(keys))
+        for i, key in enumerate(keys):
+            mine = {name: column[i] for name, column in found.items() if column[i]}
+            assert mine == self.rows[key].seen_by(stage)
         picked = list(dict.fromkeys(k if unit == "rows" else self.rows[k].group for k in keys))
         assert len(picked) == taken.units
         assert set(picked) <= ready.keys()
@@ -204,7 +208,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
 
     @rule(
         pick=st.integers(0, 20),
-        outcome=st.sampled_from(["ack", "ack", "release", "drop", "keep"]),
+        outcome=st.sampled_from(["ack", "ack", "release", "release", "drop", "keep"]),
         some=st.booleans(),
         adds=FIELDS,
         version=st.none() | st.integers(0, 4),
@@ -223,15 +227,16 @@ class StoreMachine(Model, RuleBasedStateMachine):
         if some:
             positions = positions[::2]
             index = np.array(positions, "<u4").tobytes()
-        adds = adds if outcome in ("ack", "keep") else []
+        adds = adds if outcome != "drop" else []
         self.brought.clear()
         made = {name: self.column(name, [True] * len(positions), True) for name in adds}
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version] * len(positions)}
         owners, inline = self.owners, bytes(self.brought)
         args = (outcome, index, columns, SPECS, owners, tags, inline)
+        released = outcome == "release"
         if any(
-            row.writer.get(name, lease.stage) != lease.stage
+            name in row.values and (released or row.writer[name] != lease.stage)
             for name in made
             for i in positions
             if self.is_live(row := lease.rows[i])
@@ -248,7 +253,12 @@ class StoreMachine(Model, RuleBasedStateMachine):
         columns_there = {
             name: [ranges[positions.index(i)] for i in there] for name, (_, ranges) in made.items()
         }
-        assert done.kept == self.write(rows, columns_there, "keep", lease.stage)
+        if released:
+            self.note_progress(rows, columns_there, lease.stage)
+        else:
+            assert done.kept == self.write(rows, columns_there, "keep", lease.stage)
+        for row in rows if outcome in ("ack", "keep") else ():
+            self.end_progress(row, lease.stage, None if outcome == "ack" else adds)
         for row in rows:
             row.tags |= {} if version is None else {"v": version}
         self.settle(next(self.clock))
@@ -302,13 +312,15 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def a_peer_dies(self) -> None:
         if len(self.references) < 6:
             return
-        hit = [
-            key
-            for key, row in self.rows.items()
-            if any(
-                r % 2 == 1 and not is_inline(r) for ranges in row.values.values() for r in ranges
-            )
-        ]
+
+        def are_there(ranges: list[int]) -> bool:
+            return any(r % 2 == 1 and not is_inline(r) for r in ranges)
+
+        for row in self.rows.values():
+            for (stage, name), ranges in list(row.progress.items()):
+                if are_there(ranges):
+                    self.end_progress(row, stage, [name])
+        hit = [key for key, row in self.rows.items() if any(map(are_there, row.values.values()))]
         groups = {self.rows[key].group for key in hit} - {None}
         gone = [k for k, row in self.rows.items() if k in hit or row.group in groups]
         lost = self.store.lost(OWNERS[1])
@@ -318,9 +330,8 @@ class StoreMachine(Model, RuleBasedStateMachine):
             group = self.groups.pop(number)
             self.made -= group.counted
         for key in gone:
-            for ranges in self.rows[key].values.values():
-                # nobody need tell a dead peer, so its references just go
-                self.references -= set(ranges)
+            # nobody need tell a dead peer, so its references just go
+            self.references -= set(self.rows[key].ranges)
             del self.rows[key]
         self.settle(next(self.clock))
 
@@ -393,7 +404,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             assert not freed & self.references
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
             assert not any(map(is_inline, freed))
-        kept = [r for row in self.rows.values() for ranges in row.values.values() for r in ranges]
+        kept = [r for row in self.rows.values() for r in row.ranges]
         assert bool(self.store.state.fields.inline_bytes) == any(map(is_inline, kept))
 
 

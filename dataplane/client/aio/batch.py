@@ -175,13 +175,24 @@ class Batch(LeasedRows, Converting):
         await self._run(self._finish("ack", timeout))
 
     async def release(
-        self, tags: TagValues | None = None, *, timeout: float | None = DEFAULT_TIMEOUT_S
+        self,
+        tags: TagValues | None = None,
+        *,
+        values: Mapping[str, Any] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Give the rows back to their stage, as they were claimed; what was added is forgotten.
 
-        tags: set on the rows, for example to count attempts.
+        tags: set on the rows, for example to count attempts. values: progress, one value a row,
+        which goes back with the rows or not at all: who claims them next for this stage has it in
+        his batch whatever its fields=, as `batch["so_far"]` or `batch.get("so_far")`. No other
+        stage and no `get` of the partition sees it, and nothing is ready by it. The next release of
+        the field replaces it, and it ends with the stage's ack, or with the row.
+
+        LeaseExpired once the lease has ended, where there is anything to store; FieldExists for
+        progress under the name of a field that the rows have.
         """
-        await self._run(self._finish("release", timeout, tags))
+        await self._run(self._finish("release", timeout, tags, values))
 
     async def drop(
         self,

@@ -1,0 +1,134 @@
+"""What a stage gives back with its rows: only it gets that again, and nothing hangs on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import FieldExists, InvalidRows, LeaseExpired
+from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.store import Store
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Want
+from dataplane.wire.records import RANGE, VALUE
+from dataplane.wire.tables import Column, Owner
+from tests.metadata.stores import finish, put, store, take, values
+
+STAGES = {"rollout": ["prompt"], "train": ["tokens"], "other": ["prompt"]}
+
+
+def holding(*keys: str) -> Store:
+    s = store(stages=STAGES)
+    put(s, list(keys), fields=("prompt",))
+    return s
+
+
+def claim(s: Store, count: int, stage: str = "rollout") -> Any:
+    return take(s, stage, Want("rows", count, count))
+
+
+def so_far(count: int, first: int, field: str = "so_far") -> list[Column]:
+    return [Column(field, values(count, first=first))]
+
+
+def seen(s: Store, taken: Any, stage: str = "rollout", field: str = "so_far") -> list[int | None]:
+    """The range of each row's value, as a claim of the stage gets it."""
+    table = s.table(taken.lease, s.known(["prompt"], stage), stage=stage)
+    found = [one for one in table.columns if one.field == field]
+    if not found:
+        return []
+    records = np.frombuffer(found[0].values, VALUE)
+    return [None if r["owner"] == ABSENT else int(r["range"]) for r in records]
+
+
+def freed(s: Store) -> list[int]:
+    return sorted(number for _, ranges, _ in s.freed() for number in ranges["range"].tolist())
+
+
+def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:
+    s = holding("a", "b")
+    finish(s, claim(s, 2), "release", columns=so_far(2, 70))
+    assert seen(s, claim(s, 2)) == [70, 71]
+    assert seen(s, claim(s, 2, "other"), "other") == []
+    assert [one.field for one in s.table(s.read()[0]).columns] == ["prompt"]
+
+
+def test_nothing_is_ready_by_it() -> None:
+    s = holding("a")
+    finish(s, claim(s, 1), "release", columns=so_far(1, 70, "tokens"))
+    assert s.counts("train").ready_rows == 0
+    finish(s, claim(s, 1), columns=so_far(1, 80, "tokens"))
+    assert s.counts("train").ready_rows == 1
+    assert freed(s) == [70]
+
+
+def test_a_part_of_a_batch_gives_back_its_own() -> None:
+    s = holding("a", "b", "c")
+    taken = claim(s, 3)
+    finish(s, taken, "release", index=np.array([2], "<u4").tobytes(), columns=so_far(1, 70))
+    finish(s, taken, "release")
+    assert sorted(seen(s, claim(s, 3)), key=str) == [70, None, None]
+
+
+def test_the_next_release_replaces_it_field_by_field_and_a_plain_one_leaves_it() -> None:
+    s = holding("a")
+    finish(s, claim(s, 1), "release", columns=so_far(1, 70))
+    finish(s, claim(s, 1), "release", columns=so_far(1, 75, "logp"))
+    finish(s, claim(s, 1), "release", columns=so_far(1, 80))
+    finish(s, claim(s, 1), "release")
+    taken = claim(s, 1)
+    assert (seen(s, taken), seen(s, taken, field="logp")) == ([80], [75])
+    assert freed(s) == [70]
+
+
+@pytest.mark.parametrize("how", ["ack", "drop"])
+def test_it_ends_with_the_ack_and_with_the_row(how: str) -> None:
+    s = holding("a")
+    finish(s, claim(s, 1), "release", columns=so_far(1, 70))
+    finish(s, claim(s, 1), how)
+    assert 70 in freed(s)
+    s.reset("rollout")
+    assert how == "drop" or seen(s, claim(s, 1)) == []
+
+
+def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> None:
+    s = holding("a")
+    taken = claim(s, 1)
+    with pytest.raises(FieldExists, match="'prompt' already.*give progress back under another"):
+        finish(s, taken, "release", columns=so_far(1, 70, "prompt"))
+    with pytest.raises(InvalidRows, match="dropped take no new fields"):
+        finish(s, taken, "drop", columns=so_far(1, 70))
+    finish(s, taken, "release", columns=so_far(1, 70, "tokens"))
+    put(s, ["a"], fields=("tokens",))  # by another writer: that is the row's own
+    assert seen(s, claim(s, 1), field="tokens") == []
+    table = s.table(s.read()[0], ["tokens"], stage="rollout")
+    assert np.frombuffer(table.columns[0].values, VALUE)["range"].tolist() == [0]
+
+
+def test_whoever_has_lost_the_lease_stores_none() -> None:
+    s = holding("a")
+    taken = claim(s, 1)
+    s.release_holder(1)
+    with pytest.raises(LeaseExpired):
+        finish(s, taken, "release", columns=so_far(1, 70))
+    assert seen(s, claim(s, 1)) == []
+
+
+def test_a_row_is_not_lost_with_its_progress() -> None:
+    s, far = holding("a"), Owner("far", 9)
+    finish(s, claim(s, 1), "release", columns=so_far(1, 70), owners=[far])
+    assert len(s.lost(far).rows.keys) == 0
+    assert seen(s, claim(s, 1)) == []
+
+
+def test_it_moves_and_is_pulled_and_held_as_values_are() -> None:
+    s, far = holding("a"), Owner("far", 9)
+    finish(s, claim(s, 1), "release", columns=so_far(1, 70), owners=[far])
+    assert {owner.peer for owner, _, _ in s.holdings()} == {"a", "far"}
+    want, credit = Want("rows", 1, 1), PullCredit("a", 4_096, ["prompt"])
+    assert take(s, "rollout", want, credit=credit).needed_bytes >= 8_192
+    old, new = np.array([(70, 0)], RANGE), np.array([(5, 1)], RANGE)
+    assert s.relocate(far, old, Owner("near", 1), new).tolist() == [1]
+    assert seen(s, claim(s, 1)) == [5]

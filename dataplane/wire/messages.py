@@ -315,8 +315,9 @@ class Finish(Body, tag=44):
     """The end of a lease, for all its rows or for those at `index` (u4), with what was added.
 
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
-    progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease goes on (adds only). again: between peers: this may
-    have been carried out before, by a peer that is lost. inline: as in Put."""
+    progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
+    goes on (adds only). again: between peers: this may have been carried out before, by a peer that
+    is lost. inline: as in Put."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep"]

@@ -104,7 +104,7 @@ def test_a_bad_finish_is_refused_and_the_lease_goes_on() -> None:
     taken = take(s, "reward", Want("rows", 2, 2))
     bad: list[tuple[type[DataplaneError], str, dict[str, Any]]] = [
         (ProtocolError, "explode", {}),
-        (InvalidRows, "release", {"columns": [Column("reward", values(2))]}),
+        (InvalidRows, "drop", {"columns": [Column("reward", values(2))]}),
         (InvalidRows, "ack", {"columns": [Column("reward", values(1))]}),
         (InvalidRows, "ack", {"index": np.array([2], "<u4").tobytes()}),
         (InvalidRows, "ack", {"index": np.array([0, 0], "<u4").tobytes()}),

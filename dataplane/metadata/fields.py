@@ -18,10 +18,16 @@ from dataplane.errors import FieldUnknown, LimitExceeded
 from dataplane.memory.extents import every
 from dataplane.metadata.columns import Array, Ragged, grow
 from dataplane.metadata.incoming import ColumnIn
-from dataplane.metadata.inline import HERE, Arriving, Blocks
+from dataplane.metadata.inline import HERE, Arriving, Blocks, told
 from dataplane.metadata.interning import Numbers, SpecsAndOwners
 from dataplane.metadata.references import Move, by_owner, extents_of
-from dataplane.wire.limits import ABSENT, ALIGNMENT_BYTES, MAX_FIELDS, PACK_LIMIT_BYTES
+from dataplane.wire.limits import (
+    ABSENT,
+    ALIGNMENT_BYTES,
+    INLINE_LIMIT_BYTES,
+    MAX_FIELDS,
+    PACK_LIMIT_BYTES,
+)
 from dataplane.wire.records import RANGE, U4, VALUE, joined
 from dataplane.wire.tables import INLINE, Column, Owner, Spec
 
@@ -288,6 +294,27 @@ class Fields:
                 own_leaves = joined([own_leaves, leaves], VALUE)[np.argsort(rows, kind="stable")]
             told = counts.astype(U4).tobytes() if len(own_leaves) else b""
             picked.insert(at, (name, own, told, own_leaves))
+
+    def told_bytes(self, slots: Array, names: Sequence[str] | None, stage: str = "") -> Array:
+        """What each of these rows adds to a message that tells of its values (i8): records, and
+        what lives here. stage: also of its progress."""
+        result = np.zeros(len(slots), np.int64)
+        of_names = [self.names.get(name, -1) for name in (self.names if names is None else names)]
+        for bit in (*of_names, *self.progress.get(stage, {}).values()):
+            if bit in self._values:
+                there = self._has(bit, slots)
+                result += VALUE.itemsize + np.where(there, told(self._values[bit][slots]), 0)
+            if bit in self._leaves:
+                counts, leaves = self._leaves[bit].gather(slots)
+                sums = np.append(0, np.cumsum(VALUE.itemsize + told(leaves)))
+                ends = np.cumsum(counts)
+                result += U4.itemsize + sums[ends] - sums[ends - counts]
+        return result
+
+    def may_tell(self, rows: int, nbytes: int) -> bool:
+        """Whether a message that tells of so many rows may get so large: an upper bound."""
+        most = VALUE.itemsize + INLINE_LIMIT_BYTES
+        return bool(self._leaves) or rows * len(self._values) * most > nbytes
 
     def elsewhere(
         self, slots: Array, names: Sequence[str] | None, address: str, stage: str = ""

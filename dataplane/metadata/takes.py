@@ -13,19 +13,22 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.columns import Array
 from dataplane.metadata.credit import PullCredit, pulled_per_row, rounding
 from dataplane.metadata.lanes import Lane
 from dataplane.metadata.leases import Lease
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.state import UNGROUPED, State
+from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Where
 
 _FIRST_LOOK = 64
 NEAR_UNITS = 64
 """How far into a lane units are looked for that lie near whoever claims."""
+GRANTED_BYTES = MAX_FRAME_BYTES * 3 // 4
+"""Of records of values, and of values that live here, in one grant; names and tags come beside."""
 NEAR_TURNS = 8
 """How often others may be taken past a lane's oldest unit."""
 
@@ -91,6 +94,8 @@ def take(
     else:
         least = 1
         picked = _within_budget(state, stage, want, lane, kept)
+    fields = credit.fields if credit else None
+    picked = _within_message(state, stage, want, picked, least, fields)
     if credit is not None and credit.most_bytes:
         picked = _within_credit(state, stage, want, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
@@ -211,6 +216,35 @@ def _within_budget(
     blocked = fitting < len(found.ids) or (0 < want.count <= fitting)
     full = bool(fitting) and float(sums[fitting - 1]) >= want.budget
     return replace(found.first(fitting), blocked=blocked or full)
+
+
+def _within_message(
+    state: State,
+    stage: Stage,
+    want: Want,
+    picked: _Found,
+    least: int,
+    fields: list[str] | None,
+) -> _Found:
+    """Cut what was picked to what one message tells of. FrameTooLarge where that is too little."""
+    if not state.fields.may_tell(len(state.index), GRANTED_BYTES):
+        return picked
+    slots, rows = _rows_of(state, want.unit, picked.ids)
+    if not state.fields.may_tell(len(slots), GRANTED_BYTES):
+        return picked
+    sums = np.cumsum(_per_unit(state.fields.told_bytes(slots, fields, stage.name), rows))
+    fitting = int(np.searchsorted(sums, GRANTED_BYTES, side="right"))
+    if fitting == len(picked.ids):
+        return picked
+    if fitting < least:
+        raise FrameTooLarge(
+            f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values "
+            f"are {int(sums[least - 1])} bytes of a message, the limit is {GRANTED_BYTES}: claim "
+            "fewer rows at a time (or with min=), or fewer fields with fields=",
+            size=int(sums[least - 1]),
+            limit=GRANTED_BYTES,
+        )
+    return replace(picked.first(fitting), blocked=True)
 
 
 def _within_credit(

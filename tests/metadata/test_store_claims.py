@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import (
+    FrameTooLarge,
     InvalidRows,
     LeaseExpired,
     RowsGone,
@@ -14,8 +15,10 @@ from dataplane.metadata import names
 from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.store import Store
 from dataplane.metadata.takes import NEAR_TURNS, Taken
+from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Column, Owner
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import INLINE, Column, Owner
 from tests.metadata.stores import (
     OWNERS,
     SPECS,
@@ -85,6 +88,29 @@ def test_no_more_bytes_are_taken_than_the_claims_peer_may_pull() -> None:
     taken = take(s, "train", groups, credit=PullCredit("b", 12_287), sealed=True)
     assert (taken.units, taken.needed_bytes) == (1, 12_288)
     assert take(s, "train", Want("rows", 2, 2), credit=PullCredit("b", 10_240)).units == 2
+
+
+def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
+    rows, names = 30_000, ["a", "b"]
+    s = store(stages={"train": names})
+    for first in (0, rows):
+        small = np.frombuffer(values(rows, 1024), VALUE).copy()
+        small["range"] = np.arange(rows) * 1024
+        columns = [Column(name, small.tobytes()) for name in names]
+        keys = named(list(range(first, first + rows)))
+        s.put(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 1024))
+    for want in (Want("rows", 0, 0, None, "n", 1e9), Want("rows", 2 * rows, 1)):
+        taken = take(s, "train", want)
+        assert taken.lease is not None and 20_000 < taken.units < rows
+        table = s.table(taken.lease)
+        assert len(table.inline) < MAX_FRAME_BYTES
+        s.release_holder(1)
+        one = take(s, "train", want, credit=PullCredit("b", 1 << 30, ["a"]))
+        assert 40_000 < one.units < 2 * rows
+        s.release_holder(1)
+    with pytest.raises(FrameTooLarge, match="fewer rows at a time"):
+        take(s, "train", Want("rows", rows, rows))
+    assert take(s, "train", Want("rows", rows, rows), sealed=True).units > 20_000
 
 
 def test_what_the_claims_peer_has_itself_needs_no_credit() -> None:

@@ -259,6 +259,15 @@ class Space:
         self._holder(holder).pins[self._last_pin] = np.array(ranges)
         return self._last_pin, places
 
+    def keep(self, holder: int, ranges: Records) -> int:
+        """As `pin`, wherever their bytes are: held for somebody who does not read them."""
+        if not len(ranges):
+            return 0
+        self.hold(ranges)
+        self._last_pin += 1
+        self._holder(holder).pins[self._last_pin] = np.array(ranges)
+        return self._last_pin
+
     def unpin(self, holder: int, ids: Iterable[int]) -> int:
         """Let go of pins; those not held (any more) are passed over. The bytes that got free."""
         known = self._holders.get(holder)

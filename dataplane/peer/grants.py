@@ -218,14 +218,14 @@ class Grants:
 
     @contextlib.contextmanager
     def kept_where_full(self, session: Session, committed: Committed) -> Iterator[None]:
-        """Where a shard has no room for a message's small values, its others stay, pinned, for the
-        one that comes without such: a refusal takes back what was written."""
+        """Where a shard has no room for a message's small values, its others stay for the one
+        that comes without such: a refusal takes back what was written."""
         try:
             yield
         except ShardFull as exc:
-            ranges, space = committed.ranges, self.host.space
-            if exc.details.get("values") and not space.away(ranges, session.id).any():
-                pin = space.pin(session.id, ranges)
+            if exc.details.get("values"):
+                ranges = committed.ranges
+                pin = self.host.space.keep(session.id, ranges)
                 exc.details |= {"ranges": ranges.tobytes(), "pin": pin}
             raise
 

@@ -11,7 +11,7 @@ import pytest
 
 import dataplane
 from dataplane.memory.device_twin import TwinArray, TwinDevice
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.end_to_end.devices.twins import (
     HOLDING,
     MIB,
@@ -158,3 +158,25 @@ def test_a_client_that_outlives_its_peer_leaves_no_device_open(
     until(lambda: not open_._keeper._thread.is_alive(), "the other as well")  # type: ignore[union-attr]
     assert len(views) == 2
     open_.close()
+
+
+def test_values_on_a_device_outlive_the_refusal_of_small_ones_beside_them(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    """Where their shard has no room for the small ones: the message comes again, with both."""
+    part = plane.partition("p", stages={"s": ["x"]}, free="drop")
+    small = [np.full(1000, 7, np.uint8)] * 1000
+    while not plane.stats()["metadata"]["refused_values"]:
+        part.put({name: small for name in "abcd"})
+    arrays = values(2)
+    with dataplane.connect("a", run=PLANE, devices="required") as other:  # that does not know it
+        other.partition("p").put(
+            {"x": given(device, arrays), "score": small[:2]}, key=["one", "two"]
+        )
+        batch = other.partition("p").claim("s", rows=2, timeout=20)
+        batch.add(y=given(device, arrays), more=small[:2])
+        batch.ack()
+    assert plane.stats()["metadata"]["refused_values"] >= 2
+    found = part.get(keys=["one", "two"])
+    assert same(found["x"], arrays) and same(found["y"], arrays)
+    assert found["more"][1].tolist() == found["score"][1].tolist() == [7] * 1000

@@ -3,7 +3,9 @@
 `connect()` attaches to this host's peer, or starts one. `dataplane.aio` is the same with `await`.
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     raise ImportError(
@@ -11,16 +13,7 @@ if sys.platform != "linux":
         "on (memfd_create, pidfd_open): run it in a container or on a remote host"
     )
 
-from dataplane import aio, errors
-from dataplane.client.changes import Dropped
-from dataplane.client.ref import Ref
-from dataplane.client.selection import Group
-from dataplane.client.sync.batch import Batch, Rows
-from dataplane.client.sync.loader import Loader
-from dataplane.client.sync.partition import Partition
-from dataplane.client.sync.plane import Plane, connect
-from dataplane.client.sync.stream import Stream
-from dataplane.client.values import Kept as object
+from dataplane import errors
 from dataplane.errors import (
     AddressInUse,
     BackPressure,
@@ -74,8 +67,52 @@ from dataplane.errors import (
     ValueTooLarge,
     VersionMismatch,
 )
-from dataplane.metadata.where import Tag, Where, tag
 from dataplane.version import __version__
+
+if TYPE_CHECKING:
+    from dataplane import aio
+    from dataplane.client.changes import Dropped
+    from dataplane.client.ref import Ref
+    from dataplane.client.selection import Group
+    from dataplane.client.sync.batch import Batch, Rows
+    from dataplane.client.sync.loader import Loader
+    from dataplane.client.sync.partition import Partition
+    from dataplane.client.sync.plane import Plane, connect
+    from dataplane.client.sync.stream import Stream
+    from dataplane.client.values import Kept as object
+    from dataplane.metadata.where import Tag, Where, tag
+else:
+    # Imported when asked for: a peer and its bulk workers load this package too, and no client.
+    _HOMES = {
+        "Batch": "client.sync.batch",
+        "Dropped": "client.changes",
+        "Group": "client.selection",
+        "Loader": "client.sync.loader",
+        "Partition": "client.sync.partition",
+        "Plane": "client.sync.plane",
+        "Ref": "client.ref",
+        "Rows": "client.sync.batch",
+        "Stream": "client.sync.stream",
+        "Tag": "metadata.where",
+        "Where": "metadata.where",
+        "aio": "aio",
+        "connect": "client.sync.plane",
+        "object": "client.values",
+        "tag": "metadata.where",
+    }
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'dataplane' has no attribute {name!r}", name=name)
+        module = importlib.import_module(f"dataplane.{home}")
+        found = module if name == "aio" else getattr(module, {"object": "Kept"}.get(name, name))
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AddressInUse",

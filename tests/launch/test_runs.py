@@ -16,8 +16,11 @@ import pytest
 from dataplane.errors import InvalidConfig
 from dataplane.launch import rundir, runs
 
-WHICH = "from dataplane.launch import runs; print(runs.find_run().name, flush=True)"
-"""says to which run it belongs"""
+WHICH = (
+    "import os; from dataplane.launch import runs; "
+    "os.write(1, runs.find_run().name.encode() + b'\\n')"
+)
+"""says to which run it belongs, in one write: several processes may say it at once"""
 Command = Callable[..., "subprocess.Popen[str]"]
 
 

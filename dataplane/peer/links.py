@@ -23,7 +23,8 @@ from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import PeerHello
+from dataplane.wire.peering import PeerHello, PeerReply
+from dataplane.wire.rosters import Append
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Link:
 
     address: str
     socket: Socket
+    bring: Callable[[Link, PeerReply, Append], None]
     hello: PeerHello | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -115,8 +117,16 @@ class Link:
     """bytes of values by request, until its answer is here, whether or not somebody waits for it"""
 
     @staticmethod
-    def open(context: Context, address: str, gate: Gate, broke: Callable[[Link], None]) -> Link:
-        """broke: told when the connection breaks. One that was never made does not break.
+    def open(
+        context: Context,
+        address: str,
+        gate: Gate,
+        broke: Callable[[Link], None],
+        bring: Callable[[Link, PeerReply, Append], None],
+    ) -> Link:
+        """broke: told when the connection breaks. One that was never made does not break. bring:
+        takes answers that bring operations of the peer there, whose backup this one is, and has
+        them `answered` afterwards.
 
         LinkBroken where there is no descriptor left for it: one may be free a moment later.
         """
@@ -124,7 +134,7 @@ class Link:
             socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as exc:
             raise _not_made(address, exc) from exc
-        link = Link(address, socket)
+        link = Link(address, socket, bring)
         try:
             tune(socket, address)
             gate.secure_dealer(socket)
@@ -194,9 +204,20 @@ class Link:
             if self.hello is not None and reply.incarnation != self.hello.incarnation:
                 continue  # libzmq connected again before this link was told: its ranges are others
             self._came(reply.rid)
-            answer = self.answers.get(reply.rid)
-            if answer is not None and not answer.done():
-                answer.set_result(reply.body)
+            if reply.append is None:
+                self.answered(reply)
+            else:
+                self.bring(self, reply, reply.append)
+
+    def answered(self, reply: PeerReply, failure: Unavailable | None = None) -> None:
+        """Whoever waits for it has an answer, or cannot get it."""
+        answer = self.answers.get(reply.rid)
+        if answer is None or answer.done():
+            return
+        if failure is None:
+            answer.set_result(reply.body)
+        else:
+            answer.set_exception(failure)
 
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""

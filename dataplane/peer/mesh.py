@@ -31,7 +31,8 @@ from dataplane.peer.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Failed
-from dataplane.wire.peering import PeerHello, PeerRequest
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
+from dataplane.wire.rosters import Append
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Mesh:
         """called with a peer's address when the connection broke"""
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
+        self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
+        """how far this peer is in what it backs up for another one"""
 
     @property
     def refused(self) -> int:
@@ -146,7 +149,7 @@ class Mesh:
             limit_s = max(0.0, until - self.host.now())
         link = self._links.get(address)
         if link is not None and self._is_ready(link, to):
-            rid, frame = self._request(body, who, limit_s, epoch)
+            rid, frame = self._request(address, body, who, limit_s, epoch)
             answer = link.ask_now(rid, frame, brings)
             if answer is not None:
                 self._deadlines.add(answer, until, lambda: self._silent(address, what, limit_s))
@@ -205,7 +208,7 @@ class Mesh:
                         f"peer {link.hello.name} at {address} was started anew: repeat the call",
                         address=address,
                     )
-                return await link.ask(*self._request(body, who, timeout_s, epoch), brings)
+                return await link.ask(*self._request(address, body, who, timeout_s, epoch), brings)
             except LinkBroken as exc:
                 broken = exc
 
@@ -291,12 +294,14 @@ class Mesh:
             raise Unavailable(f"peer {self.host.name!r} ends")
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link.open(self._context, address, self.gate, self._break)
+            link = self._links[address] = Link.open(
+                self._context, address, self.gate, self._break, self._bring
+            )
         if link.hello is None:
             async with link.greeting:
                 if link.hello is None:
                     who = Caller(self.host.address, self.host.incarnation)
-                    greeting = self._request(self.others.introduction(), who, CALL_S, None)
+                    greeting = self._request(address, self.others.introduction(), who, CALL_S, None)
                     reply = await link.ask(*greeting)
                     if isinstance(reply, Failed):
                         raise from_wire(reply.code, reply.message, reply.details)
@@ -351,6 +356,33 @@ class Mesh:
         finally:
             self.others.looked_for.discard(address)
 
+    def _bring(self, link: Link, reply: PeerReply, append: Append) -> None:
+        """An answer that is good once this peer has what its sender did up to then."""
+        try:
+            outcome = self.handlers[Append](Caller(link.address, reply.incarnation), append)
+        except DataplaneError as exc:
+            self._not_brought(link, reply, exc)
+            return
+        if isinstance(outcome, Body):
+            link.answered(reply)
+        else:
+            self.spawn(self._brought(link, reply, outcome))
+
+    async def _brought(self, link: Link, reply: PeerReply, outcome: Awaitable[Body]) -> None:
+        try:
+            await outcome
+        except DataplaneError as exc:
+            self._not_brought(link, reply, exc)
+        else:
+            link.answered(reply)
+
+    def _not_brought(self, link: Link, reply: PeerReply, exc: DataplaneError) -> None:
+        """As if the connection had broken before: what was asked may have taken effect."""
+        name = self.others.name(link.address)
+        log.warning("an answer of peer %s came to nothing: %s", name, exc)
+        why = f"peer {name} at {link.address} is backed up no more: {exc}"
+        link.answered(reply, LinkBroken(why, address=link.address))
+
     async def _greets(self, address: str) -> bool:
         try:
             await self._link(address)
@@ -359,7 +391,12 @@ class Mesh:
         return True
 
     def _request(
-        self, body: Body, who: Caller, timeout_s: float, epoch: tuple[int, int] | None
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        timeout_s: float,
+        epoch: tuple[int, int] | None,
     ) -> tuple[int, bytes]:
         rid = next(self._rids)
         self.host.sent_between[type(body).__name__] += 1
@@ -373,6 +410,7 @@ class Mesh:
             epoch or self.host.roster.epoch,
             int(timeout_s * 1000),
             body,  # type: ignore[arg-type]
+            self.has(address),
         )
         return rid, peering.encode(request)
 

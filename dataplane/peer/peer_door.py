@@ -74,6 +74,10 @@ class PeerDoor:
         self.lease: Callable[[float], Awaitable[None]] | None = None
         """waits until this peer may serve, until a time at most"""
         self.may_serve: Callable[[], bool] = lambda: True
+        self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
+        """what an answer on this connection brings to the backup, so that it need not wait"""
+        self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
+        """told how far the backup is, as its requests say"""
 
     def listen(self, context: Context) -> None:
         """AddressInUse when the address belongs to somebody else."""
@@ -101,6 +105,8 @@ class PeerDoor:
     def _arrived(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
         """Answered at once, unless somebody or something has to be waited for."""
         limit_s = request.deadline_ms / 1000
+        if request.has is not None:
+            self.heard(Owner(request.sender, request.incarnation), *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
         call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
         try:
@@ -131,6 +137,11 @@ class PeerDoor:
             self.intake.answered(nbytes)
             self._answer(identity, request, reply)
             return
+        append = self.carry(Owner(request.sender, request.incarnation), identity)
+        if append is not None:
+            self.intake.answered(nbytes)
+            self._answer(identity, request, reply, append)
+            return
         until = self.host.now() + request.deadline_ms / 1000
         confirmed = self._hold(asyncio.ensure_future(progress.confirmation(until)))
         confirmed.add_done_callback(
@@ -151,14 +162,16 @@ class PeerDoor:
             answer = failed(failure) if isinstance(failure, Exception) else reply
             self._answer(identity, request, answer)
 
-    def _answer(self, identity: bytes, request: PeerRequest, reply: Body) -> None:
+    def _answer(
+        self, identity: bytes, request: PeerRequest, reply: Body, append: Append | None = None
+    ) -> None:
         assert self._router is not None
         self.host.sent_between[type(reply).__name__] += 1
         here = self.host.incarnation
         try:
-            frame = peering.encode(PeerReply(request.rid, here, reply))  # type: ignore[arg-type]
+            frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
-            frame = peering.encode(PeerReply(request.rid, here, failed(exc)))
+            frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
         with contextlib.suppress(zmq.ZMQError, SocketClosed):
             self._router.send_now([identity, frame])
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import Unavailable
@@ -25,6 +25,8 @@ class Progress:
         """with the number of operations that each waits for, which only grows"""
         self._deadlines = Deadlines()
         self._holds: set[asyncio.Task[Any]] = set()
+        self.on_awaited: Callable[[], None] = lambda: None
+        """called when somebody begins to wait for the backup"""
 
     def __repr__(self) -> str:
         word = "required" if self.required else "not required"
@@ -38,6 +40,16 @@ class Progress:
     @property
     def is_settled(self) -> bool:
         return not self._holds and self._has_all
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something else than the backup is waited for."""
+        return bool(self._holds)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the backup."""
+        return bool(self._waiting)
 
     @property
     def _has_all(self) -> bool:
@@ -65,6 +77,7 @@ class Progress:
         else:
             self._waiting.append((self.done, reached))
             self._deadlines.add(reached, until, _late)
+            self.on_awaited()
         return reached
 
     def confirmation(self, until: float) -> Awaitable[None]:

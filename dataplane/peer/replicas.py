@@ -76,11 +76,22 @@ class Replicas:
         self._named: set[Owner] = set()
         """whose values the rows name that were taken over just now"""
         mesh.handlers[Append] = self._append
+        mesh.has = self.has
         mesh.handlers[Inherited] = self.grants.inherited
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""
         return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
+
+    def has(self, address: str) -> tuple[int, int] | None:
+        """(stream, operations of it that are here) of what a peer ships; None where that is not
+        known, as with second copies, whose bytes have to be here as well."""
+        for owner, origin in self._origins.items():
+            if owner.peer == address and not any(
+                copy.values is not None for copy in origin.copies.values()
+            ):
+                return origin.stream, origin.next
+        return None
 
     # replaying
 
@@ -100,15 +111,14 @@ class Replicas:
             raise ProtocolError(f"operations of {caller.address} came without their beginning")
         if origin.lock.locked() or _brings_values(origin, body):
             return self._append_with_values(caller, origin, body)
-        if _is_next(origin, body):
-            self._replay(caller.owner, origin, body)
+        self._replay(caller.owner, origin, _new(origin, body))
         return Done()
 
     async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
         async with origin.lock:
-            if _is_next(origin, body):
-                async with self._beforehand(caller.owner, origin, body):
-                    self._replay(caller.owner, origin, body)
+            body = _new(origin, body)
+            async with self._beforehand(caller.owner, origin, body):
+                self._replay(caller.owner, origin, body)
             for copy in list(origin.copies.values()):
                 if copy.values is not None:
                     await self.copying.bring(copy.values, caller.owner)
@@ -266,11 +276,24 @@ def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return np.concatenate(ranges), np.concatenate(counts)
 
 
-def _is_next(origin: _Origin, body: Append) -> bool:
-    """Or else it was carried out before. ProtocolError where some are missing before it."""
+def _new(origin: _Origin, body: Append) -> Append:
+    """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
         raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
-    return body.first == origin.next
+    passed, rest = origin.next - body.first, []
+    for one in body.shipments:
+        count = len(one.ops) + (one.definition is not None)
+        if passed < count:
+            rest.append(_behind(one, passed))
+        passed = max(0, passed - count)
+    return Append(body.stream, origin.next, rest, body.holders)
+
+
+def _behind(one: Shipment, passed: int) -> Shipment:
+    """The shipment without its first operations, of which its definition is one."""
+    if passed and one.definition is not None:
+        one, passed = Shipment(one.partition, one.generation, one.ops), passed - 1
+    return Shipment(one.partition, one.generation, one.ops[passed:], one.definition)
 
 
 def _brings_values(origin: _Origin, body: Append) -> bool:

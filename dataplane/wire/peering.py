@@ -133,6 +133,8 @@ class Found(Body, tag=121):
 
 
 class PeerRequest(msgspec.Struct, array_like=True):
+    """has: (stream, how many operations of it), of what the sender backs up for the receiver."""
+
     rid: int
     sender: str
     incarnation: int
@@ -171,10 +173,12 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | sampling.Sample
         | Asked
     )
+    has: tuple[int, int] | None = None
 
 
 class PeerReply(msgspec.Struct, array_like=True):
-    """incarnation: of the answering peer; where it changed, the peer was started anew."""
+    """incarnation: of the answering peer; where it changed, the peer was started anew. append: to
+    its backup, what that has to have before the answer may be told to anybody."""
 
     rid: int
     incarnation: int
@@ -195,6 +199,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | Done
         | Failed
     )
+    append: rosters.Append | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -69,6 +69,21 @@ class Backup:
         self.replicas.turned(old, new)
 
 
+def test_what_came_twice_is_carried_out_once() -> None:
+    """Operations go along with answers and, where somebody waits for them, in messages as well."""
+    backup = Backup(rosters(in_sync=True, misses_that=False)[0])
+    caller, definition = Caller(PRIMARY.peer, PRIMARY.incarnation), Definition({"s": ["x"]})
+    stage = [encode_ops([AddStage("p", 1, name, ["x"])]) for name in ("t", "u", "v")]
+    backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:1], definition)]))
+    assert backup.replicas.has(PRIMARY.peer) == (5, 2)
+    backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:2], definition)]))
+    backup.append(caller, Append(5, 2, [Shipment("p", 1, stage[1:])]))
+    backup.append(caller, Append(5, 1, [Shipment("p", 1, stage[:1])]))
+    assert backup.replicas.has(PRIMARY.peer) == (5, 4)
+    backup.turn(rosters(in_sync=True, misses_that=False)[-1])
+    assert backup.stages == ["s", "t", "u", "v"]
+
+
 @pytest.mark.parametrize(
     ("in_sync", "misses_that", "taken"),
     [(True, False, ["p"]), (True, True, ["p"]), (False, False, [])],

@@ -20,6 +20,11 @@ from dataplane.peer.sockets import Context
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import PeerHello, PeerReply
+from dataplane.wire.rosters import Append
+
+
+def nothing(link: Link, reply: PeerReply, append: Append) -> None:
+    """No answer here brings operations."""
 
 
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
@@ -34,7 +39,7 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        link = Link.open(context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell)
+        link = Link.open(context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell, nothing)
         accepted, _ = await asyncio.to_thread(server.accept)
         call = asyncio.create_task(link.ask(1, b"a question"))
         accepted.close()
@@ -46,7 +51,7 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
 
 async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
     context = Context()
-    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None)
+    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing)
     call = asyncio.create_task(link.ask(1, b"a question"))
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
@@ -73,16 +78,18 @@ def descriptors(more: int) -> Iterator[None]:
 async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int) -> None:
     context = Context()
     address, gate = "tcp://127.0.0.1:9", Gate(None, "test")
-    first = Link.open(context, address, gate, lambda link: None)  # the context has its own now
+    first = Link.open(
+        context, address, gate, lambda link: None, nothing
+    )  # the context has its own now
     made = []
     with descriptors(few):
         for _ in range(4):
             try:
-                made.append(Link.open(context, address, gate, lambda link: None))
+                made.append(Link.open(context, address, gate, lambda link: None, nothing))
             except LinkBroken as exc:
                 assert "ulimit -n" in exc.message
     assert len(made) < 4
-    for link in [first, *made, Link.open(context, address, gate, lambda link: None)]:
+    for link in [first, *made, Link.open(context, address, gate, lambda link: None, nothing)]:
         link.close(Unavailable("enough"))
     context.destroy()
 
@@ -131,7 +138,7 @@ class Owner:
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
     context = Context()
     there = Owner(context)
-    link = Link(there.address, context.socket(zmq.DEALER))
+    link = Link(there.address, context.socket(zmq.DEALER), nothing)
     link.socket.connect(there.address)
     link.socket.receive(link.received)
     brings = limits.MAX_PULLED_BYTES
@@ -167,7 +174,7 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
 async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -> None:
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
     context = Context()
-    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None)
+    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing)
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, [])
     asked = link.ask_now(1, b"a question")
     assert asked is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class Backup:
         self.got: list[Append] = []
         self.refusals: list[DataplaneError] = []
         self.tasks: list[asyncio.Task[Any]] = []
+        self.door = SimpleNamespace()
 
     async def call(self, address: str, body: Append, **_: Any) -> None:
         self.got.append(body)
@@ -121,4 +123,37 @@ async def test_a_backup_that_comes_late_hears_where_those_are_who_have_leases() 
         await asyncio.sleep(0)
     first = next(one for one in backup.got if one.stream != backup.got[0].stream)
     assert first.holders == [(7, HERE, 1), (8, THERE, 1)]
+    await primary.end()
+
+
+async def test_an_answer_to_the_backup_brings_what_that_does_not_have_and_does_not_wait() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    primary.host.progress.required = True
+    shipping, asks = primary.shipping, primary.roster.owners[1]
+    entry = primary.declare()
+    first = shipping.carry(asks, b"1")
+    put(entry.store, ["a"])
+    second = shipping.carry(asks, b"1")
+    again = shipping.carry(asks, b"2")
+    assert first and second and again
+    assert (first.first, second.first, again.first) == (0, 1, 0)
+    assert [len(one.ops) for one in (*first.shipments, *second.shipments)] == [0, 1]
+    assert shipping.carry(primary.roster.owners[0], b"3") is None
+    shipping.heard(asks, second.stream, 2)
+    assert primary.host.progress.is_settled and len(backup.got) == 1
+    await primary.end()
+
+
+async def test_who_else_waits_for_the_backup_relies_on_no_answer_that_may_be_on_its_way() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    primary.host.progress.required = True
+    entry = primary.declare()
+    put(entry.store, ["a"])
+    carried = primary.shipping.carry(primary.roster.owners[1], b"1")
+    await primary.host.progress.reached(time.monotonic() + 30)
+    assert carried and backup.got[1:] == [carried]
     await primary.end()

@@ -221,7 +221,7 @@ def link(addresses: list[str], peer: Path) -> Iterator[Link]:
 
 
 def test_peers_tell_who_they_are(link: Link, addresses: list[str]) -> None:
-    rid, incarnation, hello = link.ask(1, link.hello())
+    rid, incarnation, hello, _ = link.ask(1, link.hello())
     assert (rid, hello[0], hello[4]) == (1, PEER_HELLO, incarnation)
     assert hello[1:4] == [[1, 1], "raw", "a"]
     assert hello[5:8] == [addresses[0], link.epoch, 4096]
@@ -257,7 +257,7 @@ def in_force(link: Link) -> list[Any]:
     as soon as the peer has looked for an older roster."""
     end = time.monotonic() + SECONDS
     while True:
-        _, _, (tag, table, _) = link.ask(50, {"@": "Beat"}, epoch=[0, 0])
+        _, _, (tag, table, _), _ = link.ask(50, {"@": "Beat"}, epoch=[0, 0])
         assert tag == ROSTERED
         if 9 in table[1]:
             return list(table)
@@ -329,6 +329,6 @@ def test_operations_of_one_whom_nobody_backs_up_here_are_refused(link: Link) -> 
 )
 def test_a_message_that_cannot_be_read_leaves_the_link(message: bytes, link: Link) -> None:
     link.socket.send(message)
-    rid, _, (tag, code, *_) = link.reply()
+    rid, _, (tag, code, *_), _ = link.reply()
     assert (rid, tag, code) == (0, FAILED, "ProtocolError")
     assert link.ask(2, link.hello())[2][0] == PEER_HELLO

@@ -59,7 +59,7 @@ def test_our_encoder_writes_exactly_these_bytes(channel: str, vector: Vector) ->
 @each
 def test_trailing_defaults_may_be_left_out(channel: str, vector: Vector) -> None:
     array = python_of(vector["array"])
-    message = array[-1] if "body" in vector["fields"] else array
+    message = array[_place_of_body(channel, vector)] if "body" in vector["fields"] else array
     described = _described(channel, message_of(vector))
     defaults = [field.default for field in described.fields]
     for _ in range(tail(described)):
@@ -74,7 +74,7 @@ def test_trailing_defaults_may_be_left_out(channel: str, vector: Vector) -> None
 def test_fields_that_a_newer_version_appends_are_ignored(channel: str, vector: Vector) -> None:
     array = python_of(vector["array"])
     if "body" in vector["fields"]:
-        array[-1] += [7, {"later": [None]}]
+        array[_place_of_body(channel, vector)] += [7, {"later": [None]}]
     array += [b"later", [1.5]]
     assert decoder_of(channel, vector["structure"])(pack(array)) == struct_of(channel, vector)
 
@@ -86,6 +86,11 @@ def test_a_body_cut_anywhere_is_refused(channel: str, vector: Vector) -> None:
     for end in {0, 1, 2, len(body) // 2, len(body) - 1}:
         with pytest.raises(ProtocolError):
             decode(body[:end])
+
+
+def _place_of_body(channel: str, vector: Vector) -> int:
+    envelope = _described("local" if channel == "worker" else channel, vector["structure"])
+    return [field.name for field in envelope.fields].index("body")
 
 
 def _described(channel: str, name: str) -> Any:

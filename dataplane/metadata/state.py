@@ -72,9 +72,9 @@ class State:
 
     @property
     def used_bytes(self) -> int:
-        """Of `nbytes` what the rows take that are here; the rest waits for new ones."""
-        remembered = self.tombstones.nbytes
-        return remembered + (self.nbytes - remembered) * len(self.index) // self._capacity
+        """Of `nbytes` what the rows take that are here; the rest waits for new ones, or is what is
+        remembered of others."""
+        return (self.nbytes - self.tombstones.nbytes) * len(self.index) // self._capacity
 
     def name(self, slot: int) -> Name:
         """A row's key as users see it."""

@@ -60,7 +60,7 @@ class _Stage:
 
 
 class ClaimQueues:
-    """producers: how many puts of this host's clients wait for room."""
+    """producers: how many puts wait for room here, or at this peer's shards."""
 
     def __init__(
         self,

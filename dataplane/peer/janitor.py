@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataplane.peer.finishing import Finishing
 from dataplane.peer.host import Host
 from dataplane.peer.membership import Membership
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.room import Room
 from dataplane.peer.sessions import Sessions
 from dataplane.peer.standstill import Standstill
@@ -31,6 +32,7 @@ class Janitor:
         host: Host,
         sessions: Sessions,
         room: Room,
+        share: MetadataShare,
         standstill: Standstill,
         finishing: Finishing,
         membership: Membership,
@@ -38,6 +40,7 @@ class Janitor:
         self.host = host
         self.sessions = sessions
         self.room = room
+        self.share = share
         self.standstill = standstill
         self.finishing = finishing
         self.membership = membership
@@ -60,8 +63,10 @@ class Janitor:
         while not stop.is_set():
             now = self.host.now()
             self.expired_leases += self.finishing.expire(now)
-            if self.standstill.lasts(self.room.producers > 0):
-                self.room.end_in_vain()
+            if self.standstill.lasts(self.room.producers > 0, self.share.writers > 0):
+                self.share.end_in_vain()
+                if not self.standstill.can_spill:
+                    self.room.end_in_vain()
             if linger_s is not None and not (self.wanted() or self.membership.plane_is_wanted()):
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()

@@ -100,7 +100,7 @@ class Peer:
             self.device_pulls,
         )
         self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
-        self.share = MetadataShare(self.host)
+        self.share = MetadataShare(self.host, self.mesh)
         self.writing = Writing(
             self.host,
             self.mesh,
@@ -130,7 +130,7 @@ class Peer:
             self.shipping,
             self.losses,
             self.settle,
-            producers=lambda: self.room.producers,
+            producers=lambda: self.room.producers + len(self.share),
         )
         self.credit = Credit(self.host, self.room)
         self.claims = Claims(
@@ -160,6 +160,7 @@ class Peer:
         )
         self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
         self.room.on_wait.append(self._producers_wait)
+        self.share.on_wait.append(self.queues.producers_wait)
         self.keeper = keeper_of(
             self.host, roster.members[0], config.roster, self.mesh.others.is_away
         )
@@ -176,6 +177,8 @@ class Peer:
             self.settle,
         )
         self.membership = self.succession.membership
+        self.membership.on_roster.append(lambda old, new: self.share.all_try())
+        self.partitions.on_phase.append(lambda entry, phase: self.share.all_try())
         self.membership.begins_anew = bool(config.launch)
         self.spilling: Spilling | None = None
         self.devices = Devices(devices, config.device_arena, self.room, self.grants, self.pulls)
@@ -197,6 +200,7 @@ class Peer:
             self.host,
             self.sessions,
             self.room,
+            self.share,
             self.standstill,
             self.finishing,
             self.membership,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import zmq
@@ -28,7 +28,7 @@ from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Claim, Define, Done, Failed, Losses, Stats, Wait
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release, Vacancy
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
 from dataplane.wire.tables import Owner
@@ -41,7 +41,7 @@ ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = (Inherited, Release, Sample, Pull, Void)
 """What does not depend on who serves which shard."""
-ONLY_WAITS = (Claim, Wait, Losses, Define)
+ONLY_WAITS = (Claim, Wait, Losses, Define, Vacancy)
 """What changes nothing of itself while it is not answered."""
 WHENEVER = (*ANYBODY, *ANY_EPOCH)
 UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
@@ -67,8 +67,6 @@ class PeerDoor:
         self._router: Socket | None = None
         self._once = Once(Operations())
         self.intake = Intake(host.incarnation, self._arrived)
-        self._begin_later: dict[type[Body], bool] = {}
-        """whether a handler begins in a later turn of the loop, by the body that it is for"""
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
         self.lease: Callable[[float], Awaitable[None]] | None = None
@@ -226,20 +224,17 @@ class PeerDoor:
         return start()
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
-        begins_later = self._begin_later.get(type(body))
-        if begins_later is None:
-            later = inspect.iscoroutinefunction(handler) and not isinstance(body, WHENEVER)
-            begins_later = self._begin_later[type(body)] = later
-        if begins_later:
-            return self._under(self.host.roster, handler, caller, body)
-        return handler(caller, body)
+        outcome = handler(caller, body)
+        if inspect.iscoroutine(outcome) and not isinstance(body, WHENEVER):
+            return self._under(self.host.roster, caller, outcome)
+        return outcome
 
-    async def _under(self, roster: Roster, handler: Handler, caller: Caller, body: Body) -> Body:
+    async def _under(self, roster: Roster, caller: Caller, work: Coroutine[Any, Any, Body]) -> Body:
         """A coroutine begins a turn of the loop after the epochs were compared."""
         if self.host.roster is not roster:
+            work.close()
             raise self._out_of_step(caller.address, roster.epoch)
-        outcome = handler(caller, body)
-        return outcome if isinstance(outcome, Body) else await outcome
+        return await work
 
     def _is_in_step(self, request: PeerRequest) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""

@@ -73,10 +73,16 @@ class Standstill:
     def __repr__(self) -> str:
         return f"<Standstill seen {self._looks} times>"
 
-    def lasts(self, producers_wait: bool) -> bool:
-        """Called by the clock: was it found often enough by now?"""
-        spills = self.spilling is not None and not self.spilling.exhausted
-        if not producers_wait or spills or is_alive([self._here()]):
+    @property
+    def can_spill(self) -> bool:
+        """Whether bytes, but no rows, still find room where nobody frees any."""
+        return self.spilling is not None and not self.spilling.exhausted
+
+    def lasts(self, for_bytes: bool, for_rows: bool) -> bool:
+        """Called by the clock: was it found often enough by now? for_bytes, for_rows: what
+        producers of this host wait for room for."""
+        waits = for_rows or for_bytes and not self.can_spill
+        if not waits or is_alive([self._here()]):
             self._looks = 0
         elif self.host.solo:
             self._note([self._here()])

@@ -97,7 +97,7 @@ class Reporting:
             "waits": self._waits(),
             "holders": self._holders(),
             "starved_claims": len(self.claims.credit),
-            "waiting_puts": len(self.room),
+            "waiting_puts": len(self.room) + self.share.writers,
             "pulled_bytes": self.pulls.pulled_bytes,
             "carried_bytes": self.pulls.carried_bytes,
             "pull_hits": self.pulls.hits,

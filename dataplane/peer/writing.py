@@ -15,7 +15,7 @@ from dataplane.peer.copying import Copying
 from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
-from dataplane.peer.metadata_share import MetadataShare, another_try
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
@@ -60,12 +60,14 @@ class Writing:
             raise
         done = self._put_done(session, body, committed, outcome.gone)
         self.settle(entry)
+        self.share.look()
         return done
 
     async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
         """New rows wait here while the shard, which is here as well, has no room for them."""
         with self.grants.unless_refused(session, body.ranges):
-            await self.share.wait()
+            full = self.share.full()
+            await self.share.another_try(session, body.partition, body.generation, full)
         answer = self.put(session, request, body)
         return answer if isinstance(answer, Body) else await answer
 
@@ -98,8 +100,10 @@ class Writing:
                     done = await self.grants.hand_over(home, sub, caller, roster.epoch)
                     break
                 except ShardFull as exc:
-                    if exc.details.get("values") or not await another_try(self.host):
+                    if exc.details.get("values"):
                         raise
+                    await self.share.another_try(session, body.partition, body.generation, exc)
+                    end = min(self.host.now() + CALL_S, call_deadline.get())
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):
                         raise
@@ -169,5 +173,6 @@ class Writing:
         self.share.check_values(body.inline)
         outcome = self._store(entry, body, body.columns, body.owners, plan)
         self.settle(entry)
+        self.share.look()
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

@@ -125,6 +125,15 @@ class Release(Body, tag=120):
     counts: bytes
 
 
+class Vacancy(Body, tag=122):
+    """To a partition's shard, which is full: a writer's new rows wait there, and not their message.
+    Answered when it is worth another try, after `wait_ms` in any case."""
+
+    partition: str
+    generation: int
+    wait_ms: int
+
+
 class Found(Body, tag=121):
     """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key."""
 
@@ -155,6 +164,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Claim
         | Withdraw
         | Missing
+        | Vacancy
         | Release
         | Pull
         | Define

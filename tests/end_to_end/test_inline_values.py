@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,30 @@ def test_where_the_shard_is_full_they_stay_at_the_writer_and_then_rows_wait(
         part.drop(keys=part.rows().keys)
         until(lambda: metadata(plane)["used_bytes"] < size, "there is room again")
         part.put({"x": [np.full(1000, 7, np.uint8)]}, timeout=20)
+
+
+def test_new_rows_that_wait_for_room_which_nobody_is_left_to_make_are_told(
+    cluster: Cluster,
+) -> None:
+    hosts = ["keeper", "a", "b"]
+    cluster.start(*hosts, arena="64MiB")
+    planes = {name: cluster.connect(name) for name in hosts}
+    members = {plane.stats()["address"]: name for name, plane in planes.items()}
+    home = members[Roster.from_seeds(list(members)).home("p")]
+    writer = next(name for name in "ab" if name != home)
+    part = planes[writer].partition("p", {"s": ["x"]}, free="acked")
+    with pytest.raises(dataplane.BackPressure, match="every client waits"):
+        for _ in range(400):
+            part.put({"y": np.zeros(10_000, np.uint8)}, timeout=600)
+    assert metadata(planes[home])["used_bytes"] > metadata(planes[home])["size_bytes"]
+    with cluster.connect(home) as other, ThreadPoolExecutor() as threads:
+        rows = other.partition("p", {"s": ["x"]}, free="acked")  # somebody is there who could
+        put = threads.submit(part.put, {"y": [1]}, timeout=30)
+        until(lambda: planes[writer].stats()["waiting_puts"] > 0, "the put waits")
+        rows.drop(keys=rows.rows().keys)
+        assert len(put.result(60)) == 1
+    for plane in planes.values():
+        plane.close()
 
 
 def test_what_a_shard_refuses_takes_no_room(plane: dataplane.Plane) -> None:

@@ -44,6 +44,10 @@ class Door:
         self.under.append(self.host.roster)
         return Done()
 
+    def seal_later(self, caller: Caller, body: Seal) -> Any:
+        """A handler that carries most out at once, and some in a coroutine."""
+        return self._seal(caller, body)
+
     def receive(self, take: Any) -> None:
         self.take = take
 
@@ -68,8 +72,13 @@ async def test_a_request_in_step_is_carried_out(door: Door) -> None:
     assert isinstance(await door.answer(), Done) and door.under == [FIRST]
 
 
-async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(door: Door) -> None:
+@pytest.mark.parametrize("at_times", [False, True], ids=["a coroutine", "one at times"])
+async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
+    door: Door, at_times: bool
+) -> None:
     """Its partition's home, say, may be elsewhere by then, and this peer know nothing of it."""
+    if at_times:
+        door.door.handlers[Seal] = door.seal_later
     door.arrives(1)
     door.host.roster = NEXT
     failed = await door.answer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
@@ -51,6 +52,8 @@ MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
 MOST_FREED = 1 << 20
 """Ranges that one message says to be free."""
+AGAIN_S = 2.0
+"""After so long an owner that refused to let go of values is told again."""
 _NO_RANGES, _NO_COUNTS = np.zeros(0, RANGE), np.zeros(0, U4)
 
 
@@ -78,6 +81,7 @@ class Grants:
         """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
         """owners that have yet to answer what this peer took over of theirs"""
+        self._releases = itertools.count(1)
         mesh.handlers[Release] = self._release_here
 
     # asked for by clients
@@ -276,8 +280,9 @@ class Grants:
         while self._freed[owner]:
             try:
                 await self._release_once(owner)
-            except DataplaneError as exc:
-                log.warning("%s keeps values that nobody names any more: %s", owner.peer, exc)
+            except DataplaneError as exc:  # it let go of nothing
+                log.warning("%s is told again of values that nobody names: %s", owner.peer, exc)
+                await self.host.another_roster(self.host.roster, self.host.now() + AGAIN_S)
         del self._freed[owner]
 
     async def _release_once(self, owner: Owner) -> None:
@@ -293,7 +298,15 @@ class Grants:
         most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
-        await self.mesh.tell(owner, Release(ranges[: most[0]], counts[: most[1]]))
+        body = Release(ranges[: most[0]], counts[: most[1]])
+        # An owner is told of one at a time, so that it need remember the answer to no other.
+        me, number = self.host.owner, next(self._releases)
+        caller = Caller(me.peer, me.incarnation, me.incarnation, number, number)
+        try:
+            await self.mesh.tell(owner, body, caller)
+        except DataplaneError:
+            self._freed[owner].insert(0, (body.ranges, body.counts))
+            raise
 
     def _release_here(self, caller: Caller, body: Release) -> Body:
         """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""

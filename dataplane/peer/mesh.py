@@ -63,8 +63,6 @@ class Mesh:
         self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
         self._closing = False
-        self._told = itertools.count(1)
-        self._telling: set[int] = set()
         self.on_parted: list[Callable[[str], None]] = []
         """called with a peer's address when the connection broke"""
         self.on_stale: Callable[[], None] = lambda: None
@@ -238,34 +236,35 @@ class Mesh:
                     raise
 
     async def insist(
-        self, find: Callable[[], str | None], body: Body, to: int | None = None
+        self,
+        find: Callable[[], str | None],
+        body: Body,
+        to: int | None = None,
+        caller: Caller | None = None,
     ) -> Body | None:
-        """Tell whoever `find` names, again and again, until it names nobody (None). It is carried
-        out once by each. to: by no other incarnation."""
-        number = next(self._told)
-        self._telling.add(number)
-        me = self.host.incarnation
-        try:
-            while (address := find()) is not None:
-                roster = self.host.roster
-                who = Caller(self.host.address, me, me, number, min(self._telling))
-                try:
-                    reply: Body = await self.call(
-                        address, body, caller=who, to=to, epoch=roster.epoch
-                    )
-                    return reply
-                except (StaleEpoch, Unavailable):
-                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
-            log.info("nobody is left to be told of %s", type(body).__name__)
-            return None
-        finally:
-            self._telling.discard(number)
+        """Tell whoever `find` names, again and again, until it names nobody (None): what does no
+        harm when it is carried out twice, or what the caller numbers. to: by no other
+        incarnation."""
+        while (address := find()) is not None:
+            roster = self.host.roster
+            try:
+                reply: Body = await self.call(
+                    address, body, caller=caller, to=to, epoch=roster.epoch
+                )
+                return reply
+            except (StaleEpoch, Unavailable):
+                await self.host.another_roster(roster, self.host.now() + RETRY_S)
+        log.info("nobody is left to be told of %s", type(body).__name__)
+        return None
 
-    async def tell(self, owner: Owner, body: Body) -> Body | None:
+    async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
         """Tell a peer in this life of its process, unless it is no member any more (None). Its next
         one numbers ranges alike."""
         return await self.insist(
-            lambda: owner.peer if self.host.roster.has(owner) else None, body, owner.incarnation
+            lambda: owner.peer if self.host.roster.has(owner) else None,
+            body,
+            owner.incarnation,
+            caller,
         )
 
     async def hello(self, address: str) -> PeerHello:

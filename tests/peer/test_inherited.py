@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.errors import LimitExceeded
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -86,7 +87,7 @@ class SlowToInherit:
         self.tasks.append(asyncio.create_task(work))
         return self.tasks[-1]
 
-    async def tell(self, to: Owner, body: Body) -> Body:
+    async def tell(self, to: Owner, body: Body, caller: Caller | None = None) -> Body:
         heir = Caller(HEIR.peer, HEIR.incarnation)
         if isinstance(body, Inherited):
             for _ in range(10):
@@ -112,6 +113,37 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
     heir.let_go(owner.host.owner, ranges[1:], held[1:])
     await way.tasks[-1]
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+
+
+async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None:
+    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    way, told = SlowToInherit(owner), list[Caller]()
+    counts = np.ones(2, "<u4")
+    way._owner.inherited(
+        Caller(HEIR.peer, HEIR.incarnation), Inherited(LOST, ranges.tobytes(), counts.tobytes())
+    )
+
+    async def tell(to: Owner, body: Body, caller: Caller) -> Body:
+        told.append(caller)
+        if len(told) == 1:
+            raise LimitExceeded("not now", limit=1)
+        answer: Body = owner.mesh.handlers[Release](caller, body)
+        return answer
+
+    async def another_roster(than: Any, until: float) -> bool:
+        return False
+
+    host: Any = SimpleNamespace(
+        owner=HEIR, lent=Lent(), progress=Progress(), roster=None, now=lambda: 0.0,
+        another_roster=another_roster,
+    )  # fmt: skip
+    way.tell = tell  # type: ignore[assignment, method-assign]
+    heir = Grants(host, way, None, None)  # type: ignore[arg-type]
+    heir.let_go(owner.host.owner, ranges, counts)
+    await asyncio.gather(*way.tasks)
+    assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+    # Each as if all before it were answered, which they are: nothing else is to be remembered.
+    assert [(one.op, one.floor) for one in told] == [(1, 1), (2, 2)]
 
 
 async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before_them() -> None:

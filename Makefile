@@ -125,6 +125,25 @@ $(VERL)/.installed: $(BIN)/python pyproject.toml
 	rm -rf $(VERL)/lib/python*/site-packages/tests
 	touch $@
 
+# TRL and OpenRLHF themselves, and TransferQueue's own tests; also without what needs a GPU.
+FRAMEWORKS := $(VENV)/frameworks
+test-frameworks: $(VENV)/.test-installed $(FRAMEWORKS)/.installed
+	$(BIN)/python -m pytest -q tests/integrations/test_frameworks.py tests/integrations/test_transfer_queues_own.py
+
+$(FRAMEWORKS)/.installed: $(BIN)/python pyproject.toml
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray,transfer-queue]' \
+	  torch==2.13.0 tensordict==0.15.3 transformers==5.15.0 trl==1.16.0 \
+	  aiohttp einops jsonlines loralib peft pylatexenc pytest pytest-asyncio pytest-mock tensorboard torchdata torchmetrics
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openrlhf==0.11.2
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(FRAMEWORKS)/transfer-queue TransferQueue==0.1.11
+	touch $@
+
+# Both distributions, built, checked, and installed into an environment that had nothing.
+test-wheels: $(VENV)/.wheels-installed
+	$(BIN)/python -m pytest -q tests/packaging
+
 # The documentation as a site in build/site; a broken link or reference ends it.
 docs: $(VENV)/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

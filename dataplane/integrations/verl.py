@@ -55,7 +55,8 @@ def put(
 
 
 def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
-    """The fetched fields of rows as a DataProto; its tensors and arrays are private copies.
+    """The fetched fields of rows, and their `meta_info`, as a DataProto; its tensors and arrays are
+    private copies.
 
     ValueError names a field whose rows have several shapes, and a key of `meta_info` that rows of
     several puts have with different values.
@@ -77,9 +78,19 @@ def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
                 "pad them before the put, or read the field by `torch(...)`"
             )
         tensors[name] = rows.torch(name)
-    told = list(rows[META_INFO]) if META_INFO in rows.fields else []
-    meta_info = _joined([unpacked_object(one) for one in told])
+    meta_info = _joined([unpacked_object(one) for one in _meta_infos(rows)])
     return DataProto.from_dict(tensors, arrays or None, meta_info)
+
+
+def _meta_infos(rows: dataplane.Rows | dataplane.Batch) -> list[Any]:
+    """One a row; a claim of its stage's fields did not bring them yet. None of rows that `put` did
+    not write."""
+    if META_INFO not in rows.fields:
+        try:
+            rows.fetch(META_INFO)
+        except dataplane.FieldUnknown:
+            return []
+    return list(rows[META_INFO])
 
 
 def _array(values: list[Any]) -> Any:

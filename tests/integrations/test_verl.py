@@ -72,4 +72,4 @@ def test_a_data_proto_goes_in_and_comes_out() -> None:
     assert found["media"] == "Tensor" and found["tuple"]
     assert found["meta_info"] == {"temperature": 1.0, "eos": [1, 2]}
     assert "meta_info 'temperature' differs" in found["error"]
-    assert found["claimed"] == 2
+    assert found["claimed"] == [2, True]

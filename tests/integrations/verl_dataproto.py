@@ -73,7 +73,7 @@ def main() -> None:
                     "tuple": joined.non_tensor_batch["multi_modal_inputs"][1]["a"] == (1, None),
                     "meta_info": joined.meta_info,
                     "error": error,
-                    "claimed": len(claimed),
+                    "claimed": [len(claimed), claimed.meta_info == joined.meta_info],
                 }
             )
         )

@@ -183,12 +183,21 @@ def _leaves(tensordict: Any, library: Any) -> Iterable[tuple[tuple[str, ...], An
                 continue
         column = tensordict.get(key)
         if library.is_non_tensor(column):
-            values = column.tolist() if column.batch_size else [column.data] * n
-            yield (key,), Kept(list(values))
+            yield (key,), Kept(_entries(column, n, library))
         elif library.is_tensor_collection(column):
             yield from (((key, *below), leaf) for below, leaf in _leaves(column, library))
         else:
             yield (key,), column
+
+
+def _entries(column: Any, n: int, library: Any) -> list[Any]:
+    """Of data that are no tensors, one a row. An array of n objects, which a TensorDict takes for
+    one value of all rows, has an item a row, as outside a TensorDict."""
+    if not isinstance(column, library.NonTensorData):
+        return list(column.tolist())
+    whole = column.data
+    of_rows = isinstance(whole, np.ndarray) and whole.dtype == object and whole.shape[:1] == (n,)
+    return list(whole) if of_rows else [whole] * n
 
 
 def checked_name(name: object) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 import dataplane
 from dataplane.client.values import by_name, prepare
@@ -61,6 +61,28 @@ def test_what_a_tensordict_cannot_say_is_refused() -> None:
         prepare(TensorDict({"x": torch.ones(2)}, batch_size=[]))
     with pytest.raises(InvalidRows, match=r"key 'a\.b' has a '\.'"):
         prepare(TensorDict({"a.b": torch.ones(2)}, batch_size=[2]))
+
+
+def test_data_that_are_no_tensor_are_the_same_for_all_rows_and_a_stack_has_one_a_row(
+    arena: Any,
+) -> None:
+    pair, objects_ = np.arange(2), np.array([{"a": np.ones(2)}, None], object)
+    columns = {
+        "one": NonTensorData(pair),
+        "of_dict": NonTensorData({"x": pair, "y": torch.ones(1)}),
+        "each": NonTensorStack(pair, np.ones((1, 2), np.float32)),
+        "objects": objects_,
+        "inner": {"one": NonTensorData(b"x")},
+    }
+    put = arena.put(by_name(TensorDict(columns, batch_size=[2])))
+    assert same(put["one"], [pair, pair])
+    assert same(put["of_dict"], [{"x": pair, "y": torch.ones(1)}] * 2)
+    assert same(put["each"], [pair, np.ones((1, 2), np.float32)])
+    assert same(put["objects"], [{"a": np.ones(2)}, None])
+    assert put["inner.one"] == [b"x", b"x"]
+    for odd in (np.array(["a", "b"]), NonTensorData({"x": object()})):
+        with pytest.raises(InvalidValue, match=r"^x\[0\].* cannot travel|has no form on the wire"):
+            prepare(TensorDict({"x": odd}, batch_size=[2]))
 
 
 def test_rows_of_a_nested_tensor_are_no_copies_and_of_one_form() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pickle  # noqa: S403
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,9 @@ pytest.importorskip("omegaconf", reason="make test installs it")
 
 from dataplane.integrations import transfer_queue  # noqa: E402
 from dataplane.integrations.transfer_queue import BaseSampler  # noqa: E402
+from dataplane.integrations.transfer_queue.sampler import (  # noqa: E402
+    get_seqlen_balanced_partitions,
+)
 from tests.integrations import transfer_queue_calls  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -139,6 +143,26 @@ def test_other_clients_go_on_where_a_checkpoint_was_loaded(tq: Any, tmp_path: Pa
     assert sorted(other.kv_list("train")["train"]) == ["a", "b"]
     assert other.kv_get(["a"], "train", None)["x"].tolist() == [0]
     other.close()
+
+
+def test_a_meta_that_ray_brought_takes_fields() -> None:
+    """Its arrays lie in Ray's store, and are read-only."""
+    meta = transfer_queue.BatchMeta([0, 1], ["p", "p"])
+    outside: list[Any] = []
+    told = pickle.dumps(meta, protocol=5, buffer_callback=outside.append)
+    brought = pickle.loads(told, buffers=[bytes(buffer) for buffer in outside])  # noqa: S301
+    assert not brought.production_status.flags.writeable
+    assert brought.union(brought).size == 2 and not brought.is_ready
+    assert brought.add_fields(rows(2)).is_ready and brought.field_names == ["x"]
+
+
+@pytest.mark.parametrize(("weights", "lists", "equal"), [([1, 2, 3], 2, True), ([1], 3, False)])
+def test_weights_that_make_no_lists_raise_as_they_do_there(
+    weights: list[int], lists: int, equal: bool
+) -> None:
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match=f"{len(weights)} weights are"):
+            get_seqlen_balanced_partitions(weights, lists, equal)
 
 
 def test_media_in_objects_are_stored_once(tq: Any) -> None:

@@ -47,8 +47,6 @@ FAIL = {
     "test_custom_backend_meta": INSIDE,
     "test_setstate_readonly_production_status": INSIDE,
     "test_put_data_length_mismatch_raises": INSIDE,
-    "test_equal_size_assertion_error": "ValueError instead of AssertionError",
-    "test_too_few_items": "empty lists instead of AssertionError",
 }
 
 pytestmark = [

@@ -265,7 +265,7 @@ class BatchMeta:
             raise ValueError(f"fields of {rows} rows for a batch of {self.size}")
         self.field_schema.update(schema_of(dict(tensor_dict.items()), rows))
         if set_all_ready:
-            self.production_status[:] = 1
+            self.production_status = np.ones(self.size, np.int8)  # what Ray brought is read-only
         return self
 
     def copy(self) -> BatchMeta:
@@ -328,7 +328,7 @@ class BatchMeta:
                 raise ValueError(f"{name} do not match: a union is of the same rows in one order")
         joined = self.copy()
         joined.field_schema |= copy.deepcopy(other.field_schema)
-        joined.production_status &= other.production_status
+        joined.production_status = self.production_status & other.production_status
         joined.extra_info |= copy.deepcopy(other.extra_info)
         joined.update_custom_meta(copy.deepcopy(other.custom_meta))
         return joined

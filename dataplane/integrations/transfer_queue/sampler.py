@@ -200,18 +200,25 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return [[i for at in portion for i in groups[at]] for portion in portions]
 
 
+class NoPartition(ValueError, AssertionError):
+    """Weights that do not make so many lists. TransferQueue's own is an AssertionError."""
+
+
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
     """Places of weights in so many lists with sums near each other: the largest differencing method
-    (Karmarkar and Karp 1982). equal_size: of equal lengths; their number must allow it.
+    (Karmarkar and Karp 1982). equal_size: of equal lengths. NoPartition, a ValueError, where there
+    are fewer weights than lists, or their number is no multiple.
 
     >>> get_seqlen_balanced_partitions([8, 7, 6, 5], 2, True)
     [[0, 3], [1, 2]]
     """
     weights, parts = seqlen_list, k_partitions
+    if len(weights) < parts:
+        raise NoPartition(f"{len(weights)} weights are fewer than {parts} lists")
     if equal_size and len(weights) % parts:
-        raise ValueError(f"{len(weights)} weights are not {parts} lists of equal length")
+        raise NoPartition(f"{len(weights)} weights are not {parts} lists of equal length")
     order = sorted(range(len(weights)), key=lambda at: (weights[at], at))
     # A partial solution: so many (sum, places), heaviest first. Those that differ most are joined
     # heaviest with lightest, until one is left.
@@ -234,8 +241,6 @@ def get_seqlen_balanced_partitions(
         merged = zip(one, reversed(other), strict=True)
         push([(a + b, places + more) for (a, places), (b, more) in merged], number)
         number += 1
-    if not heap:
-        return [[] for _ in range(parts)]
     return sorted(sorted(places) for _, places in heap[0][2])
 
 

@@ -252,6 +252,13 @@ def fetched_elsewhere(rank: int) -> list[int]:
     return found
 
 
+def fetched_here(rank: int) -> list[int]:
+    config = {"dp_rank": rank, "batch_index": 0}
+    client = transfer_queue.get_client()
+    meta = client.get_meta(["x"], 2, "train", task_name="t", sampling_config=config)
+    return list(meta.global_indexes)
+
+
 class EveryOther(BaseSampler):
     """A user's own, which remembers by itself."""
 
@@ -272,7 +279,9 @@ def test_ranks_of_several_processes_share_what_the_sampler_remembers(
     )
     try:
         transfer_queue.get_client().put(rows(4), partition_id="train")
-        assert [fetched_elsewhere(rank) for rank in (0, 1, 0)] == [[0, 1], [2, 3], [0, 1]]
+        assert fetched_elsewhere(0) == [0, 1]
+        here = [fetched_here(rank) for rank in (1, 0)]
+        assert here == [[2, 3], [0, 1]]
         transfer_queue.get_client().put(rows(1), partition_id="train")
         assert transfer_queue.kv_list() == {"train": {}}  # a child's close ended nothing
     finally:
@@ -326,6 +335,36 @@ def test_what_the_plane_cannot_carry_is_named_before_anything_is_put(tq: Any) ->
     with pytest.raises(TypeError, match="tag 't' is a object"):
         transfer_queue.kv_put("k", "train", tag={"t": object()})
     assert transfer_queue.kv_list("train").get("train", {}) == {}
+
+
+def test_mistakes_are_told_before_anything_is_put(tq: Any) -> None:
+    two: list[Any] = ["a", "b"]
+    with pytest.raises(TypeError, match="keys are a list of texts, not 'ab'"):
+        tq.kv_batch_put("ab", "train", rows(2))
+    with pytest.raises(ValueError, match="one key at least"):
+        tq.kv_batch_put([], "train", rows(0))
+    with pytest.raises(TypeError, match="a partition is named by a text, not by 7"):
+        tq.kv_batch_put(two, 7, rows(2))
+    with pytest.raises(TypeError, match="a tag is named by a text, not by 1"):
+        tq.kv_batch_put(two, "train", rows(2), [{"t": 0}, {1: 2}])
+    with pytest.raises(TypeError, match="tags are a dict a row, not a str"):
+        tq.kv_batch_put(two, "train", rows(2), ["t", "u"])
+    with pytest.raises(TypeError, match="tag 't' is a object"):
+        tq.kv_batch_put(two, "train", rows(2), [{}, {"t": object()}])
+    assert tq.kv_list("train").get("train", {}) == {}
+
+
+def test_rows_of_two_kinds_come_back_as_they_were_put(tq: Any) -> None:
+    columns = {
+        "all": tensordict.NonTensorData([1, 2, 3]),
+        "each": tensordict.NonTensorStack(torch.arange(2), torch.ones(1)),
+        "numbers": tensordict.NonTensorData(numpy.arange(2)),
+    }
+    tq.kv_batch_put(["a", "b"], "train", tensordict.TensorDict(columns, 2))
+    got = tq.kv_batch_get(["b", "a"], "train")
+    assert got["all"].tolist() == [[1, 2, 3]] * 2
+    assert [one.dtype for one in got["each"].tolist()] == [torch.float32, torch.int64]
+    assert [type(one) for one in got["numbers"].tolist()] == [numpy.int64] * 2
 
 
 def test_the_shim_is_the_module_under_transfer_queues_name() -> None:

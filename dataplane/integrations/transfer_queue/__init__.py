@@ -275,6 +275,10 @@ def kv_batch_put(
     A field that is there gets the new value. Each row's fields and tags are seen together. Returns
     the rows' tags and the fields that all of them have. data_parser: changes the columns before.
     """
+    if isinstance(keys, str):
+        raise TypeError(f"keys are a list of texts, not {keys!r:.60}; kv_put puts one row")
+    if not len(keys):
+        raise ValueError("give one key at least")
     if fields is None and tags is None:
         raise ValueError("give fields, or tags, or both")
     if fields is not None and fields.batch_size[0] != len(keys):

@@ -68,7 +68,9 @@ def _column(name: str, value: Any, rows: int) -> Column:
     if isinstance(value, NonTensorStack | NonTensorData):
         entries = value.tolist() if value.batch_size else [value.data] * rows
     elif isinstance(value, list | tuple | np.ndarray):
-        entries = value.tolist() if isinstance(value, np.ndarray) else list(value)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "SU":
+            value = value.tolist()
+        entries = list(value)
     else:
         raise ValueError(f"field {name!r} is a {type(value).__name__}: neither tensor nor objects")
     if len(entries) != rows:
@@ -217,8 +219,20 @@ def _ragged(views: Sequence[torch.Tensor], hint: int) -> int | None:
 _JSON = "\0json:"
 
 
-def tag_value(name: str, value: Any) -> Any:
-    """A tag's value as one of the plane's scalars. TypeError where JSON has no form for it."""
+def tags_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's tags as the plane's. TypeError for what are none, ValueError for a hidden name."""
+    if not isinstance(row, Mapping):
+        raise TypeError(f"tags are a dict a row, not a {type(row).__name__}")
+    for name in row:
+        if not isinstance(name, str):
+            raise TypeError(f"a tag is named by a text, not by {name!r:.60}")
+        if name.startswith(HIDDEN):
+            raise ValueError(f"{name!r} is no name for a tag")
+    return {name: _tag(name, value) for name, value in row.items()}
+
+
+def _tag(name: str, value: Any) -> Any:
+    """One of the plane's scalars. TypeError where JSON has no form for the value."""
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in _SCALARS and not (type(value) is int and not -_INT64 <= value < _INT64):
@@ -237,7 +251,7 @@ def _json(value: Any) -> str:
 
 
 def tag_read(value: Any) -> Any:
-    """What `tag_value` was given."""
+    """What `_tag` was given."""
     if isinstance(value, str) and value.startswith(_JSON):
         return json.loads(value.removeprefix(_JSON))
     return value

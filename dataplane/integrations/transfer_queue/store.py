@@ -23,7 +23,7 @@ from dataplane.integrations.transfer_queue.columns import (
     kind,
     packed_field,
     tag_read,
-    tag_value,
+    tags_of,
 )
 from dataplane.integrations.transfer_queue.metadata import Schema
 
@@ -177,6 +177,8 @@ class Store:
         with self._lock:
             if found := self._known.get(name):
                 return found
+        if not isinstance(name, str):
+            raise TypeError(f"a partition is named by a text, not by {name!r:.60}")
         if name == REGISTRY or not name or name.startswith(HIDDEN):
             raise ValueError(f"{name!r} is no name for a partition")
         entry = self._entry(f"partition:{name}")
@@ -316,19 +318,14 @@ class Store:
         """
         if clash := [field for field in columns if field.startswith(HIDDEN)]:
             raise ValueError(f"{clash[0]!r} is no name for a field")
+        plain = [tags_of(row) for row in tags] if tags is not None else [{}] * len(keys)
         alike: dict[tuple[str, ...], list[int]] = {}
-        for place in range(len(keys)):
-            names = tuple(tags[place]) if tags is not None else ()
-            alike.setdefault(names, []).append(place)
+        for place, row in enumerate(plain):
+            alike.setdefault(tuple(row), []).append(place)
         for names, places in alike.items():
             whole = len(places) == len(keys)
             taken = columns if whole else {n: c.take(places) for n, c in columns.items()}
-            given: dict[str, Any] = {}
-            for tag in names:
-                if tag.startswith(HIDDEN):
-                    raise ValueError(f"{tag!r} is no name for a tag")
-                assert tags is not None
-                given[tag] = [tag_value(tag, tags[place][tag]) for place in places]
+            given = {tag: [plain[place][tag] for place in places] for tag in names}
             given |= {_FIELD + field: list(column.told) for field, column in taken.items()}
             self._put(name, [keys[place] for place in places], taken, given)
 

@@ -4,39 +4,36 @@
 wants 0 3 6 9 2 5 8 1. The reward is the share of tokens that are right after the one before.
 """
 
-from __future__ import annotations
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 DIGITS, PROMPT, ANSWER = 10, 2, 8  # tokens of the vocabulary, of a prompt, of an answer
 
 
-def prompts(step: int, groups: int) -> np.ndarray:
+def prompts(step: int, groups: int) -> Tensor:
     """[groups, 2] int64: a new batch of prompts for each step, the same in every run."""
-    rng = np.random.default_rng(step)
-    return np.stack([rng.integers(0, DIGITS, groups), rng.integers(1, 4, groups)], axis=1)
+    luck = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, DIGITS, (groups,), generator=luck)
+    return torch.stack([starts, torch.randint(1, 4, (groups,), generator=luck)], dim=1)
 
 
-def score(prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
+def score(prompt: Tensor, answer: Tensor) -> Tensor:
     """[rows] float32 in 0..1, of prompts [rows, 2] and answers [rows, 8]."""
-    before = np.concatenate([prompt[:, :1], answer[:, :-1]], axis=1)
-    return ((before + prompt[:, 1:]) % DIGITS == answer).mean(axis=1, dtype=np.float32)
+    before = torch.cat([prompt[:, :1], answer[:, :-1]], dim=1)
+    return ((before + prompt[:, 1:]) % DIGITS == answer).float().mean(dim=1)
 
 
 class Model(nn.Module):
-    """A decoder of 2 layers and 0.2 million parameters. Every process starts from the same ones."""
+    """A decoder of 2 layers and 0.2 million parameters; every process starts from the same ones."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.token, self.head = nn.Embedding(DIGITS, width), nn.Linear(width, DIGITS)
-        self.place = nn.Embedding(PROMPT + ANSWER, width)
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.token, self.place = nn.Embedding(DIGITS, width), nn.Embedding(PROMPT + ANSWER, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0, batch_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(width, DIGITS)
+        self.register_buffer("version", torch.tensor(0))  # how many steps it was trained
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [rows, length, 10] of tokens [rows, length]."""

@@ -4,38 +4,34 @@ It gathers all rows of a stage before the next one begins, every byte passes thr
 knows every worker by name, so that one that dies ends the run.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
-from model import prompts
-from stages import GROUP_SIZE, GROUPS, ROWS, STAGES, Columns, Stage, Trainer
+from model import Model, prompts
+from stages import DO, GROUP_SIZE, GROUPS, STAGES
 
-
-def feed(pipes: Mapping[str, list[Connection]], steps: int, tick: Callable[[int], None]) -> None:
-    for step in range(steps):
-        tick(step)
-        rows = {"prompt": torch.from_numpy(prompts(step, GROUPS).repeat(GROUP_SIZE, 0))}
-        for stage in STAGES:
-            rows |= ask(pipes[stage], {name: rows[name] for name in STAGES[stage]})
-    for pipe in sum(pipes.values(), []):
-        pipe.send(None)
-
-
-def ask(pipes: list[Connection], rows: Columns) -> Columns:
-    """Each worker of a stage gets its share, and all of them are waited for."""
-    share = ROWS // len(pipes)
-    for n, pipe in enumerate(pipes):
-        pipe.send({name: column[n * share :][:share].numpy() for name, column in rows.items()})
-    parts = [pipe.recv() for pipe in pipes]
-    return {name: torch.cat([torch.from_numpy(p[name]) for p in parts]) for name in parts[0]}
+Ends = dict[tuple[str, int], Connection]
 
 
 def work(stage: str, out: Path, pipe: Connection) -> None:
-    do = Trainer(out) if stage == "train" else Stage(stage, out)
+    model = Model()
+    torch.seed()  # the first weights are everybody's, the luck our own
     while (rows := pipe.recv()) is not None:
-        made = do({name: torch.from_numpy(column) for name, column in rows.items()})
+        made = DO[stage](model, out, **{name: torch.from_numpy(c) for name, c in rows.items()})
         pipe.send({name: column.numpy() for name, column in made.items()})
+
+
+def feed(steps: int, pipes: Ends) -> None:
+    """Each worker of a stage gets its share of the rows, and all of them are waited for."""
+    for step in range(steps):
+        rows = {"prompt": prompts(step, GROUPS).repeat_interleave(GROUP_SIZE, 0).numpy()}
+        for stage, wanted in STAGES.items():
+            workers = [pipe for (name, _), pipe in pipes.items() if name == stage]
+            for n, pipe in enumerate(workers):
+                pipe.send({name: np.split(rows[name], len(workers))[n] for name in wanted})
+            parts = [pipe.recv() for pipe in workers]
+            rows |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for pipe in pipes.values():
+        pipe.send(None)

@@ -1,66 +1,57 @@
 """How rows come to the stages: over the plane. Nobody here knows who else there is, or dies."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from model import prompts
-from stages import GROUP_SIZE, GROUPS, ROWS, STAGES, WORKERS, Stage, Trainer
+from model import Model, prompts
+from stages import DO, GROUP_SIZE, GROUPS, ROWS, STAGES
 
 import dataplane
 
 
-def partition(plane: dataplane.Plane, steps: int) -> dataplane.Partition:
-    """Every process declares it alike, whoever comes first. With all its groups there it seals."""
+def rows(plane: dataplane.Plane, steps: int) -> dataplane.Partition:
+    """Every process declares them alike, whoever comes first; with all groups there they seal."""
     return plane.partition("rows", stages=STAGES, group_size=GROUP_SIZE, groups=steps * GROUPS)
 
 
-def feed(steps: int, lag: int, tick: Callable[[int], None]) -> None:
-    """Prompts of a step, once no more than `lag` steps' groups are not trained on yet: 0 is
-    synchronous. `tick` sees to workers that died."""
+def feed(steps: int, lag: int) -> None:
+    """Prompts of a step, once at most `lag` steps' groups are not trained on: 0 is synchronous."""
     with dataplane.connect() as plane:
-        part = partition(plane, steps)
-        for step in range(steps + 1):
-            while True:
-                tick(step)
-                try:
-                    part.wait("train", below=lag * GROUPS + 1 if step < steps else 1, timeout=0.5)
-                    break
-                except TimeoutError:
-                    pass
-            if step < steps:
-                keys = np.arange(step * ROWS, (step + 1) * ROWS)
-                rows = {"prompt": prompts(step, GROUPS).repeat(GROUP_SIZE, 0)}
-                part.put(rows, key=keys.tolist(), group=(keys // GROUP_SIZE).tolist())
+        part = rows(plane, steps)
+        for step in range(steps):
+            part.wait("train", below=lag * GROUPS + 1)
+            keys = range(step * ROWS, (step + 1) * ROWS)
+            columns = {"prompt": prompts(step, GROUPS).repeat_interleave(GROUP_SIZE, 0)}
+            part.put(columns, key=list(keys), group=[key // GROUP_SIZE for key in keys])
 
 
-def work(stage: str, rank: int, out: Path, steps: int) -> None:
-    """A worker's life. If it is killed, its rows go to whoever is left; if not, what it adds is
-    stored with the ack, so that every row is done once."""
+def work(stage: str, out: Path, steps: int) -> None:
+    """If this process is killed, its rows go to whoever is left; if not, what it adds is stored
+    with the ack: every row is done once."""
+    model = Model()
+    torch.seed()  # the first weights are everybody's, the luck our own
     with dataplane.connect() as plane:
-        part = partition(plane, steps)
-        if stage == "train":
-            return train(part, rank, Trainer(out))
-        do = Stage(stage, out)
-        for batch in part.stream(stage, groups=GROUPS // WORKERS[stage], min=1):
-            batch.add(**do({name: batch.torch(name) for name in STAGES[stage]}))
+        for batch in rows(plane, steps).stream(stage, groups=GROUPS // 2, min=1):
+            batch.add(**DO[stage](model, out, **columns_of(batch, stage)))
 
 
-def train(part: dataplane.Partition, rank: int, trainer: Trainer) -> None:
+def train(rank: int, out: Path, steps: int) -> None:
     """The first trainer leases a whole step, so that it is done or is not, whoever is killed. It is
     given keys alone (`fields=[]`), and each trainer reads the rows of its own share."""
-    share = ROWS // WORKERS["train"]
-    leased = iter(part.stream("train", groups=GROUPS, fields=[])) if rank == 0 else None
-    while True:
-        keys = torch.full((ROWS,), -1)
-        if leased and (batch := next(leased, None)):  # asking for the next acks the one before
-            keys = torch.tensor(sorted(batch.keys))  # type: ignore[type-var]
-        dist.broadcast(keys, src=0)
-        if keys[0] < 0:
-            return
-        rows = part.get(keys[rank * share :][:share].tolist(), STAGES["train"])
-        trainer({name: rows.torch(name) for name in STAGES["train"]})
+    model, share = Model(), ROWS // dist.get_world_size()
+    with dataplane.connect() as plane:
+        part = rows(plane, steps)
+        leased = iter(part.stream("train", groups=GROUPS, fields=[]) if rank == 0 else [])
+        while True:
+            batch = next(leased, None)  # asking for the next acks the one before
+            keys = torch.tensor(sorted(batch.keys)) if batch else torch.full((ROWS,), -1)
+            dist.broadcast(keys, src=0)
+            if keys[0] < 0:
+                return
+            mine = part.get(keys[rank * share :][:share].tolist(), STAGES["train"])
+            DO["train"](model, out, **columns_of(mine, "train"))
+
+
+def columns_of(some: dataplane.Batch | dataplane.Rows, stage: str) -> dict[str, torch.Tensor]:
+    return {name: some.torch(name) for name in STAGES[stage]}

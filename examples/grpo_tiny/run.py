@@ -1,125 +1,105 @@
 """GRPO, small but real: a transformer learns to count from its rewards alone, on two cores.
 
-    python examples/grpo_tiny/run.py                         # synchronous
-    python examples/grpo_tiny/run.py --lag 2                 # rollout up to two steps ahead
-    python examples/grpo_tiny/run.py --kill trainer          # kill -9 one in the middle
-    python examples/grpo_tiny/run.py --plane controller      # the same by way of a single driver
-
-Two rollout workers, a reward, a reference, two trainers, each a process. `over_dataplane.py` is how
-rows come to them; this file starts them, and starts anew who dies.
+Two rollout workers, a reward, a reference, two trainers and one that feeds prompts are a process
+each. This file starts them, and starts anew who dies. What to try: README.md.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import multiprocessing
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from multiprocessing.connection import wait
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import matplotlib.pyplot as plt
 import over_controller
 import over_dataplane
 import torch
 import torch.distributed as dist
 from stages import WORKERS
 
-RESTARTS = 3
+import dataplane
+
+LIVES = {"dataplane": 4, "controller": 1}
+VICTIMS = {"rollout": ("rollout", 1), "trainer": ("train", 1)}
 spawn = multiprocessing.get_context("spawn")
 
 
-class Job:
-    """The worker processes. Under the controller each has a pipe to it."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.to_kill, self.restarts = given, given.kill, 0
-        self.processes: dict[tuple[str, int], Any] = {}
-        self.pipes: dict[str, list[Any]] = {stage: [] for stage in WORKERS}
-        self.start([(stage, rank) for stage, count in WORKERS.items() for rank in range(count)])
-
-    def start(self, workers: list[tuple[str, int]]) -> None:
-        for stage, rank in workers:
-            ours, theirs = spawn.Pipe()
-            self.pipes[stage].append(ours)
-            what = (stage, rank, self.given, self.restarts, theirs)
-            self.processes[stage, rank] = spawn.Process(target=worker, args=what)
-            self.processes[stage, rank].start()
-            theirs.close()
-
-    def tick(self, step: int) -> None:
-        """Kill whom we are told to; start anew who died, and all trainers where one did."""
-        if self.to_kill and step > self.given.steps // 2:
-            self.processes["train" if self.to_kill == "trainer" else self.to_kill, 1].kill()
-            self.to_kill = None
-        dead = [who for who, process in self.processes.items() if process.exitcode]
-        if not dead:
-            return
-        if self.given.plane == "controller" or self.restarts == RESTARTS:
-            raise SystemExit(f"{dead} died, and so the run does")
-        self.restarts += 1
-        if any(stage == "train" for stage, _ in dead):
-            dead = [who for who in self.processes if who[0] == "train" or who in dead]
-        for who in dead:
-            self.processes[who].kill()
-            self.processes[who].join()
-        print(f"before step {step}: {dead} died or wait for it, and start again", flush=True)
-        self.start(dead)
+def main(args: Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "weights.pt").unlink(missing_ok=True)
+    (args.out / "steps.jsonl").write_text("")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    args.port = store.port  # where trainers meet
+    with dataplane.connect() if args.plane == "dataplane" else nullcontext():
+        keep_running(args)  # connected: the plane is there for whoever starts again, also late
+    report([json.loads(line) for line in (args.out / "steps.jsonl").open()], args.out)
 
 
-def worker(stage: str, rank: int, given: argparse.Namespace, restarts: int, pipe: Any) -> None:
+def keep_running(args: Namespace) -> None:
+    """Until all have ended. Who died starts again; a trainer that dies takes the other one with
+    it, and they meet again in their next lives."""
+    pipes = {who: spawn.Pipe() for who in WORKERS if args.plane == "controller"}
+    lives = dict.fromkeys([("feed", 0), *WORKERS], 1)
+    running = {who: started(*who, 1, args, pipes) for who in lives}
+    victim = VICTIMS.get(args.kill)
+    while running:
+        wait([process.sentinel for process in running.values()], timeout=0.1)
+        if victim and len((args.out / "steps.jsonl").read_text().splitlines()) > args.steps // 2:
+            running[victim].kill()
+            victim = None
+        for who in [who for who, process in running.items() if not process.is_alive()]:
+            if running.pop(who).exitcode == 0:
+                continue
+            if lives[who] == LIVES[args.plane]:
+                raise SystemExit(f"{who} died, and with it the run")
+            print(f"{who} died and starts again", flush=True)
+            lives[who] += 1
+            running[who] = started(*who, lives[who], args, pipes)
+
+
+def started(*what: Any) -> Any:
+    process = spawn.Process(target=live, args=what, daemon=True)
+    process.start()
+    return process
+
+
+def live(stage: str, rank: int, nth: int, args: Namespace, pipes: dict[Any, Any]) -> None:
+    """What a process does; nth: of its lives."""
     torch.set_num_threads(1)
     if stage == "train":
-        meeting = f"file://{(given.out / f'meeting-{restarts}').absolute()}"
-        dist.init_process_group("gloo", meeting, rank=rank, world_size=WORKERS[stage])
-    if given.plane == "controller":
-        over_controller.work(stage, given.out, pipe)
+        meeting = dist.PrefixStore(f"{nth}", dist.TCPStore("localhost", args.port))
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2)
+    if pipes and stage == "feed":
+        over_controller.feed(args.steps, {who: ours for who, (ours, _) in pipes.items()})
+    elif pipes:
+        over_controller.work(stage, args.out, pipes[stage, rank][1])
+    elif stage == "feed":
+        over_dataplane.feed(args.steps, args.lag)
+    elif stage == "train":
+        over_dataplane.train(rank, args.out, args.steps)
     else:
-        over_dataplane.work(stage, rank, given.out, given.steps)
+        over_dataplane.work(stage, args.out, args.steps)
 
 
-def main(given: argparse.Namespace) -> None:
-    given.out.mkdir(parents=True, exist_ok=True)
-    for left in ("weights.pt", "steps.jsonl", *(f"meeting-{n}" for n in range(RESTARTS + 1))):
-        (given.out / left).unlink(missing_ok=True)
-    job = Job(given)
-    try:
-        if given.plane == "controller":
-            over_controller.feed(job.pipes, given.steps, job.tick)
-        else:
-            over_dataplane.feed(given.steps, given.lag, job.tick)
-        for process in job.processes.values():
-            process.join()
-    except (EOFError, ConnectionError) as gone:
-        raise SystemExit("the controller lost a worker, and with it the run") from gone
-    finally:
-        for process in job.processes.values():
-            process.kill()
-    report(given.out)
-
-
-def report(out: Path) -> None:
-    """The rewards in words, and as a picture where matplotlib is installed."""
-    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+def report(steps: list[dict[str, float]], out: Path) -> None:
+    """The rewards in words and as a picture."""
     rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
-    first, last = (sum(some) / tenth for some in (rewards[:tenth], rewards[-tenth:]))
-    seconds, lag = steps[-1]["time"] - steps[0]["time"], max(step["lag"] for step in steps)
-    print(f"{len(steps)} steps in {seconds:.0f} s, reward {first:.2f} -> {last:.2f}, lag <= {lag}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f"no picture without matplotlib; the figures are in {out}/steps.jsonl")
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([step["step"] for step in steps], rewards)
-    axes.set(xlabel="step", ylabel="mean reward of the step", ylim=(0, 1))
-    figure.savefig(out / "reward.png", dpi=120)
-    print(f"{out}/reward.png")
+    first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
+    oldest = max(step["lag"] for step in steps)
+    print(f"{len(steps)} steps, reward {first:.2f} -> {last:.2f}, lag <= {oldest}")
+    plt.plot([step["step"] for step in steps], rewards)
+    plt.gca().set(xlabel="step", ylabel="mean reward of the step", ylim=(0, 1))
+    plt.savefig(out / "reward.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plane", choices=["dataplane", "controller"], default="dataplane")
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plane", choices=LIVES, default="dataplane")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lag", type=int, default=0, help="steps that rollout may be ahead")
-    parser.add_argument("--kill", choices=["rollout", "trainer"], help="one of them, half-way")
+    parser.add_argument("--kill", choices=VICTIMS, help="one of them, half-way")
     parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"))
     main(parser.parse_args())

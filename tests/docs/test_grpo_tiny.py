@@ -30,15 +30,12 @@ def risen(steps: list[dict[str, float]]) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_killed_rollout_worker_costs_no_step(lag: int, tmp_path: Path, run_dir: Path) -> None:
-    done = train(tmp_path / "out", "--lag", str(lag), "--kill", "rollout")
+def test_a_killed_rollout_worker_costs_no_step(tmp_path: Path, run_dir: Path) -> None:
+    done = train(tmp_path / "out", "--lag", "2", "--kill", "rollout")
     assert done.returncode == 0, done.stderr
     assert "('rollout', 1)" in done.stdout
     steps = steps_of(tmp_path / "out")
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
-    if lag == 0:
-        assert all(s["lag"] == 0 for s in steps)
     assert risen(steps)
     assert (tmp_path / "out" / "reward.png").stat().st_size > 0
 
@@ -50,10 +47,11 @@ def test_after_a_killed_trainer_training_goes_on_where_it_was(
     done = train(tmp_path / "out", "--kill", "trainer")
     assert done.returncode == 0, done.stderr
     assert "('train', 1)" in done.stdout
-    steps = [int(s["step"]) for s in steps_of(tmp_path / "out")]
+    steps = steps_of(tmp_path / "out")
     # Killed between the weights and the ack, a step is trained on once more.
-    assert steps in (list(range(1, STEPS + 1)), list(range(1, STEPS + 2)))
-    assert risen(steps_of(tmp_path / "out"))
+    assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) - STEPS == sum(s["lag"] for s in steps) <= 1
+    assert risen(steps)
 
 
 @pytest.mark.timeout(300)

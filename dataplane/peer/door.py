@@ -201,6 +201,8 @@ class Connection(asyncio.Protocol):
         self._running: dict[asyncio.Future[Any], bool] = {}
         self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
         self._inflow = Inflow(door.intake)
+        self._is_untaken = False
+        """the client does not take its answers"""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
@@ -229,6 +231,8 @@ class Connection(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._inflow.arrived()
                 self._request(frames.decode_request(body))
+                if self._is_untaken:
+                    return  # what else has come stays in the reader
         except ProtocolError as exc:
             self._door.refusals.count(f"a frame of pid {self._pid}: {exc}")
             self._send(0, failed(exc))
@@ -240,10 +244,13 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """A client that does not take its answers asks nothing more."""
+        self._is_untaken = True
         self._inflow.hold("answers")
 
     def resume_writing(self) -> None:
+        self._is_untaken = False
         self._inflow.go_on("answers")
+        self.data_received(b"")  # what had come by then
 
     def _request(self, request: Request) -> None:
         if self._session is None:

@@ -1,0 +1,65 @@
+"""A connection of the local door."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from dataplane.peer.door import Connection
+from dataplane.transport.limiter import ResourceLimiter
+from dataplane.wire import frames
+from dataplane.wire.messages import Done, Request, Unpin
+
+
+class Client:
+    """Takes `room` answers, and then none until it is asked to."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.room = 3
+        self.answers: list[Any] = []
+        host = SimpleNamespace(
+            name="a", now=time.monotonic, sent_local=Counter(),
+            progress=SimpleNamespace(is_settled=True),
+        )  # fmt: skip
+        door: Any = SimpleNamespace(
+            host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
+            may_serve=lambda: True, observe=None, connections=set(),
+        )  # fmt: skip
+        self.connection = Connection(door, 1)
+        self.connection._session = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+        self.connection.connection_made(self)  # type: ignore[arg-type]
+
+    def _unpin(self, session: Any, request: Request, body: Unpin) -> Done:
+        self.asked += 1
+        return Done()
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def write(self, frame: bytes) -> None:
+        self.answers.append(frames.decode_reply(bytes(frame)[4:]).rid)
+        if len(self.answers) == self.room:
+            self.connection.pause_writing()
+
+    def takes(self) -> None:
+        self.room += 3
+        self.connection.resume_writing()
+
+
+def test_no_more_is_carried_out_of_what_came_at_once_than_is_taken() -> None:
+    """Answers at once are no calls under way: a burst would have had them all written."""
+    client = Client()
+    burst = [frames.encode(Request(rid, 0, 0, 0, (0, 0), 0, Unpin([]))) for rid in range(1, 9)]
+    client.connection.data_received(b"".join(bytes(one) for one in burst))
+    assert client.asked == 3
+    client.takes()
+    assert client.asked == 6
+    client.takes()
+    assert client.answers == list(range(1, 9))

@@ -6,8 +6,11 @@ answered fill the bound nothing is taken from the socket, and zmq makes the send
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+
+import zmq
 
 from dataplane.errors import ProtocolError
 from dataplane.peer.failures import failed
@@ -52,7 +55,8 @@ class Intake:
         except ProtocolError as exc:
             self.refusals.count(exc)
             reply = PeerReply(0, self._incarnation, failed(exc))
-            self._router.send_now([identity, peering.encode(reply)])
+            with contextlib.suppress(zmq.ZMQError):  # whoever it was has gone
+                self._router.send_now([identity, peering.encode(reply)])
             return
         nbytes = max(len(frame), REQUEST_BYTES)
         self._used_bytes += nbytes

@@ -22,11 +22,11 @@ from dataplane.metadata.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
-from dataplane.peer.intake import Intake
+from dataplane.peer.intake import REQUEST_BYTES, Intake
 from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
 from dataplane.peer.sockets import Context, Socket, SocketClosed
-from dataplane.wire import peering
+from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release, Vacancy
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
@@ -35,6 +35,8 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
+MAX_UNTAKEN = limits.MAX_BYTES_UNDER_WAY // REQUEST_BYTES
+"""Answers that wait for one peer to take them: as many as there may be requests at once."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = (PeerHello, Beat, Rostered, Stats)
@@ -82,6 +84,8 @@ class PeerDoor:
         where = bindable(self.host.address)
         router = context.socket(zmq.ROUTER)
         tune(router, where)
+        router.setsockopt(zmq.SNDHWM, MAX_UNTAKEN)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or what is not sent is lost without a word
         self._gate.open_desk(context)
         self._gate.secure_router(router)
         try:
@@ -170,8 +174,11 @@ class PeerDoor:
             frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
-        with contextlib.suppress(zmq.ZMQError, SocketClosed):
-            self._router.send_now([identity, frame])
+        with contextlib.suppress(zmq.ZMQError, SocketClosed):  # nobody is there any more
+            if not self._router.send_now([identity, frame]):
+                self.intake.refusals.count(
+                    f"{request.sender} has not taken {MAX_UNTAKEN} answers: one is dropped"
+                )
 
     def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
         if isinstance(request.body, ANYBODY):

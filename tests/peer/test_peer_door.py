@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from dataplane.metadata.roster import Roster
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller
 from dataplane.peer.peer_door import PeerDoor
+from dataplane.peer.sockets import Context
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
@@ -84,3 +87,32 @@ async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
     failed = await door.answer()
     assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
     assert door.door.under_way == 0
+
+
+async def test_answers_wait_until_a_peer_takes_them(door: Door) -> None:
+    """Beyond its queue's bound zmq dropped them, and nobody was told."""
+    many, context = 20_000, Context()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        door.host.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    came: asyncio.Queue[Any] = asyncio.Queue()
+    door.door.intake._take = lambda *request: came.put_nowait(request)
+    door.door.listen(context)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(door.host.address)
+    await dealer.send([peering.encode(PeerRequest(1, THERE, 2, 0, 0, 0, (0, 1), 1, Seal("p", 1)))])
+    identity, request, _ = await asyncio.wait_for(came.get(), 20)
+    for _ in range(many):
+        door.door._answer(identity, request, Failed("StaleEpoch", "x" * 1_000))
+    got, all_there = 0, asyncio.Event()
+
+    def take(parts: list[bytes]) -> None:
+        nonlocal got
+        got += 1
+        if got == many:
+            all_there.set()
+
+    dealer.receive(take)
+    await asyncio.wait_for(all_there.wait(), 20)
+    assert not door.door.intake.refusals.total
+    context.destroy()

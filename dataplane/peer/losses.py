@@ -66,6 +66,12 @@ class LossReports:
         if news is not None:
             news.set()
 
+    def turned(self) -> None:
+        """A new roster: who waits for what another peer has now asks there."""
+        news, self._news = self._news, {}
+        for one in news.values():
+            one.set()
+
     async def _losses_here(self, caller: Caller, body: Losses) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         known = entry.store.losses

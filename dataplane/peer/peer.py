@@ -177,7 +177,10 @@ class Peer:
             self.settle,
         )
         self.membership = self.succession.membership
-        self.membership.on_roster.append(lambda old, new: self.share.all_try())
+        self.membership.on_roster += [
+            lambda old, new: self.share.all_try(),
+            lambda old, new: self.losses.turned(),
+        ]
         self.partitions.on_phase.append(lambda entry, phase: self.share.all_try())
         self.membership.begins_anew = bool(config.launch)
         self.spilling: Spilling | None = None

@@ -26,7 +26,7 @@ from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.shipping import Shipping
+from dataplane.peer.shipping import MOST_LESSEES, Shipping
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import RANGE, U4, column
@@ -36,6 +36,8 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
+TOLD_S = 600.0
+"""So long after its holder the operation that is a lease has come, or the stream has ended."""
 
 
 @dataclass(slots=True)
@@ -53,8 +55,20 @@ class _Origin:
     stream: int
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
-    holders: dict[int, Owner] = field(default_factory=dict)
+    holders: dict[int, tuple[Owner, float]] = field(default_factory=dict)
+    """who has leases, and when that was told: some have none any more"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    holders_limit: int = MOST_LESSEES
+
+    def note_holders(self, told: list[tuple[int, str, int]], now: float) -> None:
+        """The operation by which one gets its lease may come a while after this."""
+        if len(self.holders) + len(told) > self.holders_limit:
+            leases = (lease for copy in self.copies.values() for lease in copy.store.state.leases)
+            hold = {lease.holder for lease in leases}
+            known = self.holders.items()
+            self.holders = {h: one for h, one in known if h in hold or now - one[1] < TOLD_S}
+            self.holders_limit = max(MOST_LESSEES, 2 * (len(self.holders) + len(told)))
+        self.holders.update((h, (Owner(peer, life), now)) for h, peer, life in told)
 
 
 class Replicas:
@@ -142,7 +156,7 @@ class Replicas:
             yield
 
     def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
-        origin.holders.update((h, Owner(peer, life)) for h, peer, life in body.holders)
+        origin.note_holders(body.holders, self.host.now())
         try:
             for shipment in body.shipments:
                 self._carry_out(owner, origin, shipment)
@@ -250,7 +264,7 @@ class Replicas:
                 self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
             self.shipping.take_over(entry)
-            for holder, peer in origin.holders.items():
+            for holder, (peer, _) in origin.holders.items():
                 self.shipping.lease_to(holder, peer)
                 if not self.host.roster.has(peer):  # nobody is left to say that it holds nothing
                     entry.store.release_holder(holder)

@@ -169,7 +169,10 @@ class Pulls:
             copies = await self._transfer(owner, remote, needed)
             pins.append(self.host.space.pin(holder, copies))
             local[rest] = copies
-            self.host.space.copies.insert(owner.incarnation, remote, copies)
+            if owner.incarnation == DISK or self.host.roster.has(owner):
+                self.host.space.copies.insert(owner.incarnation, remote, copies)
+            else:  # nobody will ask for it again, nor say that it has gone
+                self.host.space.release(copies)
         finally:
             for key in keys:
                 del coming[key]

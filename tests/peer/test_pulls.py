@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dataplane.memory.space import Space
 from dataplane.peer.pulls import Pulls
@@ -17,7 +18,8 @@ from dataplane.wire.tables import Owner
 THERE = Owner("tcp://10.0.0.2:7101", 2)
 
 
-async def test_values_are_asked_for_when_there_is_room_for_them() -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["", "and kept of no lost peer"])
+async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> None:
     """Or else the answers of all calls that wait for room would lie in this peer's own memory."""
     asked: list[Pull] = []
     room_came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -35,6 +37,7 @@ async def test_values_are_asked_for_when_there_is_room_for_them() -> None:
     host: Any = SimpleNamespace(
         space=space,
         arena=SimpleNamespace(view=arena),
+        roster=SimpleNamespace(has=lambda owner: not lost),
         now=asyncio.get_running_loop().time,
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
@@ -46,8 +49,10 @@ async def test_values_are_asked_for_when_there_is_room_for_them() -> None:
         await asyncio.sleep(0)
     assert not asked
     room_came.set_result(None)
-    local, _ = await coming
+    local, pins = await coming
     assert len(asked) == 1
     (place,) = space.ranges.extents(local)
     assert isinstance(place, np.void) and place.dtype == EXTENT
     assert bytes(arena[int(place["offset"]) :][:64]) == b"x" * 64
+    assert len(space.copies) == (0 if lost else 1)
+    assert space.unpin(0, pins) == (64 if lost else 0)

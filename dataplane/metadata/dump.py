@@ -66,7 +66,8 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     fields = [name for name in state.fields.names if state.fields.known([name])]
     finished = np.array(state.leases.finished, U8).tobytes()
     lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}
-    yield Summary(state.closed_groups, state.tombstones.forgotten, fields, finished, lost)
+    acked = {name: stage.acked_rows for name, stage in state.stages.items() if stage.acked_rows}
+    yield Summary(state.closed_groups, state.tombstones.forgotten, fields, finished, lost, acked)
     yield from _lost(state)
     if store.sealed:
         yield Sealed(short_groups=state.short_groups)

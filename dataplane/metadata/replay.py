@@ -299,6 +299,8 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     state.leases.remember(column(op.finished, U8).tolist())
     for name, rows in op.lost.items():
         state.stage(name).lost += rows
+    for name, rows in op.acked.items():
+        state.stage(name).acked_rows = rows
 
 
 # checks

@@ -173,13 +173,14 @@ class Buried(Body, tag=213):
 class Summary(Body, tag=214):
     """closed_groups: that closed here, gone ones included. forgotten: tombstones. fields: every
     field that some row has had. finished: u8, leases that were finished. lost: stage -> rows that
-    went with a peer before it was done with them."""
+    went with a peer before it was done with them. acked: stage -> rows that it has acked so far."""
 
     closed_groups: int
     forgotten: int
     fields: list[str]
     finished: bytes = b""
     lost: dict[str, int] = {}
+    acked: dict[str, int] = {}
 
 
 class LostBefore(Body, tag=216):

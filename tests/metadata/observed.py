@@ -95,6 +95,7 @@ def _stage(store: Store, name: str) -> dict[str, Any]:
     state, stage = store.state, store.state.stages[name]
     rows, groups = state.index.keys, state.groups.index.keys
     return {
+        "acked_rows": stage.acked_rows,
         "fields": list(stage.fields),
         "rows": {rows[i].tobytes(): (int(stage.rows.state[i]),) for i in state.live().tolist()},
         "groups": {

@@ -27,7 +27,7 @@ class Credit:
         self._host = host
         self._promised: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, asyncio.Future[None]]] = {}
-        self.on_wait: Callable[[], None] = lambda: None
+        self.on_wait: list[Callable[[], None]] = []
         """called when a claim begins to wait"""
         room.on_room.append(self.look)
 
@@ -64,7 +64,8 @@ class Credit:
         """Until it is promised; False when the time is up. To be given `back` either way."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[number] = nbytes, turn
-        self.on_wait()
+        for told in self.on_wait:
+            told()
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.done()

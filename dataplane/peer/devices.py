@@ -18,8 +18,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
 from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
-from dataplane.peer.grants import Grants
-from dataplane.peer.pulls import Pulls
+from dataplane.peer.host import Host
 from dataplane.peer.room import Room, Units
 from dataplane.peer.threads import Threads
 
@@ -56,14 +55,15 @@ class Devices:
 
     def __init__(
         self,
+        host: Host,
         devices: list[Device],
         wanted: DeviceMemory | None,
         room: Room,
-        grants: Grants,
-        pulls: Pulls,
+        from_disk: Read | None,
     ) -> None:
-        """wanted: of each device. DeviceMissing where one does not have it."""
-        self._host = pulls.host
+        """wanted: of each device. from_disk: reads what is in the spill file, where there is one.
+        DeviceMissing where a device does not have so much."""
+        self._host = host
         self._room = room
         space = self._host.space
         self._memory = space if isinstance(space, HostMemory) else None
@@ -73,10 +73,7 @@ class Devices:
             arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
             self._rooms.append(Room(self._host, arena.space))
         room.beside = self._rooms
-        self.from_disk: Read | None = None
-        """reads what is in the spill file, where there is one"""
-        pulls.from_elsewhere = self._read
-        grants.on_device = self.reserve
+        self._read_disk = from_disk
         self._threads = Threads()
 
     def __repr__(self) -> str:
@@ -107,7 +104,7 @@ class Devices:
             self._memory.devices[number - 1].overflowed_bytes += overflowed
         return granted
 
-    async def _read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+    async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
         if self._memory is None:
             await self._from_disk(ranges, dest)
@@ -127,8 +124,8 @@ class Devices:
                 self._room.pump()
 
     async def _from_disk(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
-        assert self.from_disk is not None
-        await self.from_disk(ranges, dest)
+        assert self._read_disk is not None
+        await self._read_disk(ranges, dest)
 
     async def _fetch(
         self,

@@ -29,6 +29,7 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.inflow import Inflow
 from dataplane.peer.overdue import Overdue, limit_s
+from dataplane.peer.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
@@ -71,16 +72,14 @@ class Door:
         sessions: Sessions,
         handlers: dict[type[Body], Handler],
         unsent: Callable[[Session, Request, Body], None],
+        serving: Serving,
     ) -> None:
         self.host = host
         self.sessions = sessions
         self.handlers = handlers
         self.unsent = unsent
         """takes back what an answer hands out that nobody is there to receive"""
-        """of values that clients may send inside of their messages"""
-        self.may_serve: Callable[[], bool] = lambda: True
-        self.lease: Callable[[float], Awaitable[None]] | None = None
-        """waits until this peer may serve, until a time at most"""
+        self.serving = serving
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
@@ -274,7 +273,7 @@ class Connection(asyncio.Protocol):
         call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
             self._session.check()
-            if self._door.may_serve():
+            if self._door.serving.is_sure():
                 outcome = handler(self._session, request, request.body)
             else:
                 outcome = self._later(handler, request)
@@ -348,8 +347,8 @@ class Connection(asyncio.Protocol):
 
     async def _later(self, handler: Handler, request: Request) -> Body:
         """As soon as it is sure that nobody else serves what this peer does."""
-        assert self._session is not None and self._door.lease is not None
-        await self._door.lease(call_deadline.get())
+        assert self._session is not None
+        await self._door.serving.until_sure(call_deadline.get())
         outcome = handler(self._session, request, request.body)
         return outcome if isinstance(outcome, Body) else await outcome
 

@@ -49,7 +49,7 @@ def families_of(peer: Peer, meters: Meters) -> list[Family]:
 
 def serves(peer: Peer) -> bool:
     """Whether calls of clients are answered here now: what `/readyz` says."""
-    return peer.door.is_open and peer.door.may_serve()
+    return peer.door.is_open and peer.door.serving.is_sure()
 
 
 def gauge(name: str, help: str, value: float | Values, *labels: str) -> Family:

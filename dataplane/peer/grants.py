@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
 from dataplane.peer import rows as rowset
+from dataplane.peer.devices import Devices
 from dataplane.peer.doubts import Doubts
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
@@ -68,15 +69,16 @@ class Committed:
 
 
 class Grants:
-    def __init__(self, host: Host, mesh: Mesh, partitions: Partitions, room: Room) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, room: Room, devices: Devices
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
         self.room = room
         self.lent = host.lent
         self.doubts = Doubts(host, mesh, self.lent)
-        self.on_device: Callable[..., Awaitable[tuple[int, npt.NDArray[Any]]]]
-        """`Devices.reserve`"""
+        self.devices = devices
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
         """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
@@ -131,7 +133,7 @@ class Grants:
         units = [column(unit, U8) for unit in body.units]
         session.waiting += 1
         try:
-            count, extents = await self.on_device(
+            count, extents = await self.devices.reserve(
                 body.device,
                 session.id,
                 _admission(body),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
+from dataplane.launch import runs
+from dataplane.launch.settings import LINGER_S, PeerConfig
 from dataplane.peer.finishing import Finishing
 from dataplane.peer.host import Host
 from dataplane.peer.membership import Membership
@@ -26,11 +27,53 @@ PREFAULT_AHEAD_BYTES = 256 << 20
 PREFAULT_STEP_BYTES = 16 << 20
 
 
+class Lingering:
+    """Whether a peer is still wanted, by its clients or for what it has."""
+
+    def __init__(self, host: Host, sessions: Sessions, config: PeerConfig) -> None:
+        self.host = host
+        self.sessions = sessions
+        self.linger_s = config.linger_s
+        self.linger_unread_s = config.linger_unread_s
+        self._run = config.run
+        # The run has no name: when all that it had is sealed and drained, it ends with its last
+        # client, so that the same command after it in a script begins anew.
+        self._brief = runs.is_unnamed(config.run) and config.linger_s == LINGER_S
+        self._began = False
+
+    def begin(self) -> None:
+        """The peer serves: to be let in may have taken long."""
+        self.sessions.last_seen = self.host.now()
+        self._began = True
+
+    def is_wanted(self) -> bool:
+        """Whether somebody uses this peer, or did so a short while ago. While one of a plane's
+        peers is wanted, all that came with their clients stay."""
+        if not self._began:
+            return True
+        if self.linger_s is None or len(self.sessions):
+            return bool(len(self.sessions))
+        unread = len(self.host.lent) > 0
+        unread |= any(entry.store.unread for entry in self.host.entries.values())
+        unread = unread and not runs.has_ended(self._run)  # else nobody can come any more
+        if self._brief and self.sessions.came and self._finished():
+            return False
+        linger_s = max(self.linger_s, self.linger_unread_s or 0) if unread else self.linger_s
+        if not self.sessions.came:
+            linger_s = max(linger_s, ARRIVAL_S)
+        return self.host.now() - self.sessions.last_seen <= linger_s
+
+    def _finished(self) -> bool:
+        """Whether there were partitions, and nothing can come of any of them."""
+        entries = self.host.entries.values()
+        return bool(entries) and all(e.sealed and not e.store.unread for e in entries)
+
+
 class Janitor:
     def __init__(
         self,
         host: Host,
-        sessions: Sessions,
+        lingering: Lingering,
         room: Room,
         share: MetadataShare,
         standstill: Standstill,
@@ -38,27 +81,19 @@ class Janitor:
         membership: Membership,
     ) -> None:
         self.host = host
-        self.sessions = sessions
+        self.lingering = lingering
         self.room = room
         self.share = share
         self.standstill = standstill
         self.finishing = finishing
         self.membership = membership
         self.expired_leases = 0
-        self.abandoned: Callable[[], bool] = lambda: False
-        """whether nobody can come any more: the run has no name, and its processes have ended"""
-        self.brief = False
-        """the run has no name: when all that it had is sealed and drained, it ends with its last
-        client, so that the same command after it in a script begins anew"""
-        self._linger: tuple[float | None, float | None] | None = None  # until it runs
         self._faulted = 0
 
-    async def run(
-        self, stop: asyncio.Event, linger_s: float | None, linger_unread_s: float | None
-    ) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
-        self._linger = linger_s, linger_unread_s
-        self.sessions.last_seen = self.host.now()  # to be let in may have taken long
+        lingers = self.lingering.linger_s is not None
+        self.lingering.begin()
         faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
@@ -67,7 +102,8 @@ class Janitor:
                 self.share.end_in_vain()
                 if not self.standstill.can_spill:
                     self.room.end_in_vain()
-            if linger_s is not None and not (self.wanted() or self.membership.plane_is_wanted()):
+            wanted = self.lingering.is_wanted() or self.membership.plane_is_wanted()
+            if lingers and not wanted:
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
                 return
@@ -78,29 +114,6 @@ class Janitor:
                     await stop.wait()
             except TimeoutError:
                 pass
-
-    def wanted(self) -> bool:
-        """Whether somebody uses this peer, or did so a short while ago. While one of a plane's
-        peers is wanted, all that came with their clients stay."""
-        if self._linger is None:
-            return True
-        linger_s, unread_s = self._linger
-        if linger_s is None or len(self.sessions):
-            return bool(len(self.sessions))
-        unread = len(self.host.lent) > 0
-        unread |= any(entry.store.unread for entry in self.host.entries.values())
-        unread = unread and not self.abandoned()
-        if self.brief and self.sessions.came and self._finished():
-            return False
-        linger = max(linger_s, unread_s or 0) if unread else linger_s
-        if not self.sessions.came:
-            linger = max(linger, ARRIVAL_S)
-        return self.host.now() - self.sessions.last_seen <= linger
-
-    def _finished(self) -> bool:
-        """Whether there were partitions, and nothing can come of any of them."""
-        entries = self.host.entries.values()
-        return bool(entries) and all(e.sealed and not e.store.unread for e in entries)
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use warm: the first touch of a page is the slow one.

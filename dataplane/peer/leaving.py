@@ -55,7 +55,6 @@ class Leaving:
         self.lent = lent
         self.settle = settle
         self._moving: set[Owner] = set()
-        membership.clear = self.clear
 
     # at the peer that leaves
 

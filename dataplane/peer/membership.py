@@ -2,7 +2,7 @@
 
 Every peer tells the authority, which is at one of them (`peer.keepers`), that it lives, and gets
 rosters back. While it is away nobody is promoted, and whoever
-has no backup in sync stops serving, because it cannot know that it was not replaced.
+has no backup in sync stops serving (`serving`), because it cannot know that it was not replaced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dataplane.peer.host import Caller, Host
 from dataplane.peer.keepers import Keeper
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.office import Office
+from dataplane.peer.serving import Serving
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.rosters import Beat, Rostered
 from dataplane.wire.tables import Owner
@@ -35,39 +36,59 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.4
-LEASE_S = 1.0
-"""A peer without a backup in sync serves so long after the authority's last word. Less than it
-takes the authority to call somebody lost who it cannot reach."""
 LOG_EVERY_S = 5.0
 ASK_S = 2.0
 
 
+class Member(Protocol):
+    """What a member says of itself in each life sign, and what it does as rosters come."""
+
+    def in_sync(self) -> bool:
+        """Whether the peer that backs this one up has all it has."""
+
+    def clear(self) -> list[str]:
+        """Members that leave, and at which no value of this peer's rows lies."""
+
+    def wanted(self) -> bool:
+        """Whether somebody uses this peer, or did so a short while ago."""
+
+    def spare(self) -> Flags:
+        """Per shard, whether it is this peer's and nothing lives in it."""
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        """The new roster is in force already."""
+
+    def lost_before(self) -> list[Owner]:
+        """Processes that are no members, of older rosters, and were not told to be `gone`."""
+
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more; called after `turned`."""
+
+
 class Membership:
-    def __init__(self, host: Host, mesh: Mesh, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        keeper: Keeper,
+        serving: Serving,
+        member: Member,
+        begins_anew: bool = False,
+    ) -> None:
+        """begins_anew: peers of a launch before may still be where others of this one will be"""
         self.host = host
         self.mesh = mesh
         self.keeper = keeper
-        self.on_roster: list[Callable[[Roster, Roster], None]] = []
-        """called with the roster before and the new one, which is in force already"""
-        self.on_gone: list[Callable[[Owner], None]] = []
-        """called, after that, with every process that is no member any more"""
-        self.lost_before: Callable[[], list[Owner]] = list
-        """more such processes, of older rosters"""
-        self.in_sync: Callable[[], bool] = lambda: False
-        self.clear: Callable[[], list[str]] = list
-        self.wanted: Callable[[], bool] = lambda: False
-        self.spare: Callable[[], Flags]
-        """per shard, whether it is this peer's and nothing lives in it"""
+        self.serving = serving
+        self.member = member
         self.left = asyncio.Event()
         """this peer wanted to leave, and the plane goes on without it"""
         self.deposed = asyncio.Event()
         """the plane goes on without this process: it may return as a new one"""
         self.office = Office(host, mesh, self.adopt, keeper.commit, keeper.apart, self.deposed.set)
-        self.begins_anew = False
-        """peers of a launch before may still be where the others of this one will be"""
+        self.begins_anew = begins_anew
         self._admitted = False
         self._leaving = False
-        self._heard: float | None = None
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
@@ -115,10 +136,11 @@ class Membership:
 
     async def _say(self) -> None:
         leaving = self._leaving and self.host.progress.is_settled
-        body = Beat(self.in_sync(), leaving, self.clear(), self.wanted(), self._spare())
+        says = self.member
+        body = Beat(says.in_sync(), leaving, says.clear(), says.wanted(), self._spare())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         if self.office.is_open and self.keeper.sure():
-            self._heard = self.host.now()
+            self.serving.heard = self.host.now()
             self.office.note(self.host.owner, body, epoch)
             self._plane_wanted = self.office.wanted
             return
@@ -134,8 +156,9 @@ class Membership:
             return
         except DataplaneError as exc:
             log.debug("the authority does not answer: %s", exc)
+            self.serving.authority = self._whereabouts()
             return
-        self._heard = self.host.now()
+        self.serving.heard = self.host.now()
         self._plane_wanted = reply.wanted
         if reply.table is not None:
             self.adopt(Roster.from_table(reply.table))
@@ -149,34 +172,15 @@ class Membership:
         if not serves or not newcomers(host.roster, self.keeper.apart):
             return b""
         if host.spare is None:
-            after = moved(host.roster, self.keeper.apart, self.spare())
+            after = moved(host.roster, self.keeper.apart, self.member.spare())
             host.spare = after != host.roster.primaries
         return np.packbits(host.spare).tobytes()
 
     def plane_is_wanted(self) -> bool:
         """Whether any peer of the plane has a client or waits for one, as the authority says; not
         where it has said nothing for long."""
-        heard = self._heard is not None and self.host.now() - self._heard < SILENT_S
+        heard = self.serving.heard is not None and self.host.now() - self.serving.heard < SILENT_S
         return heard and self._plane_wanted
-
-    def may_serve(self) -> bool:
-        """Whether it is sure that nobody else serves this peer's shards."""
-        if self._heard is None or (self.office.is_open and self.keeper.sure()):
-            return True
-        if self.host.address not in self.host.roster.members:
-            return False  # it joins, and others have the roster with it already
-        backup, in_sync = self.host.roster.backup_of(self.host.address)
-        return (backup is not None and in_sync) or self.host.now() - self._heard < LEASE_S
-
-    async def lease(self, until: float) -> None:
-        """Until this peer may serve. Unavailable when the authority is away for so long."""
-        while not self.may_serve():
-            if self.host.now() >= until:
-                raise Unavailable(
-                    f"this peer has no backup in sync and the authority{self._whereabouts()} does "
-                    "not answer: start it again, or check the network between the two",
-                )
-            await asyncio.sleep(BEAT_S / 4)
 
     # leaving
 
@@ -236,12 +240,11 @@ class Membership:
         self.host.heirs.follow(old, new)
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)
-        for tell in self.on_roster:
-            tell(old, new)
+        self.member.turned(old, new)
         for owner in gone:
             self.mesh.part(owner.peer)
-        for owner in dict.fromkeys([*gone, *self.lost_before()]):
-            for lost in self.on_gone:
-                lost(owner)
+        for owner in dict.fromkeys([*gone, *self.member.lost_before()]):
+            self.keeper.gone(owner)
+            self.member.gone(owner)
         if self._leaving or newcomers(new, self.keeper.apart):
             self.beat_now()  # it goes when it has followed this roster; who came gets shards

@@ -28,6 +28,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.links import Link, LinkBroken
 from dataplane.peer.once import may_repeat
 from dataplane.peer.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
+from dataplane.peer.serving import Serving
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Failed
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 
 class Mesh:
-    def __init__(self, host: Host, bulk: Bulk, gate: Gate) -> None:
+    def __init__(self, host: Host, bulk: Bulk, gate: Gate, serving: Serving) -> None:
         self.host = host
         self.gate = gate
         self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
@@ -61,7 +62,7 @@ class Mesh:
         self._deadlines = Deadlines()
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
-        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate)
+        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, serving)
         self._closing = False
         self.on_parted: list[Callable[[str], None]] = []
         """called with a peer's address when the connection broke"""

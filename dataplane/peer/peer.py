@@ -12,8 +12,7 @@ import itertools
 import logging
 import secrets
 
-from dataplane.launch import runs
-from dataplane.launch.settings import LINGER_S, PeerConfig
+from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.leftovers import arena_beside
 from dataplane.memory.spill_file import SpillFile
@@ -33,7 +32,7 @@ from dataplane.peer.finishing import Finishing
 from dataplane.peer.gate import Gate
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.janitor import Janitor
+from dataplane.peer.janitor import Janitor, Lingering
 from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
 from dataplane.peer.losses import LossReports
@@ -44,6 +43,7 @@ from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
 from dataplane.peer.room import Room
+from dataplane.peer.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shipping import Shipping
 from dataplane.peer.spilling import Spilling
@@ -54,7 +54,6 @@ from dataplane.peer.waits import Waits
 from dataplane.peer.writing import Writing
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
-from dataplane.wire import messages as m
 
 log = logging.getLogger(__name__)
 
@@ -83,141 +82,99 @@ class Peer:
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste
-        self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
-        self.room = Room(self.host)
-        self.pulls = Pulls(self.host, self.mesh, self.room, config.transport)
-        self.device_pulls = DevicePulls(self.host, self.mesh, self.pulls, config.transport)
-        self.copying = Copying(self.host, self.mesh, self.pulls, self.room)
-        self.shipping = Shipping(self.host, self.mesh, self.copying)
-        self.partitions = Partitions(self.host, self.mesh, self.shipping, self.settle)
-        self.leases = Leases()
-        self.reading = Reading(
-            self.host,
-            self.mesh,
-            self.partitions,
-            self.leases,
-            self.pulls,
-            self.device_pulls,
-        )
-        self.grants = Grants(self.host, self.mesh, self.partitions, self.room)
-        self.share = MetadataShare(self.host, self.mesh)
-        self.writing = Writing(
-            self.host,
-            self.mesh,
-            self.grants,
-            self.copying,
-            self.share,
-            self.settle,
-        )
-        self.finishing = Finishing(
-            self.host,
-            self.mesh,
-            self.leases,
-            self.grants,
-            self.copying,
-            self.share,
-            self.settle,
-        )
-        self.changes = Changes(self.host, self.mesh, self.partitions, self.settle)
-        self.checkpoints = Checkpoints(self.writing, self.reading, self.partitions)
-        self.sessions = Sessions(self.host, self._session_ended)
-        self.waits = Waits(self.host, self.mesh, self.partitions, self.sessions)
-        self.losses = LossReports(self.host, self.mesh, self.partitions)
-        self.queues = ClaimQueues(
-            self.host,
-            self.mesh,
-            self.partitions,
+        host, transport = self.host, config.transport
+        serving = Serving(host)
+        self.mesh = mesh = Mesh(host, self._bulk, Gate(config.token, config.run), serving)
+        self.sessions = sessions = Sessions(host, self._session_ended)
+
+        self.room = room = Room(host)
+        room.on_wait.append(self._producers_wait)
+        self.credit = Credit(host, room)
+        self.spilling = self._spilling(config.spill) if config.spill is not None else None
+        from_disk = self.spilling.read if self.spilling is not None else None
+        self.devices = Devices(host, devices, config.device_arena, room, from_disk)
+        self.pulls = pulls = Pulls(host, mesh, room, self.devices, transport)
+        self.device_pulls = DevicePulls(host, mesh, pulls, transport)
+        self.copying = Copying(host, mesh, pulls, room)
+
+        self.shipping = Shipping(host, mesh, self.copying)
+        self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
+        self.share = share = MetadataShare(host, mesh)
+        self.losses = LossReports(host, mesh, parts)
+        self.queues = queues = ClaimQueues(
+            host,
+            mesh,
+            parts,
             self.shipping,
             self.losses,
             self.settle,
-            producers=lambda: self.room.producers + len(self.share),
+            producers=lambda: room.producers + len(share),
         )
-        self.credit = Credit(self.host, self.room)
-        self.claims = Claims(
-            self.host,
-            self.mesh,
-            self.partitions,
-            self.queues,
-            self.leases,
-            self.finishing,
-            self.reading,
-            self.waits,
-            self.credit,
+        share.on_wait.append(queues.producers_wait)
+        parts.on_phase.append(lambda entry, phase: share.all_try())
+
+        self.leases = leases = Leases()
+        self.grants = grants = Grants(host, mesh, parts, room, self.devices)
+        self.reading = reading = Reading(host, mesh, parts, leases, pulls, self.device_pulls)
+        self.writing = Writing(host, mesh, grants, self.copying, share, self.settle)
+        self.finishing = finishing = Finishing(
+            host, mesh, leases, grants, self.copying, share, self.settle
+        )
+        self.changes = Changes(host, mesh, parts, self.settle)
+        self.checkpoints = Checkpoints(self.writing, reading, parts)
+        self.waits = Waits(host, mesh, parts, sessions)
+        self.claims = claims = Claims(
+            host, mesh, parts, queues, leases, finishing, reading, self.waits, self.credit
         )
         self.answers = Answers(
-            self.host,
-            self.room,
-            self.partitions,
-            self.grants,
+            host,
+            room,
+            parts,
+            grants,
             self.writing,
             self.changes,
-            self.reading,
-            self.claims,
-            self.finishing,
+            reading,
+            claims,
+            finishing,
             self.waits,
             self.losses,
             self.checkpoints,
         )
-        self.door = Door(self.host, self.sessions, self.answers.handlers, self.answers.unsent)
-        self.room.on_wait.append(self._producers_wait)
-        self.share.on_wait.append(self.queues.producers_wait)
-        self.keeper = keeper_of(
-            self.host, roster.members[0], config.roster, self.mesh.others.is_away
-        )
+        answers = self.answers
+        self.door = door = Door(host, sessions, answers.handlers, answers.unsent, serving)
+
+        away = mesh.others.is_away
+        self.keeper = keeper_of(host, host.roster.members[0], config.roster, away)
+        lingering = Lingering(host, sessions, config)
         self.succession = Succession(
-            self.host,
-            self.mesh,
+            host,
+            mesh,
             self.keeper,
+            serving,
+            lingering,
             self.shipping,
-            self.partitions,
-            self.grants,
-            self.queues,
-            self.claims,
-            self.door,
+            parts,
+            grants,
+            queues,
+            share,
+            self.losses,
+            claims,
+            door,
             self.settle,
+            begins_anew=bool(config.launch),
         )
         self.membership = self.succession.membership
-        self.membership.on_roster += [
-            lambda old, new: self.share.all_try(),
-            lambda old, new: self.losses.turned(),
-        ]
-        self.partitions.on_phase.append(lambda entry, phase: self.share.all_try())
-        self.membership.begins_anew = bool(config.launch)
-        self.spilling: Spilling | None = None
-        self.devices = Devices(devices, config.device_arena, self.room, self.grants, self.pulls)
         self.reporting = Reporting(
-            self.host,
-            self.mesh,
-            self.door,
-            self.room,
-            self.claims,
-            self.pulls,
-            self.device_pulls,
-            self.share,
+            host, mesh, door, room, claims, pulls, self.device_pulls, share, self.spilling
         )
-        self.door.handlers[m.Stats] = self.reporting.stats
-        self.door.may_serve = self.mesh.door.may_serve = self.membership.may_serve
-        self.door.lease = self.mesh.door.lease = self.membership.lease
-        self.standstill = Standstill(self.host, self.mesh, self.sessions, self.claims, self.queues)
+        self.standstill = Standstill(host, mesh, sessions, claims, queues, self.spilling)
         self.janitor = Janitor(
-            self.host,
-            self.sessions,
-            self.room,
-            self.share,
-            self.standstill,
-            self.finishing,
-            self.membership,
+            host, lingering, room, share, self.standstill, finishing, self.membership
         )
-        self.membership.wanted = self.janitor.wanted
-        if runs.is_unnamed(config.run):
-            self.janitor.brief = config.linger_s == LINGER_S
-            self.janitor.abandoned = functools.partial(runs.has_ended, config.run)
 
     # life
 
     async def start(self, socket_path: str) -> None:
-        if self.config.spill is not None:
-            self._spill_to(self.config.spill)
         candidates(self.config.transport)  # also where there is nobody yet to read from
         self.device_pulls.check()
         if not self.host.solo:
@@ -247,9 +204,7 @@ class Peer:
         """Until `stop`, or nobody is left; after `leave`, until all it has is elsewhere. True where
         the plane goes on without this process: it may return as a new one."""
         deposed = asyncio.create_task(self.membership.deposed.wait())
-        serving = asyncio.create_task(
-            self.janitor.run(stop, self.config.linger_s, self.config.linger_unread_s)
-        )
+        serving = asyncio.create_task(self.janitor.run(stop))
         leaving = asyncio.create_task(self.succession.leaving.leave(leave))
         tasks = deposed, serving, leaving
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -272,14 +227,11 @@ class Peer:
         # Another life of this process would find it still mapped, and have so much less.
         self.host.arena.close()
 
-    def _spill_to(self, spill: Spill) -> None:
+    def _spilling(self, spill: Spill) -> Spilling:
         host = self.host
         name = f"{host.plane}\0{host.name}\0{host.incarnation}"
         file = SpillFile(spill.folder(), name, host.arena.view)
-        self.spilling = Spilling(host, self.mesh, self.room, self.credit, file, spill.size_bytes)
-        self.devices.from_disk = self.spilling.read
-        self.reporting.spilling = self.spilling
-        self.standstill.spilling = self.spilling
+        return Spilling(host, self.mesh, self.room, self.credit, file, spill.size_bytes)
 
     def _bulk(self) -> tuple[list[str], str, list[str]]:
         engine = self.pulls.engine

@@ -25,6 +25,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.intake import REQUEST_BYTES, Intake
 from dataplane.peer.links import bindable, tune
 from dataplane.peer.once import REPEATABLE, Once, part_of
+from dataplane.peer.serving import Serving
 from dataplane.peer.sockets import Context, Socket, SocketClosed
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Claim, Define, Done, Failed, Losses, Stats, Wait
@@ -60,20 +61,19 @@ class PeerDoor:
         handlers: dict[type[Body], Handler],
         hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]],
         gate: Gate,
+        serving: Serving,
     ) -> None:
         self.host = host
         self.handlers = handlers
         self._hold = hold
         """has them end with this peer"""
         self._gate = gate
+        self._serving = serving
         self._router: Socket | None = None
         self._once = Once(Operations())
         self.intake = Intake(host.incarnation, self._arrived)
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
-        self.lease: Callable[[float], Awaitable[None]] | None = None
-        """waits until this peer may serve, until a time at most"""
-        self.may_serve: Callable[[], bool] = lambda: True
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
         """what an answer on this connection brings to the backup, so that it need not wait"""
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
@@ -247,15 +247,14 @@ class PeerDoor:
         """Whether it can be seen at once that both sides work under one roster."""
         roster = self.host.roster
         return (
-            self.may_serve()
+            self._serving.is_sure()
             and request.epoch == roster.epoch
             and roster.has(Owner(request.sender, request.incarnation))
         )
 
     async def _catch_up(self, request: PeerRequest) -> None:
         until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
-        if self.lease is not None:
-            await self.lease(until)
+        await self._serving.until_sure(until)
         while request.epoch[1] > self.host.roster.epoch[1]:
             if not await self.host.another_roster(self.host.roster, until):
                 break

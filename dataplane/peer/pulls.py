@@ -32,6 +32,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
 from dataplane.memory.spilled import DISK
+from dataplane.peer.devices import Devices
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.meters import ByLabel
@@ -59,11 +60,17 @@ FOLLOWS_S = 3600.0
 
 class Pulls:
     def __init__(
-        self, host: Host, mesh: Mesh, room: Room, transport: TransportChoice = AUTO
+        self,
+        host: Host,
+        mesh: Mesh,
+        room: Room,
+        devices: Devices,
+        transport: TransportChoice = AUTO,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.room = room
+        self.devices = devices
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(host, mesh, room, transport)
         self.paths = Paths(mesh, self.sampling, transport)
@@ -71,8 +78,6 @@ class Pulls:
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
-        self.from_elsewhere: Callable[..., Awaitable[None]] | None = None
-        """reads ranges of this peer that are not in the arena, to places in it"""
         mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
@@ -185,8 +190,7 @@ class Pulls:
     ) -> npt.NDArray[Any]:
         sizes = padded(needed.astype(U8))
         if owner.incarnation == DISK:
-            assert self.from_elsewhere is not None
-            return await self._fill(sizes, functools.partial(self.from_elsewhere, remote))
+            return await self._fill(sizes, functools.partial(self.devices.read, remote))
         # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
         try:
             if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:

@@ -52,7 +52,7 @@ class Spilling:
         self._threads = Threads()
         self._closed = False
         room.on_wait.append(self.wake)
-        credit.on_wait = self.wake
+        credit.on_wait.append(self.wake)
         room.beyond = self._beyond
 
     def __repr__(self) -> str:

@@ -53,14 +53,20 @@ def is_standstill(answers: list[Stirring]) -> bool:
 
 class Standstill:
     def __init__(
-        self, host: Host, mesh: Mesh, sessions: Sessions, claims: Claims, queues: ClaimQueues
+        self,
+        host: Host,
+        mesh: Mesh,
+        sessions: Sessions,
+        claims: Claims,
+        queues: ClaimQueues,
+        spilling: Spilling | None,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.sessions = sessions
         self.claims = claims
         self.queues = queues
-        self.spilling: Spilling | None = None
+        self.spilling = spilling
         self._looks = 0
         self._done: list[int] = []
         """operations of the hosts at the last look"""

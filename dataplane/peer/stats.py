@@ -42,6 +42,7 @@ class Reporting:
         pulls: Pulls,
         device_pulls: DevicePulls,
         share: MetadataShare,
+        spilling: Spilling | None,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -51,8 +52,9 @@ class Reporting:
         self.pulls = pulls
         self.device_pulls = device_pulls
         self.share = share
-        self.spilling: Spilling | None = None
+        self.spilling = spilling
         mesh.handlers[Stats] = self._stats_here
+        door.handlers[Stats] = self.stats
 
     async def stats(self, session: Session, request: Request, body: Stats) -> Body:
         if body.probe:

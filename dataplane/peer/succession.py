@@ -10,50 +10,70 @@ from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
+from dataplane.peer.janitor import Lingering
 from dataplane.peer.keepers import Keeper
 from dataplane.peer.leaving import Leaving
+from dataplane.peer.losses import LossReports
 from dataplane.peer.membership import Membership
 from dataplane.peer.mesh import Mesh
+from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.replicas import Replicas
+from dataplane.peer.serving import Serving
 from dataplane.peer.shipping import Shipping
+from dataplane.wire.tables import Owner
 
 
 class Succession:
+    """A `Member`: what it says of itself is of these parts, and they follow rosters."""
+
     def __init__(
         self,
         host: Host,
         mesh: Mesh,
         keeper: Keeper,
+        serving: Serving,
+        lingering: Lingering,
         shipping: Shipping,
         partitions: Partitions,
         grants: Grants,
         queues: ClaimQueues,
+        share: MetadataShare,
+        losses: LossReports,
         claims: Claims,
         door: Door,
         settle: Callable[[Entry], None],
+        begins_anew: bool,
     ) -> None:
         self.shipping = shipping
         self.partitions = partitions
+        self.grants = grants
         self.queues = queues
+        self.share = share
+        self.losses = losses
         self.claims = claims
-        self.membership = Membership(host, mesh, keeper)
-        self.membership.in_sync = lambda: shipping.synced
-        self.membership.spare = partitions.spare
-        self.membership.on_roster.append(self._turned)
-        self.membership.on_gone += [keeper.gone, queues.gone, grants.gone]
+        self.membership = Membership(host, mesh, keeper, serving, self, begins_anew)
         self.replicas = Replicas(host, mesh, partitions, shipping, grants)
-        self.membership.lost_before = self.replicas.lost_before
         self.leaving = Leaving(
             host, mesh, self.membership, shipping.copying, door, grants.lent, settle
         )
+        self.in_sync = lambda: shipping.synced
+        self.clear = self.leaving.clear
+        self.wanted = lingering.is_wanted
+        self.spare = partitions.spare
+        self.lost_before = self.replicas.lost_before
 
-    def _turned(self, old: Roster, new: Roster) -> None:
+    def turned(self, old: Roster, new: Roster) -> None:
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
         self.partitions.turned()
         self.leaving.turned(old, new)
         self.shipping.turned(new)
-        if new.places_like(old):
-            return
-        self.queues.turned()
-        self.claims.turned()
+        if not new.places_like(old):
+            self.queues.turned()
+            self.claims.turned()
+        self.share.all_try()
+        self.losses.turned()
+
+    def gone(self, owner: Owner) -> None:
+        self.queues.gone(owner)
+        self.grants.gone(owner)

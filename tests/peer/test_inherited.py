@@ -42,7 +42,7 @@ def lent_ranges(**host: Any) -> tuple[Grants, Any]:
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(pump=lambda: None)
     mesh = SimpleNamespace(handlers={})
-    grants = Grants(me, mesh, None, room)  # type: ignore[arg-type]
+    grants = Grants(me, mesh, None, room, None)  # type: ignore[arg-type]
     grants.lent.lend(LOST, ranges)
     return grants, ranges
 
@@ -102,7 +102,9 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None, None)  # type: ignore[arg-type]
+    heir = Grants(
+        SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None, None, None
+    )  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])
@@ -151,7 +153,9 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
-    heir = Grants(SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None, None)  # type: ignore[arg-type]
+    heir = Grants(
+        SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None, None, None
+    )  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
     heir.let_go(there, ranges[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now

@@ -11,11 +11,18 @@ import numpy as np
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.roster import Roster, proposed
 from dataplane.peer.membership import Membership
+from dataplane.peer.serving import Serving
 from dataplane.wire.rosters import Beat, Rostered
 from dataplane.wire.tables import Owner
 
 SEEDS = [f"tcp://10.0.0.{n}:7101" for n in range(1, 4)]
 JOINER = Owner("tcp://10.0.1.1:7101", 9)
+
+
+def says_nothing(**but: Any) -> Any:
+    """A `Member` that has nothing, and follows."""
+    says: dict[str, Any] = {"in_sync": bool, "clear": list, "wanted": bool, "lost_before": list}
+    return SimpleNamespace(**says, turned=lambda old, new: None, **but)
 
 
 async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in() -> None:
@@ -44,12 +51,13 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     keeper: Any = SimpleNamespace(
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
-    membership = Membership(host, mesh, keeper)
+    serving = Serving(host)
+    membership = Membership(host, mesh, keeper, serving, says_nothing())
     await membership._say()
-    assert not membership.may_serve()
+    assert not serving.is_sure()
     await membership._say()
     assert host.roster.has(JOINER)
-    assert membership.may_serve()
+    assert serving.is_sure()
 
 
 async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
@@ -77,9 +85,8 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
         commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    membership = Membership(host, mesh, keeper)
     members, mine = made.roster.members, made.roster.primaries == 1
-    membership.spare = lambda: mine
+    membership = Membership(host, mesh, keeper, Serving(host), says_nothing(spare=lambda: mine))
     await membership._say()
     theirs = proposed(members, [1, 2, 3]) == members.index(JOINER.peer)
     assert np.array_equal(host.spare, mine & theirs)

@@ -17,6 +17,7 @@ from dataplane.metadata.roster import Roster
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller
 from dataplane.peer.peer_door import PeerDoor
+from dataplane.peer.serving import Serving
 from dataplane.peer.sockets import Context
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
@@ -39,7 +40,9 @@ class Door:
         )  # fmt: skip
         self.answered: asyncio.Queue[PeerReply] = asyncio.Queue()
         self.under: list[Roster] = []
-        self.door = PeerDoor(self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"))
+        self.door = PeerDoor(
+            self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"), Serving(self.host)
+        )
         self.door._router = self  # type: ignore[assignment]
         self.door.intake.open(self)  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
     room: Any = SimpleNamespace(reserve=reserve, for_copies=lambda sizes: None)
-    pulls = Pulls(host, mesh, room)
+    pulls = Pulls(host, mesh, room, None)  # type: ignore[arg-type]
     remote = np.array([(0, 1)], RANGE)
     coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))
     for _ in range(10):

@@ -140,7 +140,7 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
-    heir = Grants(host, way, None, None)  # type: ignore[arg-type]
+    heir = Grants(host, way, None, None, None)  # type: ignore[arg-type]
     heir.let_go(owner.host.owner, ranges, counts)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0

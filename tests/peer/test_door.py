@@ -26,7 +26,7 @@ class Client:
         )  # fmt: skip
         door: Any = SimpleNamespace(
             host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
-            may_serve=lambda: True, observe=None, connections=set(),
+            serving=SimpleNamespace(is_sure=lambda: True), observe=None, connections=set(),
         )  # fmt: skip
         self.connection = Connection(door, 1)
         self.connection._session = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]

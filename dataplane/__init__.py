@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from dataplane.client.sync.batch import Batch, Rows
     from dataplane.client.sync.loader import Loader
     from dataplane.client.sync.partition import Partition
+    from dataplane.client.sync.plan import Micro, Mini, Plan
     from dataplane.client.sync.plane import Plane, connect
     from dataplane.client.sync.stream import Stream
     from dataplane.client.values import Kept as object
@@ -88,7 +89,10 @@ else:
         "Dropped": "client.changes",
         "Group": "client.selection",
         "Loader": "client.sync.loader",
+        "Micro": "client.sync.plan",
+        "Mini": "client.sync.plan",
         "Partition": "client.sync.partition",
+        "Plan": "client.sync.plan",
         "Plane": "client.sync.plane",
         "Ref": "client.ref",
         "Rows": "client.sync.batch",
@@ -140,6 +144,8 @@ __all__ = [
     "LeaseExpired",
     "LimitExceeded",
     "Loader",
+    "Micro",
+    "Mini",
     "NotFetched",
     "Partition",
     "PartitionConflict",
@@ -151,6 +157,7 @@ __all__ = [
     "PeerLost",
     "PeerNameTaken",
     "PeerNotFound",
+    "Plan",
     "Plane",
     "ProtocolError",
     "PutIncomplete",

@@ -3,7 +3,19 @@
 from dataplane.client.aio.batch import Batch, Rows
 from dataplane.client.aio.loader import Loader
 from dataplane.client.aio.partition import Partition
+from dataplane.client.aio.plan import Micro, Mini, Plan
 from dataplane.client.aio.plane import Plane, connect
 from dataplane.client.aio.stream import Stream
 
-__all__ = ["Batch", "Loader", "Partition", "Plane", "Rows", "Stream", "connect"]
+__all__ = [
+    "Batch",
+    "Loader",
+    "Micro",
+    "Mini",
+    "Partition",
+    "Plan",
+    "Plane",
+    "Rows",
+    "Stream",
+    "connect",
+]

@@ -5,6 +5,7 @@ nothing. Claims with equal unit and filter form a lane. Within a lane: first com
 that a claim on whose host all lies that it wants goes before one on whose host nothing does,
 NEAR_TURNS times at most. Heads of lanes take turns. A head that others took WITHHELD_UNITS past
 keeps what it matches from other lanes until it is met, unless somebody must go on for it to be met.
+Who asks for a part in the stage's plan is in no lane: all that is left must be ready for that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import msgspec
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata.counts import Counts
 from dataplane.metadata.credit import PullCredit
+from dataplane.metadata.leases import Member
 from dataplane.metadata.store import Store
 from dataplane.metadata.takes import Kept, Taken
 from dataplane.wire.messages import Want
+from dataplane.wire.tables import Shape
 
 NEAR_TURNS = 8
 """How often a lane's head lets a claim go first that lies nearer: where whoever writes and whoever
@@ -40,7 +43,8 @@ Lane = tuple[str, bytes]
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A claim. number: no other one has it, wherever it comes from. address: of its peer, which can
-    have `most_bytes` pulled (0: any number). fields: what it fetches. since: when it was made."""
+    have `most_bytes` pulled (0: any number). fields: what it fetches. since: when it was made.
+    plan: what it asks for is a part in such a plan, as this `rank`."""
 
     number: int
     want: Want
@@ -49,6 +53,8 @@ class Waiting:
     fields: list[str] | None
     most_bytes: int
     since: float
+    plan: Shape | None = None
+    rank: int = 0
     passed_over: int = 0
     """units that it matched, which claims of other lanes got while it was the head"""
     let_by: int = 0
@@ -75,6 +81,14 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """It takes part in the plan."""
+
+    claim: Waiting
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """A claim that never can be met. ended: no row can come any more. too_large: what is next needs
     more bytes at its host than can be. failed: so did looking for its units, with this error."""
@@ -85,7 +99,7 @@ class Over:
     error: DataplaneError | None = None
 
 
-Outcome = Met | Over
+Outcome = Met | Joined | Over
 
 
 class ClaimQueue:
@@ -95,6 +109,8 @@ class ClaimQueue:
         self._lanes: OrderedDict[Lane, OrderedDict[int, Waiting]] = OrderedDict()
         """the lane that was served last is last"""
         self._claims: dict[int, Waiting] = {}
+        self._joining: dict[int, Waiting] = {}
+        """of them, those who ask for a part in the plan"""
         self._turns = itertools.count(1)
 
     def __repr__(self) -> str:
@@ -118,6 +134,9 @@ class ClaimQueue:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
         ProtocolError where it asks for nothing, or by no filter."""
         want = claim.want
+        if claim.plan is not None:
+            self._claims[claim.number] = self._joining[claim.number] = claim
+            return
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
         if want.where is not None:
@@ -146,6 +165,8 @@ class ClaimQueue:
         claim = self._claims.pop(number, None)
         if claim is None:
             return False
+        if self._joining.pop(number, None) is not None:
+            return True
         lane = self._lanes[claim.lane]
         del lane[number]
         if not lane:
@@ -155,12 +176,19 @@ class ClaimQueue:
     def before(self, number: int) -> int:
         """How many claims of its lane a claim that waits is behind."""
         claim = self._claims.get(number)
-        return list(self._lanes[claim.lane]).index(number) if claim else 0
+        if claim is None or claim.plan is not None:
+            return 0
+        return list(self._lanes[claim.lane]).index(number)
+
+    def waits_for(self, number: int) -> str:
+        """Why one that asks for a part in the plan waits, where rows are not the reason."""
+        claim = self._joining.get(number)
+        return "" if claim is None else self.store.plan_waits_for(self.stage, claim.rank)
 
     def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
         heads may keep units from other lanes."""
-        outcomes: list[Outcome] = []
+        outcomes = self._joined(now, sealed) if self._joining else []
         served = bool(self._lanes)
         while served and self._lanes:
             served = False
@@ -169,6 +197,26 @@ class ClaimQueue:
                 if outcome is not None:
                     outcomes.append(outcome)
                     served = True
+        return outcomes
+
+    def _joined(self, now: float, sealed: bool) -> list[Outcome]:
+        """Who now takes part in the plan, or never will."""
+        outcomes: list[Outcome] = []
+        for claim in list(self._joining.values()):
+            assert claim.plan is not None
+            if sealed and not self.store.counts(self.stage).outstanding_rows:
+                outcomes.append(self._over(claim, "ended"))
+                continue
+            try:
+                member = self.store.join(
+                    self.stage, claim.plan, claim.rank, claim.holder, now, claim.number
+                )
+            except DataplaneError as exc:
+                outcomes.append(self._over(claim, "failed", error=exc))
+                continue
+            if member is not None:
+                self.withdraw(claim.number)
+                outcomes.append(Joined(claim, member))
         return outcomes
 
     def _advance(self, lane: Lane, now: float, sealed: bool, keep: bool) -> Outcome | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dataplane.metadata.columns import Array
-from dataplane.metadata.leases import Lease
+from dataplane.metadata.leases import Lease, Plan
 from dataplane.metadata.replay import FINISHED, GONE, IN_HAND
 from dataplane.metadata.state import UNGROUPED, State
 from dataplane.metadata.store import Store
@@ -23,6 +23,7 @@ from dataplane.wire.journal import (
     Held,
     LostBefore,
     Op,
+    Planned,
     Progressed,
     Sealed,
     Sized,
@@ -59,6 +60,8 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     yield from _progress(state, rows_per_op)
     for lease in state.leases:
         yield _held(state, lease)
+    for plan in state.leases.plans:
+        yield _planned(plan)
     keys, freed = state.tombstones.all()
     for at in range(0, len(keys), rows_per_op):
         part = slice(at, at + rows_per_op)
@@ -183,6 +186,21 @@ def _held(state: State, lease: Lease) -> Held:
         state.index.keys[lease.slots[there]].tobytes(),
         lease.holder,
         lease.claim,
+    )
+
+
+def _planned(plan: Plan) -> Planned:
+    members = list(plan.members.values())
+    return Planned(
+        plan.lease.stage.name,
+        plan.lease.number,
+        plan.shape,
+        plan.laid,
+        np.array([one.number for one in members], U8).tobytes(),
+        np.array([one.holder for one in members], U8).tobytes(),
+        np.array([one.claim for one in members], U8).tobytes(),
+        np.array([one.rank for one in members], U4).tobytes(),
+        bytes(one.acked for one in members),
     )
 
 

@@ -36,12 +36,15 @@ class FinishOutcome:
 
 
 def lease_of(state: State, number: int) -> Lease:
-    """LeaseExpired when it ended."""
+    """Of one who takes part in a plan, the plan's. LeaseExpired when it ended."""
     lease = state.leases.get(number)
+    if lease is None and (member := state.leases.member(number)) is not None:
+        return member.plan.lease
     if lease is None:
         raise LeaseExpired(
-            "this lease has ended: its time was up and its rows went back to the stage, or it was "
-            "finished before. Nothing of this call was stored; claim again",
+            state.leases.why_ended(number)
+            or "this lease has ended: its time was up and its rows went back to the stage, or it "
+            "was finished before. Nothing of this call was stored; claim again",
             lease=number,
         )
     return lease

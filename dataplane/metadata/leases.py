@@ -2,16 +2,18 @@
 
 A lease names rows by slot and incarnation, so that a slot which was freed and used again is not
 taken for the row that was leased. Positions in a lease never change: what is finished is marked.
-A hard limit is kept by the holder's peer.
+A hard limit is kept by the holder's peer. The lease of a plan has no holder but members, who go by
+numbers of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.metadata.columns import Array
 from dataplane.metadata.stages import Stage
+from dataplane.wire.tables import Laid, Shape
 
 MAX_FINISHED = 16_384
 """Finished leases that are known by number, for whoever asks again because a peer died before it
@@ -32,6 +34,37 @@ class Lease:
     holder: int
     started: float
     claim: int = 0
+    plan: Plan | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """members: by number, in the order in which they came."""
+
+    lease: Lease
+    shape: Shape
+    laid: Laid
+    members: dict[int, Member] = field(default_factory=dict)
+
+    @property
+    def working(self) -> list[Member]:
+        """Those that have not acked yet."""
+        return [one for one in self.members.values() if not one.acked]
+
+    def of_rank(self, rank: int) -> list[Member]:
+        return [one for one in self.members.values() if one.rank == rank]
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A process that takes part in a plan. number: as of a lease. claim: the number of its call."""
+
+    number: int
+    plan: Plan
+    rank: int
+    holder: int
+    claim: int
+    acked: bool = False
 
 
 class Leases:
@@ -40,6 +73,10 @@ class Leases:
         self._held: dict[int, set[int]] = {}
         self._by_claim: dict[int, Lease] = {}
         self._finished: dict[int, None] = {}
+        self._plans: dict[str, Plan] = {}
+        self._members: dict[int, Member] = {}
+        self._ended: dict[int, str] = {}
+        """members of plans that ended before their time, and why"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -90,3 +127,58 @@ class Leases:
     def of(self, holder: int) -> list[Lease]:
         """A holder's leases, oldest first."""
         return [self._leases[number] for number in sorted(self._held.get(holder, ()))]
+
+    # plans
+
+    def plan(self, stage: str) -> Plan | None:
+        """The plan that a stage has."""
+        return self._plans.get(stage)
+
+    @property
+    def plans(self) -> Iterable[Plan]:
+        return self._plans.values()
+
+    def member(self, number: int) -> Member | None:
+        return self._members.get(number)
+
+    def member_of_claim(self, number: int) -> Member | None:
+        """Who came by this call."""
+        return next((one for one in self._members.values() if one.claim == number), None)
+
+    def members_of(self, holder: int) -> list[Member]:
+        """Of a holder, one for each plan in which it has yet to ack."""
+        found = {
+            one.plan.lease.number: one
+            for one in self._members.values()
+            if one.holder == holder and not one.acked
+        }
+        return list(found.values())
+
+    def add_plan(self, plan: Plan) -> None:
+        plan.lease.plan = plan
+        self._plans[plan.lease.stage.name] = plan
+
+    def add_member(self, member: Member) -> None:
+        self._members[member.number] = member.plan.members[member.number] = member
+
+    def remove_member(self, member: Member) -> None:
+        del self._members[member.number], member.plan.members[member.number]
+
+    def end_plan(self, plan: Plan, why: str = "") -> None:
+        """It is no more; its lease is the caller's to end. why: what its members are told."""
+        del self._plans[plan.lease.stage.name]
+        for number in plan.members:
+            del self._members[number]
+            if why:
+                self._ended[number] = why
+        while len(self._ended) > MAX_FINISHED:
+            del self._ended[next(iter(self._ended))]
+
+    def why_ended(self, number: int) -> str:
+        """What a member of a plan that ended before its time is told; "" for all others."""
+        return self._ended.get(number, "")
+
+    @property
+    def holders(self) -> set[int]:
+        """All who have rows in hand."""
+        return set(self._held) | {one.holder for one in self._members.values() if not one.acked}

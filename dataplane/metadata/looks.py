@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.metadata.columns import Array
+from dataplane.metadata.leases import Lease
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.state import UNGROUPED, State
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY
@@ -47,11 +48,17 @@ def holders(state: State, now: float) -> list[tuple[int, str, int, float]]:
     """Who has rows leased, of which stage, how many and for how many seconds."""
     held: dict[tuple[int, str], tuple[int, float]] = {}
     for lease in state.leases:
-        one = lease.holder, lease.stage.name
+        one = _holder(lease), lease.stage.name
         rows, age = held.get(one, (0, 0.0))
         left = int(np.count_nonzero(lease.left))
         held[one] = rows + left, max(age, now - lease.started)
     return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
+
+
+def _holder(lease: Lease) -> int:
+    """Of a plan, one that has yet to ack."""
+    working = [] if lease.plan is None else lease.plan.working
+    return working[0].holder if working else lease.holder
 
 
 def _adder(state: State, field: str) -> str:
@@ -71,7 +78,7 @@ def _in_the_way(
         mine = stage.rows.state[slots] == LEASED if lease.stage is stage else waited_for[slots]
         rows = int(np.count_nonzero(mine))
         if rows:
-            one = lease.holder, lease.stage.name
+            one = _holder(lease), lease.stage.name
             before, age = held.get(one, (0, 0.0))
             held[one] = (before + rows, max(age, now - lease.started))
     found = [(holder, of, rows, age) for (holder, of), (rows, age) in held.items()]

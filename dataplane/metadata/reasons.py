@@ -28,8 +28,9 @@ class Facts:
     ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
     leaves them out. alone: rows without a group. lacking: field → rows without it. adders: field →
     the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
-    puts that wait for room. before: claims of its kind that wait for longer. silent: the peer that
-    should know all this, where it says nothing.
+    puts that wait for room. before: claims of its kind that wait for longer. plan: why a rank waits
+    for its part in a plan, where rows are not the reason. silent: the peer that should know all
+    this, where it says nothing.
     """
 
     unit: str = "rows"
@@ -44,6 +45,7 @@ class Facts:
     sealed: bool = False
     producers: int = 0
     before: int = 0
+    plan: str = ""
     silent: str = ""
 
     @classmethod
@@ -51,7 +53,7 @@ class Facts:
         """What the shard says."""
         leases = [(who, stage, rows, age) for who, stage, rows, age in told["leases"]]
         same = ("ready", "units", "excluded", "alone", "open_groups", "adders", "sealed")
-        counts = {name: told[name] for name in (*same, "producers", "before")}
+        counts = {name: told[name] for name in (*same, "producers", "before", "plan")}
         return cls(unit, lacking=told["missing"], leases=leases, **counts)
 
     @property
@@ -74,6 +76,8 @@ def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
         return f"peer {facts.silent}, which has the partition's shard, does not answer"
     said = f"{facts.ready} of {facts.units} {facts.unit} ready"
     parts = [said if wanted is None else f"{said}, {wanted} wanted"]
+    if facts.plan:
+        parts.append(facts.plan)
     if facts.before:
         one, many = "claim of its kind waits", "claims of its kind wait"
         parts.append(f"{counted(facts.before, one, many)} before it")

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from dataplane.errors import DataplaneError, ProtocolError
-from dataplane.metadata import finishes
+from dataplane.metadata import finishes, plans
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import CLOSED
 from dataplane.metadata.incoming import RowsIn, columns_in, rows_in
 from dataplane.metadata.index import KeyIndex, pairs, repeated
 from dataplane.metadata.inline import check_inline
-from dataplane.metadata.leases import Lease
+from dataplane.metadata.leases import Lease, Member, Plan
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.store import Store
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT
@@ -30,10 +30,13 @@ from dataplane.wire.journal import (
     Ended,
     Expected,
     Held,
+    Joined,
     Leased,
+    Left,
     Lost,
     LostBefore,
     Op,
+    Planned,
     Progressed,
     Relocated,
     Returned,
@@ -51,7 +54,7 @@ from dataplane.wire.tables import Name, Rows
 FINISHED, IN_HAND, GONE = range(3)
 """What `Held.left` says of a position."""
 
-_BYTE = np.dtype("u1")
+_BYTE, _F8 = np.dtype("u1"), np.dtype("<f8")
 _STATES = {"ready": READY, "leased": LEASED, "acked": ACKED, "split": SPLIT}
 
 
@@ -114,8 +117,27 @@ def _leased(store: Store, op: Leased, now: float) -> None:
 
 
 def _returned(store: Store, op: Returned, now: float) -> None:
-    leases = [finishes.lease_of(store.state, number) for number in op.leases]
-    finishes.give_back_all(store.state, leases)
+    plans.give_back_all(store.state, op.leases)
+
+
+def _joined(store: Store, op: Joined, now: float) -> None:
+    leases = store.state.leases
+    plan = leases.plan(op.stage)
+    if plan is None:
+        lease = finishes.lease_of(store.state, op.lease)
+        plan = Plan(lease, op.shape, plans.laid(store.state, lease, op.shape))
+        leases.add_plan(plan)
+    if plan.lease.number != op.lease or plan.shape != op.shape:
+        raise ProtocolError(f"stage {op.stage!r} has another plan")
+    _new_lease(store, op.member)
+    leases.add_member(Member(op.member, plan, op.rank, op.holder, op.claim))
+
+
+def _left(store: Store, op: Left, now: float) -> None:
+    member = store.state.leases.member(op.member)
+    if member is None:
+        raise ProtocolError(f"nobody takes part in a plan as {op.member}")
+    plans.leave(store.state, member)
 
 
 def _finish(store: Store, op: Finish, now: float) -> None:
@@ -277,6 +299,25 @@ def _held(store: Store, op: Held, now: float) -> None:
     _enter_lease(store, op, stage, slots, incarnations, marks != FINISHED, now)
 
 
+def _planned(store: Store, op: Planned, now: float) -> None:
+    leases = store.state.leases
+    lease = finishes.lease_of(store.state, op.lease)
+    numbers = column(op.members, U8).tolist()
+    holders, claims = (column(one, U8, len(numbers)).tolist() for one in (op.holders, op.claims))
+    ranks, acked = column(op.ranks, U4, len(numbers)), column(op.acked, _BYTE, len(numbers))
+    plan = Plan(lease, op.shape, op.laid)
+    if lease.stage.name != op.stage or leases.plan(op.stage) is not None:
+        raise ProtocolError(f"stage {op.stage!r} has another plan")
+    for weights in op.laid.weights.values():
+        column(weights, _F8, len(lease.slots))
+    leases.add_plan(plan)
+    for number, holder, claim, rank, done in zip(
+        numbers, holders, claims, ranks.tolist(), acked.tolist(), strict=True
+    ):
+        _new_lease(store, number)
+        leases.add_member(Member(number, plan, rank, holder, claim, bool(done)))
+
+
 def _buried(store: Store, op: Buried, now: float) -> None:
     keys = _different(op.keys, "key")
     freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).astype(np.bool_)
@@ -344,7 +385,7 @@ def _names(names: list[Name] | None, count: int) -> list[Name] | None:
 
 
 def _new_lease(store: Store, number: int) -> None:
-    if store.state.leases.get(number) is not None:
+    if store.is_leased(number):
         raise ProtocolError(f"there is a lease {number} already")
 
 
@@ -366,6 +407,8 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Wrote: _wrote,
     Leased: _leased,
     Returned: _returned,
+    Joined: _joined,
+    Left: _left,
     Finish: _finish,
     Tag: _tag,
     Discarded: _discarded,
@@ -382,6 +425,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Added: _added,
     Progressed: _progressed,
     Held: _held,
+    Planned: _planned,
     Buried: _buried,
     Summary: _summary,
     LostBefore: _lost_before,

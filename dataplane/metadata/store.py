@@ -23,13 +23,14 @@ from dataplane.errors import (
     TagConflict,
     counted,
 )
-from dataplane.metadata import checkpoint, drops, finishes, looks, puts, tables, takes
+from dataplane.metadata import checkpoint, drops, finishes, looks, plans, puts, tables, takes
 from dataplane.metadata.columns import Array
 from dataplane.metadata.counts import Counts
 from dataplane.metadata.credit import PullCredit
 from dataplane.metadata.drops import Lost
 from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.groups import MAX_GROUP_ROWS
+from dataplane.metadata.leases import Lease, Member
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
@@ -40,7 +41,9 @@ from dataplane.wire.journal import (
     Discarded,
     Ended,
     Expected,
+    Joined,
     Leased,
+    Left,
     Op,
     Relocated,
     Returned,
@@ -60,6 +63,7 @@ from dataplane.wire.tables import (
     Owner,
     Rows,
     Scalar,
+    Shape,
     Spec,
     Table,
     Where,
@@ -290,6 +294,31 @@ class Store:
             self.emit(self._leased(taken.lease))
         return taken
 
+    def join(
+        self, stage: str, shape: Shape, rank: int, holder: int, now: float, claim: int = 0
+    ) -> Member | None:
+        """Take part in the stage's plan: see `plans.join`. The first one leases all that it has
+        left; None while that has to wait."""
+        found = self._state.stage(stage)
+        before = self._state.leases.plan(stage)
+        member = plans.join(self._state, found, shape, rank, holder, claim, now)
+        if self.emit is not None and member is not None:
+            lease = member.plan.lease.number
+            if before is None:
+                self.emit(self._leased(lease))
+            self.emit(Joined(stage, lease, shape, member.number, rank, holder, claim))
+        return member
+
+    def plan_waits_for(self, stage: str, rank: int) -> str:
+        """See `plans.waits_for`."""
+        return plans.waits_for(self._state, self._state.stage(stage), rank)
+
+    def leave(self, member: Member) -> None:
+        """It never heard that it takes part in a plan, and does not."""
+        plans.leave(self._state, member)
+        if self.emit is not None:
+            self.emit(Left(member.number))
+
     def _leased(self, number: int) -> Leased:
         """Which rows and groups were taken, and not how they were found."""
         state = self._state
@@ -334,10 +363,12 @@ class Store:
         for a lease that has ended; InvalidRows for a row that was finished before. inline: as in
         `put`.
         """
-        lease = finishes.lease_of(self._state, lease_id)
-        done = finishes.finish(
-            self._state, lease, outcome, index, columns, specs, owners, tags, inline
-        )
+        what = (outcome, index, columns, specs, owners, tags, inline)
+        member = self._state.leases.member(lease_id)
+        if member is not None:
+            done = plans.finish(self._state, member, *what)
+        else:
+            done = finishes.finish(self._state, finishes.lease_of(self._state, lease_id), *what)
         if self.emit is not None:
             op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
             op.owners, op.inline = list(owners), inline
@@ -347,17 +378,26 @@ class Store:
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
         """Whether such a `finish` was carried out already: the lease ended by one that was no
         release, or each of these positions left it."""
-        lease = self._state.leases.get(lease_id)
+        lease, member = self._state.leases.get(lease_id), self._state.leases.member(lease_id)
+        if member is not None:
+            return index is None and member.acked
         if lease is None:
             return self._state.leases.was_finished(lease_id)
         return index is not None and not lease.left[column(index, U4).astype(np.int64)].any()
 
+    def is_leased(self, lease_id: int) -> bool:
+        """Whether this lease goes on; of one who takes part in a plan, whether that does."""
+        leases = self._state.leases
+        return leases.get(lease_id) is not None or leases.member(lease_id) is not None
+
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others. Returns how many."""
-        leases = self._state.leases.of(holder)
-        rows = finishes.give_back_all(self._state, leases)
-        if self.emit is not None and leases:
-            self.emit(Returned([lease.number for lease in leases]))
+        leases = self._state.leases
+        held: list[Lease | Member] = [*leases.of(holder), *leases.members_of(holder)]
+        numbers = [one.number for one in held]
+        rows = plans.give_back_all(self._state, numbers)
+        if self.emit is not None and numbers:
+            self.emit(Returned(numbers))
         return rows
 
     # rows out
@@ -369,7 +409,8 @@ class Store:
         tags: bool = True,
         stage: str = "",
     ) -> Table:
-        """A table with VALUE records of slots (from `read`), or of the rows left in a lease.
+        """A table with VALUE records of slots (from `read` or `leased`), or of the rows left in a
+        lease.
 
         stage: who is also given its progress, what it has given back of these rows before. Rows
         that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased
@@ -377,6 +418,11 @@ class Store:
         """
         slots = tables.leased_rows(self._state, rows) if isinstance(rows, int) else rows
         return tables.table(self._state, slots, fields, tags, stage)
+
+    def leased_at(self, lease_id: int, index: bytes) -> tuple[Array, bytes]:
+        """The slots of the rows at these positions (u4) of a lease that are left, and at which of
+        them they are."""
+        return tables.leased_at(self._state, lease_id, index)
 
     def known(self, fields: Sequence[str], stage: str = "") -> list[str]:
         """Those of these fields that some row here has had, which `table` finds."""

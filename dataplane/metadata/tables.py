@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import RowsGone, counted
+from dataplane.errors import InvalidRows, RowsGone, counted
 from dataplane.metadata.columns import Array
 from dataplane.metadata.finishes import lease_of
 from dataplane.metadata.index import pairs
@@ -31,6 +31,17 @@ def leased_rows(state: State, number: int) -> Array:
             rows=gone,
         )
     return slots
+
+
+def leased_at(state: State, number: int, index: bytes) -> tuple[Array, bytes]:
+    """See `Store.leased_at`. InvalidRows for a position that the lease does not have."""
+    lease = lease_of(state, number)
+    positions = column(index, U4)
+    if len(positions) and int(positions.max()) >= len(lease.slots):
+        raise InvalidRows(f"row {int(positions.max())} of a lease of {len(lease.slots)}")
+    slots = lease.slots[positions]
+    there = lease.left[positions] & (state.incarnation[slots] == lease.incarnations[positions])
+    return slots[there], positions[there].tobytes()
 
 
 def table(

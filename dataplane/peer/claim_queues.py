@@ -26,8 +26,9 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.metadata.claim_queue import ClaimQueue, Outcome, Over, Waiting
+from dataplane.metadata.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.columns import Array
+from dataplane.metadata.leases import Member
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.losses import LossReports
@@ -36,7 +37,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.peer.shipping import Shipping
 from dataplane.wire.messages import Body, Claim, Done, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, Rows, Table
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ class ClaimQueues:
                 body.fields,
                 body.most_bytes,
                 now - body.waited_ms / 1000,
+                body.plan,
+                body.rank,
             )
         )
         self._answer(body.number, StaleEpoch("the claim was repeated"))
@@ -142,7 +145,10 @@ class ClaimQueues:
 
     def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
         """The answer to a claim that has a lease already."""
-        lease = entry.store.state.leases.of_claim(body.number)
+        leases = entry.store.state.leases
+        if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
+            return _part(member)
+        lease = leases.of_claim(body.number)
         if lease is not None:
             try:
                 return _granted(entry, body.stage, lease.number, lease.number, body.fields)
@@ -165,9 +171,13 @@ class ClaimQueues:
         if stage is not None and body.number in stage.queue:
             self._end(stage, body.number)
             self._serve(stage)
-        lease = entry.store.state.leases.of_claim(body.number)
+        leases = entry.store.state.leases
+        lease, member = leases.of_claim(body.number), leases.member_of_claim(body.number)
         if lease is not None:
             self._release(entry, lease.number)
+        if member is not None:
+            entry.store.leave(member)
+            self.settle(entry)
         return Done()
 
     def _release(self, entry: Entry, lease: int) -> None:
@@ -254,6 +264,9 @@ class ClaimQueues:
         owner = self._owners.pop(claim.number)
         if isinstance(outcome, Over):
             return _over(entry, stage, outcome)
+        if isinstance(outcome, Joined):
+            self.shipping.lease_to(claim.holder, owner)
+            return _part(outcome.member)
         taken = outcome.taken
         assert taken.lease is not None and taken.slots is not None
         self.shipping.lease_to(claim.holder, owner)
@@ -297,6 +310,7 @@ class ClaimQueues:
         found["sealed"], found["producers"] = entry.sealed, self.producers()
         stage = self._stages.get((entry.name, entry.generation, body.stage))
         found["before"] = 0 if stage is None else stage.queue.before(body.claim)
+        found["plan"] = "" if stage is None else stage.queue.waits_for(body.claim)
         return StatsDone(found)
 
     # whoever waits must go
@@ -359,6 +373,11 @@ def _granted(
     progress. RowsGone where some were dropped of a lease."""
     known = None if fields is None else entry.store.known(fields, stage)
     return Granted(lease, entry.store.table(rows, known, stage=stage))
+
+
+def _part(member: Member) -> Granted:
+    """A part in a plan, with what all ranks lay it out by."""
+    return Granted(member.number, Table(Rows(b"")), member.plan.laid)
 
 
 def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:

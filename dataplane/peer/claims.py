@@ -41,7 +41,7 @@ from dataplane.peer.mesh import Mesh
 from dataplane.peer.meters import ByLabel
 from dataplane.peer.notices import Telling
 from dataplane.peer.partitions import Partitions
-from dataplane.peer.reading import Reading, Resolved
+from dataplane.peer.reading import LEARN_S, Reading, Resolved
 from dataplane.peer.sessions import Session
 from dataplane.peer.waits import Waits
 from dataplane.wire.messages import Body, Claim, Claimed, Request
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """How often a claim is granted rows that went meanwhile before that is its caller's business."""
-LEARN_S = 1.0
-"""A new roster, by which shards learn that bytes are lost, is awaited for so long."""
 ASK_S = 60.0
 """A claim that waits asks again after so long, should its answer have been lost without a word."""
 RETRY_S = 0.2
@@ -97,9 +95,11 @@ class _Waiting:
         return None if self.end is None else max(0.0, self.end - now)
 
     def __str__(self) -> str:
+        stage, name = self.body.stage, self.entry.name
+        if self.body.plan is not None:
+            return f"plan of stage {stage!r} of partition {name!r}"
         want = self.body.want
         much = f"{want.budget:g} of {want.budget_tag!r}" if want.budget_tag else str(want.count)
-        stage, name = self.body.stage, self.entry.name
         return f"claim of {much} ({want.unit}) for stage {stage!r} of partition {name!r}"
 
 
@@ -299,6 +299,8 @@ class Claims:
             label=one.session.label,
             waited_ms=int(1000 * (self.host.now() - one.began)),
             most_bytes=0 if self.host.solo else self.host.space.share_bytes[Admission.PULL],
+            plan=body.plan,
+            rank=body.rank,
         )
 
     def _withdraw(self, one: _Waiting) -> None:
@@ -324,14 +326,15 @@ class Claims:
             one.session, granted.lease, entry.name, entry.generation, one.body.stage, rows
         )
         try:
-            _check_fields(table, one.body.fields)
+            if granted.plan is None:
+                _check_fields(table, one.body.fields)
             needed_bytes = self.credit.of(table)
             resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
         except BaseException:
             self.finishing.release(one.session, granted.lease)
             raise
         if isinstance(resolved, tuple):
-            return self._claimed(one, granted.lease, *resolved)
+            return self._claimed(one, granted, *resolved)
         return self._pulled(one, granted, needed_bytes, resolved)
 
     async def _pulled(
@@ -358,7 +361,7 @@ class Claims:
             raise
         finally:
             self.credit.back(one.number)
-        return self._claimed(one, granted.lease, table, pin)
+        return self._claimed(one, granted, table, pin)
 
     async def _room(self, one: _Waiting, needed_bytes: int) -> None:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
@@ -379,11 +382,11 @@ class Claims:
         finally:
             one.session.waiting -= 1
 
-    def _claimed(self, one: _Waiting, lease: int, table: Table, pin: int) -> Claimed:
+    def _claimed(self, one: _Waiting, granted: Granted, table: Table, pin: int) -> Claimed:
         """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
         if one.body.lease_ms:
-            self.leases.limit(lease, self.host.now() + one.body.lease_ms / 1000)
-        return Claimed(lease, pin, table)
+            self.leases.limit(granted.lease, self.host.now() + one.body.lease_ms / 1000)
+        return Claimed(granted.lease, pin, table, granted.plan)
 
 
 def _process(roster: Roster, address: str) -> str:
@@ -407,8 +410,9 @@ def _check_fields(table: Table, asked: list[str] | None) -> None:
 def _in_vain(one: _Waiting, why: str, details: dict[str, Any]) -> ClaimTimeout:
     """Its time is up. why: what it waited for."""
     within_s = one.body.timeout_ms / 1000
+    what = "claim" if one.body.plan is None else "plan"
     return ClaimTimeout(
-        f"claim of stage {one.body.stage!r} of {one.entry.name!r} was not met within "
+        f"{what} of stage {one.body.stage!r} of {one.entry.name!r} was not met within "
         f"{within_s:g} s: {why}",
         **details,
     )

@@ -40,6 +40,9 @@ from dataplane.wire.tables import INLINE, Column, Owner, Table
 PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
+LEARN_S = 1.0
+"""A new roster, by which shards learn that bytes are lost, is awaited for so long."""
+
 Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
 
@@ -234,17 +237,30 @@ class Reading:
     async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
         lease = self.leases.of(session, body.lease, self.host.now())
         call_stage.set(lease.stage)
-        asked = Fetch(lease.number, body.fields, lease.partition, lease.generation)
-        found: Found = await self.partitions.ask_home(lease.partition, asked)
+        asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
+        try:
+            return await self._fetch(session, asked)
+        except LeaseExpired:
+            self.leases.close(lease)
+            raise
+        except RowsLost:  # of its rows those with bytes there are gone as soon as the shard hears
+            await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+            return await self._fetch(session, asked)
+
+    async def _fetch(self, session: Session, asked: Fetch) -> Body:
+        found: Found = await self.partitions.ask_home(asked.partition, asked)
         resolved = self.resolve(found.table, session.id)
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
-        return Fetched(pin, table)
+        return Fetched(pin, table, found.index)
 
     def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")
-        return Found(entry.store.table(body.lease, body.fields))
+        if body.index is None:
+            return Found(entry.store.table(body.lease, body.fields))
+        slots, index = entry.store.leased_at(body.lease, body.index)
+        return Found(entry.store.table(slots, body.fields), index=index)
 
 
 def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:

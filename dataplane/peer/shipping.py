@@ -118,7 +118,7 @@ class Shipping:
     def _forget_lessees(self) -> None:
         """Those that hold nothing any more."""
         entries = self.host.entries.values()
-        hold = {lease.holder for entry in entries for lease in entry.store.state.leases}
+        hold = {holder for entry in entries for holder in entry.store.state.leases.holders}
         self._lessees = {h: peer for h, peer in self._lessees.items() if h in hold}
         self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
 

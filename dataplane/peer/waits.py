@@ -140,7 +140,7 @@ class Waits:
                 facts = reasons.Facts.of(unit, answer.stats)
         except DataplaneError:
             facts.silent = f"{self.mesh.others.name(home)} at {home}"
-        wanted = None if want is None or want.budget_tag is not None else want.count
+        wanted = None if want is None or want.budget_tag is not None else want.count or None
         said = reasons.reason(facts, stage, wanted, session.label)
         others = (s for s in self.sessions if entry.name in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)

@@ -2,7 +2,7 @@
 
 They say what happened, not what was asked: a claim is the rows that it got, and the end of a lease
 is its number, so that the result hangs on nothing but the operations and their order. `dump`
-rebuilds a store from the same vocabulary; what only a dump needs has tags from 210.
+rebuilds a store from the same vocabulary; what only a dump needs has tags from 210 to 219.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Body, Finish, Reset, Tag
 from dataplane.wire.peering import AddStage
-from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Specs, Where
+from dataplane.wire.tables import (
+    Column,
+    Laid,
+    Name,
+    Owner,
+    Rows,
+    Scalar,
+    Shape,
+    Specs,
+    Where,
+)
 
 Unit = Literal["rows", "groups"]
 
@@ -53,9 +63,30 @@ class Leased(Body, tag=201):
 
 
 class Returned(Body, tag=202):
-    """Leases ended without an outcome, with their holder; rows of the first come first."""
+    """Leases ended without an outcome, with their holder; rows of the first come first. Plans end
+    with one of their members, and are named by that."""
 
     leases: list[int]
+
+
+class Joined(Body, tag=220):
+    """A process takes part in the plan of a stage, as one of its ranks; `member` is the number that
+    it goes by. The first one begins the plan, whose rows have just been leased by `lease`. claim:
+    as in `Leased`."""
+
+    stage: str
+    lease: int
+    shape: Shape
+    member: int
+    rank: int
+    holder: int
+    claim: int
+
+
+class Left(Body, tag=221):
+    """A process that never heard that it takes part in a plan does not; the last one ends it."""
+
+    member: int
 
 
 class Discarded(Body, tag=203):
@@ -162,6 +193,21 @@ class Held(Body, tag=212):
     claim: int
 
 
+class Planned(Body, tag=218):
+    """The plan of a stage, whose rows are those of `lease`, in `Held`. Per member: number, holder
+    and claim (u8), rank (u4), and a byte, whether it has acked."""
+
+    stage: str
+    lease: int
+    shape: Shape
+    laid: Laid
+    members: bytes
+    holders: bytes
+    claims: bytes
+    ranks: bytes
+    acked: bytes
+
+
 class Buried(Body, tag=213):
     """Names that are remembered: KEY records of rows and groups that are no more, oldest first.
     freed: a byte each, 0: it was dropped; empty: all were."""
@@ -194,6 +240,8 @@ Op = (
     Wrote
     | Leased
     | Returned
+    | Joined
+    | Left
     | Finish
     | Tag
     | Discarded
@@ -210,6 +258,7 @@ Op = (
     | Added
     | Progressed
     | Held
+    | Planned
     | Buried
     | Summary
     | LostBefore

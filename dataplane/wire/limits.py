@@ -21,6 +21,8 @@ MAX_FIELDS = 64
 MAX_TAGS = 64
 MAX_STAGES = 16
 MAX_NAME_BYTES = 512
+MAX_RANKS = 65_536
+"""Ranks of a trainer that share a plan, and processes that take part in it."""
 MAX_RANK = 16
 MAX_LEAVES_PER_ROW = 4_096
 MAX_NESTING = 64

@@ -17,11 +17,13 @@ from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.tables import (
     Column,
     Definition,
+    Laid,
     Name,
     Owner,
     PoolHandle,
     Rows,
     Scalar,
+    Shape,
     Specs,
     Table,
     Where,
@@ -273,7 +275,10 @@ class Claim(Body, tag=40):
 
     Between peers with all fields that it fetches. number: of the claim, which no other one has.
     label: what people call its holder. waited_ms: its age. most_bytes: what its host can have
-    pulled at once, 0: any number; timeout_ms 0: it does not wait."""
+    pulled at once, 0: any number; timeout_ms 0: it does not wait.
+
+    plan: not rows, but a part in the stage's plan, as this `rank` of a trainer: waits until the
+    partition is sealed and all rows that the stage has left are ready. Of `want` nothing counts."""
 
     partition: str
     generation: int
@@ -287,28 +292,37 @@ class Claim(Body, tag=40):
     label: str = ""
     waited_ms: int = 0
     most_bytes: int = 0
+    plan: Shape | None = None
+    rank: int = 0
 
 
 class Claimed(Body, tag=41):
-    """Leased rows; columns hold PLACE records."""
+    """Leased rows; columns hold PLACE records. plan: what was asked for is a part in a plan, which
+    `lease` names; the table is empty."""
 
     lease: int
     pin: int
     table: Table
+    plan: Laid | None = None
 
 
 class Fetch(Body, tag=42):
-    """More fields of leased rows. Between peers, with the partition that the lease is of."""
+    """More fields of leased rows: of all that are left, or of those at `index` (u4), without those
+    that are gone. Between peers, with the partition that the lease is of."""
 
     lease: int
     fields: list[str]
     partition: str = ""
     generation: int = 0
+    index: bytes | None = None
 
 
 class Fetched(Body, tag=43):
+    """index: where `Fetch` has one, u4: those of it that are there."""
+
     pin: int
     table: Table
+    index: bytes = b""
 
 
 class Finish(Body, tag=44):
@@ -316,8 +330,9 @@ class Finish(Body, tag=44):
 
     The rows of `columns` are the leased rows in order (or those at `index`). On `release` they are
     progress, which the stage's next claim of the rows brings, and nobody else's. `keep`: the lease
-    goes on (adds only). again: between peers: this may have been carried out before, by a peer that
-    is lost. inline: as in Put."""
+    goes on (adds only). Of a plan, an ack is for all that its rank has to do, and a release ends
+    the plan for all. again: between peers: this may have been carried out before, by a peer that is
+    lost. inline: as in Put."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep"]

@@ -41,7 +41,7 @@ from dataplane.wire.messages import (
     Tag,
     Wait,
 )
-from dataplane.wire.tables import Table, Where
+from dataplane.wire.tables import Laid, Table, Where
 
 
 class PeerHello(Body, tag=100):
@@ -84,10 +84,12 @@ class Withdraw(Body, tag=112):
 
 
 class Granted(Body, tag=115):
-    """The answer to a claim: leased rows, with VALUE columns of the fields that it fetches."""
+    """The answer to a claim: leased rows, with VALUE columns of the fields that it fetches; or a
+    part in a plan."""
 
     lease: int
     table: Table
+    plan: Laid | None = None
 
 
 class Missing(Body, tag=119):
@@ -135,10 +137,12 @@ class Vacancy(Body, tag=122):
 
 
 class Found(Body, tag=121):
-    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key."""
+    """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key.
+    index: as in `Fetched`."""
 
     table: Table
     more: bool = False
+    index: bytes = b""
 
 
 class PeerRequest(msgspec.Struct, array_like=True):

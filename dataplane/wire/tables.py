@@ -55,6 +55,41 @@ Specs = Annotated[list[Spec], msgspec.Meta(max_length=MAX_SPECS_PER_MESSAGE)]
 """As they come in with values."""
 
 
+class Shape(msgspec.Struct, array_like=True, frozen=True):
+    """What all ranks of a trainer's plan agree on.
+
+    minibatches: optimiser steps an epoch. budget: the most that `budget_tag` of a micro-batch comes
+    to, a single heavier row apart; budget_tag None: one micro-batch a mini-batch. balance: the tag
+    by which parts are made even; None: by their rows. remainder: what becomes of rows that are no
+    multiple of ranks × minibatches. unit: what stays at one rank, and in one mini-batch."""
+
+    ranks: int
+    minibatches: int = 1
+    budget_tag: str | None = None
+    budget: float = 0.0
+    balance: str | None = None
+    epochs: int = 1
+    seed: int = 0
+    remainder: Literal["pad", "drop"] = "pad"
+    unit: Literal["rows", "groups"] = "rows"
+
+    @property
+    def tags(self) -> list[str]:
+        """Those that rows are weighed by."""
+        return [tag for tag in dict.fromkeys((self.balance, self.budget_tag)) if tag is not None]
+
+
+class Laid(msgspec.Struct, array_like=True):
+    """The rows of a plan as they were when it began, by which every rank lays it out alike.
+
+    groups: where units are groups, u4 a row: equal for rows of one group, NO_GROUP for a row
+    without. weights: tag → f8 a row."""
+
+    rows: int
+    groups: bytes = b""
+    weights: dict[str, bytes] = {}
+
+
 class Owner(msgspec.Struct, array_like=True, frozen=True):
     """A peer in one life of its process: ranges are only meaningful together with this."""
 

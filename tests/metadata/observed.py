@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.leases import Plan
 from dataplane.metadata.replay import apply
 from dataplane.metadata.store import Store
 from dataplane.wire.journal import Op, decode_ops, encode_ops
@@ -41,6 +42,7 @@ def observed(store: Store) -> dict[str, Any]:
         },
         "stages": {name: _stage(store, name) for name in state.stages},
         "leases": {lease.number: _lease(store, lease) for lease in state.leases},
+        "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans},
         "tombstones": [
             (tuple(key), freed)
             for key, freed in zip(*(one.tolist() for one in state.tombstones.all()), strict=True)
@@ -123,6 +125,11 @@ def _lease(store: Store, lease: Any) -> Any:
         for left, here, slot in zip(lease.left, there, lease.slots.tolist(), strict=True)
     ]
     return (lease.stage.name, lease.unit, positions, lease.holder, lease.claim)
+
+
+def _plan(plan: Plan) -> Any:
+    members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
+    return plan.lease.stage.name, plan.shape, plan.laid, members
 
 
 def _holdings(store: Store) -> dict[Any, Any]:

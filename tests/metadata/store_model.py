@@ -25,7 +25,7 @@ from dataplane.metadata import names
 from dataplane.metadata.store import Store
 from dataplane.wire.limits import ABSENT, NO_GROUP
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Spec, Table
+from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec, Table
 
 STAGES = {"s1": ["a"], "s2": ["a", "b"]}
 OWNERS = [Owner("near", 1), Owner("far", 2)]
@@ -87,11 +87,26 @@ class Lease:
     holder: int
 
 
+@dataclass
+class Part:
+    rank: int
+    holder: int
+    acked: bool = False
+
+
+@dataclass
+class Plan:
+    lease: Lease
+    shape: Shape
+    parts: dict[int, Part] = field(default_factory=dict)
+
+
 class Model:
     """What a store should hold, beside the store that holds it."""
 
     free: Literal["acked", "drop"] = "acked"
     group_size: int | None = 3
+    seals_after = 60
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +117,7 @@ class Model:
         self.dropped_rows: set[int] = set()
         self.dropped_groups: set[int] = set()
         self.leases: dict[int, Lease] = {}
+        self.plans: dict[str, Plan] = {}
         self.sealing = False
         self.made = 0
         self.now = 0.0
@@ -326,15 +342,36 @@ class Model:
         """Leases end; the rows of the oldest come first of all."""
         total = 0
         for number in reversed(numbers):
-            lease = self.leases.pop(number)
-            rows = [
-                row
-                for row, left in zip(lease.rows, lease.left, strict=True)
-                if left and self.is_live(row)
-            ]
-            self.end(lease, "release", [], rows)
-            total += len(rows)
+            total += self.comes_back(self.leases.pop(number))
         return total
+
+    def comes_back(self, lease: Lease) -> int:
+        rows = [
+            row
+            for row, left in zip(lease.rows, lease.left, strict=True)
+            if left and self.is_live(row)
+        ]
+        self.end(lease, "release", [], rows)
+        return len(rows)
+
+    def begin_plan(self, stage: str, shape: Shape) -> Plan:
+        """All that a stage has left is leased: by whole groups where no row is without."""
+        rows = [row for row in self.rows.values() if row.state[stage] != "acked"]
+        ready = [number for number, one in self.groups.items() if one.state[stage] == "ready"]
+        whole = sum(len(self.members(number)) for number in ready) == len(rows)
+        for row in rows:
+            row.state[stage] = "leased"
+            if row.group is not None:
+                self.groups[row.group].state[stage] = "leased" if whole else "split"
+        plan = self.plans[stage] = Plan(Lease(stage, rows, [True] * len(rows), 0), shape)
+        return plan
+
+    def end_plan_if_done(self, plan: Plan) -> None:
+        done = all(one.acked for one in plan.parts.values())
+        if done and {one.rank for one in plan.parts.values()} == set(range(plan.shape.ranks)):
+            del self.plans[plan.lease.stage]
+            there = [row for row in plan.lease.rows if self.is_live(row)]
+            self.end(plan.lease, "ack", list(range(len(plan.lease.rows))), there)
 
     def group_at(self, rows: Rows, i: int) -> int | None:
         if not rows.group_index:

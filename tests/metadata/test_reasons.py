@@ -25,7 +25,7 @@ def told(**changes: Any) -> dict[str, Any]:
         **dict.fromkeys(
             ("ready", "units", "excluded", "alone", "open_groups", "producers", "before"), 0
         ),
-        **{"missing": {}, "adders": {}, "leases": [], "sealed": False},
+        **{"missing": {}, "adders": {}, "leases": [], "sealed": False, "plan": ""},
     }
     return plain | changes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -14,14 +15,17 @@ from dataplane.errors import (
     DataplaneError,
     FieldExists,
     GroupClosed,
+    InvalidCall,
     InvalidRows,
     LeaseExpired,
+    PartitionConflict,
     PartitionSealed,
     RowsDropped,
     RowsGone,
     TagConflict,
 )
 from dataplane.wire.messages import Want
+from dataplane.wire.tables import Shape
 from tests.metadata.store_model import (
     OWNERS,
     SPECS,
@@ -30,6 +34,7 @@ from tests.metadata.store_model import (
     Group,
     Lease,
     Model,
+    Part,
     Row,
     group_key,
     is_inline,
@@ -38,6 +43,9 @@ from tests.metadata.store_model import (
 KEYS = st.integers(0, 9)
 SOME_KEYS = st.lists(KEYS, min_size=1, max_size=5, unique=True)
 FIELDS = st.sampled_from([list(names) for names in ("", "a", "b", "ab", "ab", "ca", "abc")])
+
+
+ENDS = st.sampled_from(["ack", "ack", "ack", "go", "leave"])
 
 
 class StoreMachine(Model, RuleBasedStateMachine):
@@ -269,7 +277,88 @@ class StoreMachine(Model, RuleBasedStateMachine):
     @rule(holder=st.integers(1, 2))
     def a_holder_dies(self, holder: int) -> None:
         held = sorted(number for number, lease in self.leases.items() if lease.holder == holder)
-        assert self.store.release_holder(holder) == self.come_back(held)
+        back = 0
+        for stage, plan in list(self.plans.items()):
+            if any(one.holder == holder and not one.acked for one in plan.parts.values()):
+                back += self.comes_back(self.plans.pop(stage).lease)
+        assert self.store.release_holder(holder) == back + self.come_back(held)
+
+    @rule(
+        stage=st.sampled_from(sorted(STAGES)),
+        rank=st.integers(0, 1),
+        holder=st.integers(1, 2),
+        shape=st.builds(
+            Shape,
+            ranks=st.sampled_from([1, 1, 1, 2]),
+            balance=st.sampled_from([None, None, None, "v"]),
+            unit=st.sampled_from(["rows", "rows", "rows", "groups"]),
+        ),
+        comes=st.integers(0, 3),
+        then=st.lists(ENDS, max_size=2),
+    )
+    def take_part_in_a_plan(
+        self, stage: str, rank: int, holder: int, shape: Shape, comes: int, then: list[str]
+    ) -> None:
+        rank %= shape.ranks
+        if not comes and not self.plans:
+            self.all_becomes_ready()
+        plan = self.plans.get(stage)
+        rows = [row for row in self.rows.values() if row.state[stage] != "acked"]
+        mine = [] if plan is None else [p for p in plan.parts.values() if p.rank == rank]
+        ready = self.sealing and rows and all(row.state[stage] == "ready" for row in rows)
+        if plan is None and ready and shape.balance and any("v" not in r.tags for r in rows):
+            error: type[DataplaneError] = InvalidRows
+        elif plan is not None and plan.shape != shape:
+            error = PartitionConflict
+        elif any(p.holder == holder and not p.acked for p in mine):
+            error = InvalidCall
+        else:
+            member = self.store.join(stage, shape, rank, holder, 0.0)
+            waits = not ready if plan is None else mine and all(p.acked for p in mine)
+            assert (member is None) == bool(waits)
+            if member is not None:
+                plan = plan or self.begin_plan(stage, shape)
+                plan.parts[member.number] = Part(rank, holder)
+                for outcome in then:
+                    self.end_a_part_of_a_plan(0, outcome)
+            return
+        with pytest.raises(error):
+            self.store.join(stage, shape, rank, holder, 0.0)
+
+    def all_becomes_ready(self) -> None:
+        """No row comes any more, none lacks a field, nobody has one leased."""
+        self.clock = itertools.count(max(self.seals_after, next(self.clock)))
+        self.seal(False)
+        self.a_holder_dies(1)
+        self.a_holder_dies(2)
+        for key in list(self.rows):
+            self.put([key], None, False, ["a", "b"], False, False, "keep", None)
+
+    @rule(pick=st.integers(0, 20), outcome=ENDS)
+    def end_a_part_of_a_plan(self, pick: int, outcome: str) -> None:
+        parts = [
+            (plan, number)
+            for plan in self.plans.values()
+            for number, part in plan.parts.items()
+            if not part.acked
+        ]
+        if not parts:
+            return
+        plan, number = parts[pick % len(parts)]
+        if outcome == "ack":
+            plan.parts[number].acked = True
+            self.store.finish(number, "ack", None, [], [], [], {})
+        elif outcome == "go":
+            self.store.finish(number, "release", None, [], [], [], {})
+        else:
+            member = self.store.state.leases.member(number)
+            assert member is not None
+            self.store.leave(member)
+            del plan.parts[number]
+        if outcome == "go" or not plan.parts:
+            self.comes_back(self.plans.pop(plan.lease.stage).lease)
+        else:
+            self.end_plan_if_done(plan)
 
     @rule(keys=SOME_KEYS)
     def drop_rows(self, keys: list[int]) -> None:
@@ -337,7 +426,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
 
     @rule(keep_short=st.booleans())
     def seal(self, keep_short: bool) -> None:
-        if next(self.clock) < 60:
+        if next(self.clock) < self.seals_after:
             return
         first = not self.sealing
         self.sealing = True

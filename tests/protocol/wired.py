@@ -35,6 +35,8 @@ SHARED = {
         "Column",
         "Rows",
         "Table",
+        "Shape",
+        "Laid",
     )
 }
 

@@ -22,6 +22,7 @@ from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.lease import Lease
 from dataplane.client.leased import LeasedRows
 from dataplane.client.loader import Loading
+from dataplane.client.plan import Feed
 from dataplane.client.selection import Selection as Fetching
 from dataplane.client.session import Session
 from dataplane.client.stopped import is_stopped
@@ -120,8 +121,10 @@ def conversion(work: Callable[[str], Any], device: str, nbytes: int) -> Operatio
 class Prefetch(Generic[B]):
     """A task that claims up to so many batches which nobody has asked for yet."""
 
-    def __init__(self, loader: Loading[B, Any]) -> None:
-        self._run, self._claim, self._make = loader._run, loader._claim, loader._make
+    def __init__(self, loader: Loading[B, Any] | Feed[Any]) -> None:
+        self._run: Run = loader._run
+        self._claim: Callable[[], Operation[Any]] = loader._claim
+        self._make: Callable[[Any], B] = loader._make
         self._fresh, self._collate = loader._fresh, loader._collate
         self._ahead, self._wanted = loader._ahead, loader._wanted
         self._session = loader._handle.session

@@ -6,15 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dataplane.client import changes, core, reads
+from dataplane.client import arguments, changes, core, reads
 from dataplane.client.aio.batch import Batch, Rows
 from dataplane.client.aio.driver import Run
 from dataplane.client.aio.loader import Loader
 from dataplane.client.aio.lost import Lost
+from dataplane.client.aio.plan import Micro, Plan
 from dataplane.client.aio.stream import Stream
 from dataplane.client.changes import Dropped
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.lease import Demand, claim
+from dataplane.client.plan import join, shape_of
 from dataplane.client.putting import put
 from dataplane.client.ref import Ref
 from dataplane.client.rows import Names, TagValues
@@ -220,6 +222,46 @@ class Partition:
             timeout=timeout,
             lease_s=lease,
         )
+
+    async def plan(
+        self,
+        stage: str,
+        *,
+        rank: int,
+        ranks: int,
+        minibatches: int = 1,
+        budget: Mapping[str, float] | None = None,
+        balance: str | None = None,
+        epochs: int = 1,
+        seed: int = 0,
+        remainder: str = "pad",
+        unit: str = "rows",
+        fields: Sequence[str] | None = None,
+        prefetch: int = 1,
+        timeout: float | None = None,
+    ) -> Plan:
+        """This rank's part of all that the stage has left, for a trainer of `ranks` ranks that all
+        call this alike: as many mini- and micro-batches at each, so that no collective hangs.
+
+        Waits until the partition is sealed and every row that the stage has left is ready. Each
+        rank gets as many rows as any other (as many whole groups where `unit` is "groups"), of
+        sums of the tag `balance` (default: that of the budget) as equal as can be, and cuts them
+        into `minibatches` an epoch; each of these into micro-batches, of which none has more than
+        budget={tag: sum} unless it is a single row (None: one a mini-batch). Every epoch shuffles
+        anew, by `seed`. remainder: where rows are no multiple of ranks × minibatches, "pad" adds
+        rows that `micro.mask` marks, "drop" leaves some out, which are acked with the others.
+
+        rank: processes of one replica (tensor or pipeline parallel) pass the same one. fields: what
+        is fetched (default: the stage's fields). prefetch: micro-batches that are fetched ahead.
+
+        The rows stay leased until every rank has acked. Raises PartitionConflict where the stage
+        has a plan of other arguments, InvalidRows for a row without such a tag, and, as `claim`,
+        ClaimTimeout, and StreamEnd once the stage has had every row.
+        """
+        shape = shape_of(rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit)
+        ahead = arguments.count(prefetch, "prefetch")
+        operation = join(self._handle, stage, shape, rank, fields, timeout)
+        return Plan(self._run, partial(Micro, self._run), await self._run(operation), ahead)
 
     async def wait(
         self,

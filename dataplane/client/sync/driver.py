@@ -17,9 +17,9 @@ from dataplane.client.housekeeping import Housekeeper
 from dataplane.client.lease import Lease
 from dataplane.client.leased import LeasedRows
 from dataplane.client.loader import Loading
+from dataplane.client.plan import Feed
 from dataplane.client.selection import Selection
 from dataplane.errors import StreamEnd
-from dataplane.wire.messages import Claimed
 
 __all__ = [
     "Connecting",
@@ -82,8 +82,10 @@ def offload(step: Offload) -> Any:
 class Prefetch(Generic[B]):
     """A thread that claims up to so many batches which nobody has asked for yet."""
 
-    def __init__(self, loader: Loading[B, Any]) -> None:
-        self._run, self._claim, self._make = loader._run, loader._claim, loader._make
+    def __init__(self, loader: Loading[B, Any] | Feed[Any]) -> None:
+        self._run: Run = loader._run
+        self._claim: Callable[[], Operation[Any]] = loader._claim
+        self._make: Callable[[Any], B] = loader._make
         self._fresh, self._collate = loader._fresh, loader._collate
         self._ahead, self._wanted = loader._ahead, loader._wanted
         self._session = loader._handle.session
@@ -173,7 +175,7 @@ class Prefetch(Generic[B]):
         self._making = batch
         return batch, batch if self._collate is None else self._collate(batch)
 
-    async def _claimed(self) -> Claimed:
+    async def _claimed(self) -> Any:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 

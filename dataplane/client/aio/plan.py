@@ -1,0 +1,146 @@
+"""What a plan is to its caller: mini-batches of micro-batches. `client/plan.py` has its rules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Generator, Mapping
+from types import TracebackType
+from typing import Any
+
+from dataplane.client.aio.batch import Converting
+from dataplane.client.aio.driver import Prefetch, Run
+from dataplane.client.core import DEFAULT_TIMEOUT_S
+from dataplane.client.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
+from dataplane.errors import DataplaneError, LeaseExpired
+
+log = logging.getLogger(__name__)
+
+
+class Micro(PlannedRows, Converting):
+    """The rows of one forward and backward pass. `mask`, bool[n], is False for padding: rows that
+    keep the ranks in step, repeat another one's values, and must count for nothing.
+    """
+
+    def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
+        super().__init__(part, fetched)
+        self._run = run
+
+    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Bring more fields here. `micro["field"]` does so by itself where nothing is awaited;
+        of an aio one it raises NotFetched."""
+        await self._run(self._more(fields, timeout))
+
+    async def add(
+        self,
+        columns: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        **named: Any,
+    ) -> None:
+        """Add fields, one value a row, and store them at once; what is given for padding is passed
+        over, and a value of this stage that is there stays. LeaseExpired once the plan has ended.
+        """
+        await self._run(self._add(columns, named, timeout))
+
+
+class Mini(Steps):
+    """Iterate over it: its micro-batches, of which the next is fetched while this one trains."""
+
+    def __aiter__(self) -> Micros:
+        return Micros(self._plan, self._number)  # type: ignore[arg-type]
+
+
+class Micros(AsyncIterator[Micro]):
+    """One way through a mini-batch."""
+
+    def __init__(self, plan: Plan, mini: int) -> None:
+        self._plan, self._mini, self._at = plan, mini, 0
+
+    async def __anext__(self) -> Micro:
+        if self._at == len(self._plan._joined.mini(self._mini)):
+            raise StopAsyncIteration
+        micro = await self._plan._take(self._mini, self._at)
+        self._at += 1
+        return micro
+
+
+class Plan(Planned[Micro]):
+    """Iterate over it: `len(plan)` mini-batches, epoch after epoch, each of micro-batches.
+
+    As a context manager it acks at the end of the body and releases when the body raised. Once
+    every rank has acked its part, the stage is done with the rows. A rank that goes before that
+    ends the plan for all: their next call says LeaseExpired, and which rank it was.
+    """
+
+    _kind = "aio.Plan"
+    _prefetch: Prefetch[Micro] | None = None
+
+    def __iter__(self) -> Generator[Mini, None, None]:
+        for number in range(len(self)):
+            yield Mini(self, number)
+
+    async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """This rank has done its part."""
+        await self._stop()
+        part = self._joined.part
+        part.check()
+        await self._run(part.finish("ack", timeout=timeout))
+
+    async def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """End the plan, for all ranks: the rows go back to their stage."""
+        await self._stop()
+        part = self._joined.part
+        part.check()
+        await self._run(part.finish("release", timeout=timeout))
+
+    async def _take(self, mini: int, at: int) -> Micro:
+        self._joined.part.check()
+        if self._prefetch is None or self._upcoming != (mini, at):
+            await self._stop()
+            self._prefetch = Prefetch(Feed(self, mini, at))
+        try:
+            micro, _ = await self._prefetch.next()
+        except Exception:
+            await self._stop()
+            raise
+        more = at + 1 < len(self._joined.mini(mini))
+        self._upcoming = (mini, at + 1) if more else (mini + 1, 0)
+        return micro
+
+    async def _stop(self) -> None:
+        """Nothing is fetched any more."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.left()
+            await prefetch.end()
+
+    def __del__(self) -> None:
+        # Nobody has it any more, but for a prefetch that is under way.
+        if not hasattr(self, "_joined"):
+            return
+        if self._prefetch is not None:
+            self._prefetch.stop()
+        self._joined.part.abandon()
+
+    async def __aenter__(self) -> Plan:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state != "leased":
+            await self._stop()
+            return
+        if kind is None:
+            await self.ack()
+            return
+        try:
+            await self.release()
+        except DataplaneError as failure:
+            # The body's own exception is the one to see; the rows come back with the session.
+            if not isinstance(failure, LeaseExpired):
+                log.warning("%r was not released: %s", self, failure)

@@ -304,7 +304,8 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array, reuse: bool) -> None
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "
             f"{len(new)} of this put are new: put them into another partition (new fields of rows "
-            "that are in are welcome)",
+            "that are in are welcome). Where the same program ran before under this run's name, it "
+            "finds what it left: connect(fresh=True) ends that first",
             partition=state.partition,
             rows=len(new),
         )

@@ -9,7 +9,15 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.ref import Ref
-from dataplane.client.rows import Names, chunks, group_names, name_list, named_rows, row_names
+from dataplane.client.rows import (
+    Names,
+    chunks,
+    group_names,
+    name_list,
+    named_rows,
+    row_names,
+    tag_values,
+)
 from dataplane.client.session import Session
 from dataplane.errors import FrameTooLarge, InvalidCall, StaleEpoch
 from dataplane.memory.mapping import Pin
@@ -183,12 +191,6 @@ def join_tables(tables: list[Table]) -> Table:
         },
         inline=b"".join(t.inline for t in tables),
     )
-
-
-def tag_values(table: Table, name: str, n: int) -> list[bool | int | float | str | None]:
-    """One value a row; None where a row lacks the tag."""
-    values = table.tags.get(name, [None])
-    return values * n if len(values) == 1 and n != 1 else values
 
 
 def _renumbered(source: Column, renumber: np.ndarray, before: int) -> Column:

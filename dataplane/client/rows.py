@@ -280,3 +280,9 @@ def group_positions(table: Table, groups: Names) -> Index:
         raise InvalidRows(f"group {missing[0]!r} is not in this batch", groups=missing)
     index = column(table.rows.group_index, U4)
     return np.flatnonzero(np.isin(index, [here[name] for name in wanted]))
+
+
+def tag_values(table: Table, name: str, n: int) -> list[bool | int | float | str | None]:
+    """One value a row; None where a row lacks the tag."""
+    values = table.tags.get(name, [None])
+    return values * n if len(values) == 1 and n != 1 else values

@@ -17,9 +17,8 @@ from dataplane.client import convert
 from dataplane.client.core import Handle
 from dataplane.client.device_views import view_of
 from dataplane.client.ragged import RIGHT, Offsets, Padding, Side
-from dataplane.client.reads import tag_values
 from dataplane.client.ref import Ref
-from dataplane.client.rows import group_names, row_groups, row_name, row_names
+from dataplane.client.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.client.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
 from dataplane.client.views import ColumnView
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched

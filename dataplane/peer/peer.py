@@ -32,9 +32,10 @@ from dataplane.peer.finishing import Finishing
 from dataplane.peer.gate import Gate
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.janitor import Janitor, Lingering
+from dataplane.peer.janitor import Janitor
 from dataplane.peer.keepers import keeper_of
 from dataplane.peer.leases import Leases
+from dataplane.peer.lingering import Lingering
 from dataplane.peer.losses import LossReports
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.metadata_share import MetadataShare

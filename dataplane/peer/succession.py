@@ -10,9 +10,9 @@ from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
 from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.janitor import Lingering
 from dataplane.peer.keepers import Keeper
 from dataplane.peer.leaving import Leaving
+from dataplane.peer.lingering import Lingering
 from dataplane.peer.losses import LossReports
 from dataplane.peer.membership import Membership
 from dataplane.peer.mesh import Mesh

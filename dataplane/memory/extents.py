@@ -47,6 +47,11 @@ def every(mask: Mask) -> bool:
     return b"\0" not in mask.tobytes()
 
 
+def some(mask: Mask) -> bool:
+    """`mask.any()`, likewise."""
+    return b"\1" in mask.tobytes()
+
+
 def each_once(numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     """In order. `np.unique` would fill a hash table first, for four times the time."""
     numbers = np.sort(numbers)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.memory.extents import every
+
 Array = npt.NDArray[Any]
 
 _SMALLEST = 64
@@ -36,8 +38,8 @@ def grow(column: Array, capacity: int) -> None:
 
 def bump(column: Array, ids: Array, by: int) -> None:
     """Add `by` to the entries of `ids`, where an id may occur several times."""
-    if len(ids) == 1:
-        column[ids[0]] += by
+    if len(ids) and every(ids == ids[0]):  # as the rows of a group
+        column[ids[0]] += by * len(ids)
     else:
         np.add.at(column, ids, column.dtype.type(by))
 
@@ -56,7 +58,7 @@ def unique(ids: Array) -> Array:
     """The different ids, sorted. Most columns have one; `np.unique` takes 20 µs to see it."""
     if len(ids) < 2:
         return ids
-    return ids[:1] if np.count_nonzero(ids == ids[0]) == len(ids) else np.unique(ids)
+    return ids[:1] if every(ids == ids[0]) else np.unique(ids)
 
 
 class Ids:

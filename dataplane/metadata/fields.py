@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dataplane.errors import FieldUnknown, LimitExceeded
-from dataplane.memory.extents import every
+from dataplane.memory.extents import every, some
 from dataplane.metadata.columns import Array, Ragged, grow
 from dataplane.metadata.incoming import ColumnIn
 from dataplane.metadata.inline import HERE, Arriving, Blocks, told
@@ -176,7 +176,7 @@ class Fields:
             leaves = numbers.applied(leaves)
         there = (self.present[slots] >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
         kept = 0
-        if there.any():
+        if some(there):
             refused = there if here is None else there & here
             kept = int(np.count_nonzero(refused))
             if keep:
@@ -217,14 +217,13 @@ class Fields:
     def remove(self, slots: Array) -> int:
         """The rows are no more. Returns the bytes that their values had."""
         present = self.present[slots]
+        everywhere, anywhere = (int(how.reduce(present)) for how in (np.bitwise_and, np.bitwise_or))
         before = len(self._released)
         for bit in self._values:
-            if len(slots) == 1:
-                there = present.item() >> bit & 1
-                self._forget(slots if there else slots[:0], bit)
-            else:
-                among = (present >> np.uint64(bit) & np.uint64(1)).astype(np.bool_)
-                self._forget(slots if among.all() else slots[among], bit)
+            if everywhere >> bit & 1:
+                self._forget(slots, bit)
+            elif anywhere >> bit & 1:
+                self._forget(slots[(present & np.uint64(1 << bit)) != 0], bit)
         self.present[slots] = 0
         return sum(int(records["nbytes"].sum()) for records in self._released[before:])
 
@@ -239,12 +238,15 @@ class Fields:
         progress = self.progress.get(stage)
         self.check_known([n for n in names or () if not progress or n not in progress])
         picked: list[tuple[str, Array, bytes, Array]] = []
+        present = self.present[slots]
+        everywhere = int(np.bitwise_and.reduce(present)) if len(slots) else 0
         for name in self.names if names is None else dict.fromkeys(names):
             bit = self.names.get(name, -1)
             if bit not in self._values:
                 continue
-            values, there = self._values[bit][slots], self.have(name, slots)
-            if not every(there):
+            values = self._values[bit][slots]
+            if not everywhere >> bit & 1:
+                there = self.have(name, slots)
                 values[~there] = _NO_VALUE[0]
                 if names is None and not there.any():
                     continue
@@ -330,8 +332,9 @@ class Fields:
         for bit in (*of_names, *self.progress.get(stage, {}).values()):
             if bit in self._values:
                 # The owners first: mostly none is far, and the rest need not be looked at.
-                out = np.flatnonzero(far[self._values[bit]["owner"][slots]])
-                if len(out):
+                there = far[self._values[bit]["owner"][slots]]
+                if some(there):
+                    out = there.nonzero()[0]
                     out = out[self._has(bit, slots[out])]
                     rows.append(out)
                     records.append(self._values[bit][slots[out]])
@@ -381,7 +384,10 @@ class Fields:
         records = joined(self._released, VALUE)
         self._released = []
         here = records["owner"] == HERE
-        if here.any():
+        if every(here):
+            self._blocks.release(records)
+            return []
+        if some(here):
             self._blocks.release(records[here])
             records = records[~here]
         if len(records) == 1:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
+from dataplane.memory.extents import every, some
 from dataplane.metadata.columns import Array
 from dataplane.metadata.incoming import ColumnIn, columns_in
 from dataplane.metadata.inline import check_inline
@@ -80,9 +81,11 @@ def finish(
         state.fields.check_room(names)
     state.tags.check(tags, len(positions))
 
-    there = state.incarnation[lease.slots[positions]] == lease.incarnations[positions]
-    gone = len(positions) - int(np.count_nonzero(there))
-    slots = lease.slots[positions] if not gone else lease.slots[positions[there]]
+    slots = lease.slots[positions]
+    there = state.incarnation[slots] == lease.incarnations[positions]
+    gone = 0 if every(there) else len(positions) - int(np.count_nonzero(there))
+    if gone:
+        slots = slots[there]
     check_added(state, None if outcome == "release" else lease.stage, slots, added, there)
     if gone:
         added = [discard(state, one, there, specs, owners, inline) for one in added]
@@ -161,7 +164,7 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
         state.free_acked(slots)
     if outcome != "keep":
         lease.left[positions] = False
-        if not np.count_nonzero(lease.left):
+        if not some(lease.left):
             # An ack that comes again, after the rows went back, must not pass for one that is in.
             (state.leases.end if outcome == "release" else state.leases.finish)(lease)
     return freed

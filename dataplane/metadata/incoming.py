@@ -157,7 +157,7 @@ def _column_in(
             _check_bounds(one.field, record[3], record[5], specs, owners)
     else:
         owner = values["owner"]
-        if int(owner.max()) == ABSENT:
+        if int(np.maximum.reduce(owner)) == ABSENT:
             here = owner != ABSENT
             _check_records(one.field, values[here], specs, owners)
         else:
@@ -190,7 +190,8 @@ def _leaves_in(
 
 def _check_records(field: str, records: Array, specs: int | None, owners: int | None) -> None:
     if len(records):
-        _check_bounds(field, int(records["spec"].max()), int(records["owner"].max()), specs, owners)
+        spec, owner = (int(np.maximum.reduce(records[part])) for part in ("spec", "owner"))
+        _check_bounds(field, spec, owner, specs, owners)
 
 
 def _check_bounds(field: str, spec: int, owner: int, specs: int | None, owners: int | None) -> None:

@@ -37,15 +37,9 @@ def mixed(keys: Array) -> Array:
     return folded * _U2
 
 
-def _mixed_one(first: int, second: int) -> int:
-    folded = (first + second * _C1) & _MASK
-    folded ^= folded >> 32
-    return folded * _C2 & _MASK
-
-
 def repeated(keys: Array) -> Array:
     """Positions of keys that occur earlier in the same column; empty when all differ."""
-    if len(keys) < 2:
+    if len(keys) < 2 or (len(keys) <= _FEW and len(set(map(tuple, keys.tolist()))) == len(keys)):
         return np.zeros(0, np.int64)
     hashes = np.sort(mixed(keys))
     if (hashes[1:] != hashes[:-1]).all():
@@ -113,7 +107,8 @@ class KeyIndex:
         table, known, shift, last = self._places_of, self._known, self._shift, self._last
         places = []
         for first, second in keys.tolist():
-            place = _mixed_one(first, second) >> shift
+            folded = (first + second * _C1) & _MASK
+            place = ((folded ^ folded >> 32) * _C2 & _MASK) >> shift
             while (found := table[place]) != _EMPTY:
                 if found >= 0 and known[2 * found] == first and known[2 * found + 1] == second:
                     break
@@ -144,9 +139,10 @@ class KeyIndex:
     def _enter(self, keys: Array, ids: Array) -> None:
         self._used += len(ids)
         if len(ids) <= _FEW:
-            table, last = self._places_of, self._last
+            table, shift, last = self._places_of, self._shift, self._last
             for (first, second), one in zip(keys.tolist(), ids.tolist(), strict=True):
-                place = _mixed_one(first, second) >> self._shift
+                folded = (first + second * _C1) & _MASK
+                place = ((folded ^ folded >> 32) * _C2 & _MASK) >> shift
                 while table[place] >= 0:
                     place = (place + 1) & last
                 table[place] = one

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import ProtocolError
+from dataplane.memory.extents import every
 from dataplane.metadata.columns import Array
 from dataplane.metadata.incoming import ColumnIn
 from dataplane.wire.limits import INLINE_ALIGNMENT_BYTES, INLINE_LIMIT_BYTES, PACK_BLOCK_BYTES
@@ -34,17 +35,19 @@ def check_inline(columns: Sequence[ColumnIn], owners: Sequence[Owner], inline: b
             raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
         return
     records = joined([part for one in columns for part in (one.values, one.leaves)], VALUE)
-    mine = records[records["owner"] == number]
+    here = records["owner"] == number
+    mine = records if every(here) else records[here]
     if not len(mine):
         raise ProtocolError("values are said to be in the message, and none is")
     starts, sizes = mine["range"].astype(np.int64), mine["nbytes"]
-    if int(sizes.max()) > INLINE_LIMIT_BYTES:
+    if int(np.maximum.reduce(sizes)) > INLINE_LIMIT_BYTES:
         raise ProtocolError(
             f"a value of {int(sizes.max())} bytes is to live in the shard; the limit is "
             f"{INLINE_LIMIT_BYTES}",
             limit=INLINE_LIMIT_BYTES,
         )
-    if int((starts + _room(sizes.astype(np.int64))).max()) > len(inline) or (starts % _STEP).any():
+    ends = starts + _room(sizes.astype(np.int64))
+    if int(np.maximum.reduce(ends)) > len(inline) or np.count_nonzero(starts % _STEP):
         raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")
 
 

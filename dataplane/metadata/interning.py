@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import LimitExceeded
+from dataplane.memory.extents import every, some
 from dataplane.metadata.columns import Array
 from dataplane.metadata.inline import HERE, Arriving
 from dataplane.wire.limits import ABSENT
@@ -49,9 +50,9 @@ class Numbers:
             result["owner"] = np.where(records["owner"] == ABSENT, ABSENT, owner)
         if self.arriving is not None:
             here = result["owner"] == HERE
-            if here.all():
+            if every(here):
                 self.arriving.enter(result)
-            elif here.any():
+            elif some(here):
                 mine = result[here]
                 self.arriving.enter(mine)
                 result[here] = mine

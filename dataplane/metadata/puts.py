@@ -21,6 +21,7 @@ from dataplane.errors import (
     counted,
     without_group,
 )
+from dataplane.memory.extents import some
 from dataplane.metadata.columns import Array
 from dataplane.metadata.groups import UNKNOWN_SIZE, UNLIMITED
 from dataplane.metadata.incoming import ColumnIn, RowsIn, columns_in, rows_in
@@ -63,6 +64,8 @@ class PutPlan:
     keep: bool
     there: Array | None = None
     reuse: bool = False
+    sound: bool = False
+    """what the columns name of specs and owners was checked too"""
 
     @property
     def continues(self) -> bool:
@@ -81,7 +84,8 @@ class PutPlan:
         """The columns as they came, checked; what they bring for rows that are passed over goes."""
         there = self.there
         count = self.rows.count if there is None else len(there)
-        self.columns = columns_in(columns, count, len(specs), len(owners))
+        if not self.sound or there is not None:
+            self.columns = columns_in(columns, count, len(specs), len(owners))
         check_inline(self.columns, owners, inline)
         if there is not None:
             self.columns = [
@@ -98,12 +102,14 @@ def plan_put(
     replace: bool,
     keep: bool,
     reuse: bool = False,
+    named: tuple[int, int] | None = None,
 ) -> PutPlan:
-    """Check a put against the store, but for what its records name."""
+    """Check a put against the store; what its records name only where it is known how many specs
+    and owners there are (`named`)."""
     if replace and keep:
         raise ProtocolError("a put either replaces values or keeps them")
     incoming = rows_in(rows)
-    fields = columns_in(columns, incoming.count, None, None)
+    fields = columns_in(columns, incoming.count, *(named or (None, None)))
     state.fields.check_room([one.field for one in fields])
     state.tags.check(tags, incoming.count)
     slots = state.index.find(incoming.keys)
@@ -123,7 +129,19 @@ def plan_put(
     if len(new) < incoming.count and not (replace or keep):
         _check_fields(state, incoming, slots, fields)
     groups, new_groups = _plan_groups(state, incoming, slots, new, reuse)
-    return PutPlan(incoming, fields, tags, slots, new, groups, new_groups, keep, there, reuse)
+    return PutPlan(
+        incoming,
+        fields,
+        tags,
+        slots,
+        new,
+        groups,
+        new_groups,
+        keep,
+        there,
+        reuse,
+        named is not None,
+    )
 
 
 def apply_put(
@@ -180,7 +198,7 @@ def check_added(
     before its rows came to it again, stays; None: of progress, which is of no field that is there.
     there: which positions of the columns they are."""
     mask = state.fields.mask([one.field for one in columns])
-    if not (state.fields.present[slots] & np.uint64(mask)).any():
+    if not np.count_nonzero(state.fields.present[slots] & np.uint64(mask)):
         return
     for one in columns:
         taken = state.fields.have(one.field, slots)
@@ -378,7 +396,7 @@ def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array)
 def _check_sizes(state: State, rows: RowsIn, groups: Array, counts: Array) -> None:
     size = state.definition.group_size
     over = counts > state.groups.room(groups, UNLIMITED if size is None else size)
-    if over.any():
+    if some(over):
         bad = over.nonzero()[0]
         names = shown(rows.group_names, rows.group_keys, bad)
         raise GroupClosed(

@@ -164,10 +164,10 @@ class Stage:
     def forget(self, slots: Array) -> None:
         """Rows are no more. `settle` or `forget_groups` of their groups follows."""
         states = self.rows.state[slots]
+        were = states.tobytes()
         for state, column in ((READY, self._ready), (ACKED, self._acked)):
-            among = states == state
-            if np.count_nonzero(among):
-                self._bump(column, slots[among], -1)
+            if state in were:
+                self._bump(column, slots[states == state], -1)
         self.rows.forget(slots)
         if len(self.wrote):
             self.wrote[slots] = 0

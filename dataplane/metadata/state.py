@@ -29,7 +29,6 @@ from dataplane.wire.tables import Definition, Name
 
 UNGROUPED, NO_ROW = -1, -2
 _USUAL_GROUP = 4
-_ONE = np.ones(1, np.int32)
 
 
 class State:
@@ -127,12 +126,21 @@ class State:
 
     def groups_of(self, slots: Array) -> Array:
         """The different groups of these rows, in the order in which they occur."""
+        if (only := self._only_group(self.group[slots])) is not None:
+            return only
         groups = self.group[slots].astype(np.int64)
         groups = groups[groups >= 0]
-        if len(groups) < 2 or every(groups == groups[0]):
-            return groups[:1]
+        if len(groups) < 2:
+            return groups
         different, first = np.unique(groups, return_index=True)
         return different[np.argsort(first)]
+
+    @staticmethod
+    def _only_group(groups: Array) -> Array | None:
+        """The group of all these rows, where it is one, as most often."""
+        if len(groups) and groups.item(0) >= 0 and every(groups == groups.item(0)):
+            return np.array([groups.item(0)])
+        return None
 
     def add_groups(self, keys: Array, names: list[Name] | None, expected: int) -> Array:
         """New groups; returns their ids."""
@@ -262,9 +270,8 @@ class State:
             stage.reserve_rows(self._capacity)
 
     def _join(self, slots: Array, groups: Array) -> None:
-        if len(slots) == 1:
-            if groups.item() >= 0:
-                self.groups.add_members(groups, _ONE, slots)
+        if (only := self._only_group(groups)) is not None:
+            self.groups.add_members(only, np.array([len(slots)], np.int32), slots)
             return
         grouped = (groups >= 0).nonzero()[0]
         if not len(grouped):

@@ -117,13 +117,22 @@ class Store:
         replace: bool = False,
         keep: bool = False,
         reuse: bool = False,
+        named: tuple[int, int] | None = None,
     ) -> PutPlan:
         """Raise what `put` would raise, before any range is resolved; else how it will be done.
 
-        Of the columns' records only which are ABSENT matters yet.
+        named: how many specs and owners there are; None: of the columns' records only which are
+        ABSENT matters yet.
         """
         return puts.plan_put(
-            self._state, rows, columns, tags or {}, replace=replace, keep=keep, reuse=reuse
+            self._state,
+            rows,
+            columns,
+            tags or {},
+            replace=replace,
+            keep=keep,
+            reuse=reuse,
+            named=named,
         )
 
     def put(
@@ -150,8 +159,9 @@ class Store:
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
         if plan is None:
-            plan = puts.plan_put(
-                self._state, rows, columns, tags, replace=replace, keep=keep, reuse=reuse
+            named = len(specs), len(owners)
+            plan = self.check_put(
+                rows, columns, tags, replace=replace, keep=keep, reuse=reuse, named=named
             )
         plan.bring(self._state, columns, specs, owners, inline)
         outcome = puts.apply_put(self._state, plan, specs, owners, inline)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import InvalidRows, RowsGone, counted
+from dataplane.memory.extents import every, some
 from dataplane.metadata.columns import Array
 from dataplane.metadata.finishes import lease_of
 from dataplane.metadata.index import pairs
@@ -115,9 +116,9 @@ def names_of(given: dict[int, Name], ids: Array, keys: bytes) -> list[Name] | No
 def _groups(state: State, slots: Array) -> tuple[bytes, Array]:
     """(the group_index column, the groups in the order in which they occur)."""
     groups = state.group[slots].astype(np.int64)
-    if not np.count_nonzero(groups >= 0):
+    if not some(groups >= 0):
         return b"", np.zeros(0, np.int64)
-    if int(groups.min()) == int(groups[0]) == int(groups.max()):
+    if every(groups == groups[0]):
         return bytes(4 * len(slots)), groups[:1]
     different, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
     rank = np.argsort(first[different >= 0]) + np.count_nonzero(different < 0)

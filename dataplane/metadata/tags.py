@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, counted
+from dataplane.memory.extents import every, some
 from dataplane.metadata.columns import Array, grow
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_TAGS
 from dataplane.wire.tables import Scalar
@@ -158,9 +159,9 @@ class Tags:
         result: dict[str, list[Scalar]] = {}
         for name, column in self._columns.items():
             present = column.present[slots]
-            if present.any():
+            if some(present):
                 values: list[Scalar] = column.values[slots].tolist()
-                if not present.all():
+                if not every(present):
                     there = present.tolist()
                     values = [v if here else None for v, here in zip(values, there, strict=True)]
                 result[name] = values

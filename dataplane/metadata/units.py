@@ -75,14 +75,9 @@ class Units:
         if not count:
             return
         self.changed = True
-        if count == 1:
-            was = self.state.item(ids.item())
-            self.counts[was] -= 1
-            left_ready = was == READY
-        else:
-            were = np.bincount(self.state[ids], minlength=5).tolist()
-            self.counts = [now - then for now, then in zip(self.counts, were, strict=True)]
-            left_ready = were[READY] > 0
+        were = self.state[ids].tobytes()
+        left_ready = READY in were
+        self.counts = [now - were.count(state) for state, now in enumerate(self.counts)]
         self.counts[to] += count
         if left_ready:
             for lane in self._filtered.values():

@@ -44,7 +44,7 @@ class Socket:
         self.closed = False
         self._take: Take | None = None
         self._paused = False
-        self._look_is_due = False
+        self._look_is_due = self._looks = False
         self._queue: deque[tuple[Sequence[bytes], asyncio.Future[None]]] = deque()
         self._monitor: Socket | None = None
         # What comes belongs to no call that happened to be under way when the socket was made.
@@ -122,17 +122,25 @@ class Socket:
 
     def _look(self) -> None:
         """Do all that can be done now, or much of it and the rest soon."""
+        self._looks = True
+        try:
+            if not self._work_off():
+                self._look_soon()
+        finally:
+            self._looks = False
+
+    def _work_off(self) -> bool:
         for _ in range(AT_ONCE):
             if self.closed:
-                return
+                return True
             events = self._number(zmq.EVENTS)
             sent = bool(self._queue) and events & _OUT and self._send_next()
             receives = not self._paused and self._take is not None and events & _IN
             if receives:
                 self._receive_next()
             if not sent and not receives:
-                return
-        self._look_soon()
+                return True
+        return False
 
     def _receive_next(self) -> None:
         assert self._take is not None
@@ -156,8 +164,8 @@ class Socket:
         if self.closed:
             raise SocketClosed
         sent = self._try(parts)
-        # Sending may have swallowed the word that something came.
-        if self._number(zmq.EVENTS) & _IN:
+        # Sending may have swallowed the word that something came: who looks asks again anyhow.
+        if not self._looks and self._number(zmq.EVENTS) & _IN:
             self._look_soon()
         return sent
 

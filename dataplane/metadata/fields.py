@@ -225,7 +225,7 @@ class Fields:
             elif anywhere >> bit & 1:
                 self._forget(slots[(present & np.uint64(1 << bit)) != 0], bit)
         self.present[slots] = 0
-        return sum(int(records["nbytes"].sum()) for records in self._released[before:])
+        return sum(int(np.add.reduce(r["nbytes"])) for r in self._released[before:])
 
     def gather(
         self, slots: Array, names: Sequence[str] | None, stage: str = ""

@@ -183,6 +183,12 @@ class Room:
             f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"
             for h in holders[:3]
         )
+        longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
+        if needed <= room and longest > stretch:
+            why += (
+                f"; what is left is in pieces: one value has {longest} B, the longest stretch that "
+                f"is free is {stretch} B, between what is in use"
+            )
         kind_of, beyond = self.beyond()
         return kind_of(
             f"peer {host.name!r} has no room: {needed} B are needed and {room} B are "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import LeaseExpired
+from dataplane.errors import BackPressure, LeaseExpired
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -54,6 +54,20 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
         await settled()
         assert order == served
     await asyncio.gather(*asked)
+
+
+async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() -> None:
+    space = Space(16 * PAGE)
+    host: Any = SimpleNamespace(
+        name="a", space=space, now=lambda: 0.0, notices=Notices(), entries={}, lent=Lent(),
+        labels={},
+    )  # fmt: skip
+    room = Room(host)
+    held = [space.reserve(1, Admission.PULL, pages(1))[1] for _ in range(16)]
+    for extents in held[::2]:
+        space.give_back(1, extents)
+    with pytest.raises(BackPressure, match=f"in pieces: one value has {4 * PAGE} B"):
+        await room.reserve(2, Admission.PULL, pages(4), 0.01)
 
 
 async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:

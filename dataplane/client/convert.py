@@ -23,13 +23,15 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
 
     The arrays are private and writable. view=True: read-only views, without a copy where rows lie
-    at a regular distance in host memory.
+    at a regular distance in host memory; of small values that came with their rows a private array.
     Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
     """
     if isinstance(column, DeviceColumn):
         column = column.on_host()
     if column.uniform is not None:
         dense = column.dense() if view else None
+        if dense is not None and column.came_along and not dense.flags.c_contiguous:
+            dense = None  # row by row: few bytes, which are quicker to read side by side
         return _dense(column) if dense is None else dense
     if column.holds_arrays or not len(column):
         return list(column) if view else [row.copy() for row in column]

@@ -178,6 +178,11 @@ class ColumnView(Sequence[Any]):
         return part
 
     @property
+    def came_along(self) -> bool:
+        """Whether all values lie in the message that brought them."""
+        return self._inline is None and _all_inline(self._places)
+
+    @property
     def places(self) -> Records:
         """The PLACE record of each row."""
         return self._places

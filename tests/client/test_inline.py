@@ -192,12 +192,14 @@ def test_views_of_them_are_read_only_and_outlive_the_batch(
     peer: ScriptedPeer, part: Partition
 ) -> None:
     given = [np.arange(5.0) + i for i in range(4)]
-    part.put({"a": given, "t": ["x", "", "é", "z"]})
+    part.put({"a": given, "t": ["x", "", "é", "z"], "score": [0.5, 1.5, 2.5, 3.5]})
     peer.serve_put(peer.bodies(Put)[0])
-    batch = part.claim("s", rows=4, fields=["a", "t"])
+    batch = part.claim("s", rows=4, fields=["a", "t", "score"])
     assert len(peer.bodies(Claim)) == 1
     views = list(batch["a"])
     dense, texts = batch.numpy("a", view=True), list(batch["t"])
+    scores = batch.numpy("score", view=True)
+    assert scores.flags.c_contiguous and scores.tolist() == [0.5, 1.5, 2.5, 3.5]
     batch.ack()
     del batch
     assert all(np.array_equal(view, one) for view, one in zip(views, given, strict=True))

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib.pyplot as plt
 import over_controller
 import over_dataplane
 import torch
@@ -86,6 +85,8 @@ def live(stage: str, rank: int, nth: int, args: Namespace, pipes: dict[Any, Any]
 
 def report(steps: list[dict[str, float]], out: Path) -> None:
     """The rewards in words and as a picture."""
+    import matplotlib.pyplot as plt  # the workers do without
+
     rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
     first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
     oldest = max(step["lag"] for step in steps)

@@ -56,8 +56,6 @@ def test_after_a_killed_trainer_training_goes_on_where_it_was(
 
 @pytest.mark.timeout(300)
 def test_a_controller_trains_too_and_ends_with_its_worker(tmp_path: Path) -> None:
-    assert train(tmp_path / "whole", "--plane", "controller").returncode == 0
-    assert risen(steps_of(tmp_path / "whole"))
-    killed = train(tmp_path / "killed", "--plane", "controller", "--kill", "rollout")
-    assert killed.returncode != 0
-    assert len(steps_of(tmp_path / "killed")) < STEPS
+    done = train(tmp_path / "out", "--plane", "controller", "--kill", "rollout")
+    assert done.returncode != 0 and "('rollout', 1) died, and with it the run" in done.stderr
+    assert STEPS // 2 < len(steps_of(tmp_path / "out")) < STEPS

@@ -48,6 +48,7 @@ class Checkpoints:
         self.mesh = writing.mesh
         self.partitions = partitions
         self.grants = writing.grants
+        self.references = writing.references
         self.settle = writing.settle
         self.reading = reading
         self.handlers: dict[type[Body], Any] = {
@@ -111,9 +112,9 @@ class Checkpoints:
 
         async def hand_over(roster: Roster) -> PutDone:
             address = roster.home(body.partition)
-            return await self.grants.hand_over(address, sub, caller, roster.epoch)
+            return await self.references.hand_over(address, sub, caller, roster.epoch)
 
-        with self.grants.under_way(committed, caller):
+        with self.references.under_way(committed.ranges, committed.counts, caller):
             return await self._under_one_roster(hand_over)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:

@@ -20,6 +20,7 @@ from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.leases import Lease, Leases
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.metadata_share import MetadataShare
+from dataplane.peer.references import References
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
@@ -34,6 +35,7 @@ class Finishing:
         mesh: Mesh,
         leases: Leases,
         grants: Grants,
+        references: References,
         copying: Copying,
         share: MetadataShare,
         settle: Callable[[Entry], None],
@@ -42,6 +44,7 @@ class Finishing:
         self.mesh = mesh
         self.leases = leases
         self.grants = grants
+        self.references = references
         self.copying = copying
         self.share = share
         self.settle = settle
@@ -86,7 +89,7 @@ class Finishing:
     ) -> Body:
         caller = caller_of(self.host, request, session)
         with (
-            self.grants.under_way(committed, caller),
+            self.references.under_way(committed.ranges, committed.counts, caller),
             self.grants.kept_where_full(session, committed),
         ):
             try:
@@ -103,7 +106,7 @@ class Finishing:
         while True:
             roster = self.host.roster
             try:
-                return await self.grants.hand_over(
+                return await self.references.hand_over(
                     roster.home(lease.partition), body, caller, roster.epoch
                 )
             except (StaleEpoch, Unavailable) as exc:
@@ -132,7 +135,7 @@ class Finishing:
             flat = rowset.flat_values(body.columns)
             for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):
                 if named[0] != INLINE:
-                    self.grants.let_go(*named)  # the first time they were taken
+                    self.references.let_go(*named)  # the first time they were taken
             return PutDone()
         self.share.check_values(body.inline)
         outcome = entry.store.finish(

@@ -43,6 +43,7 @@ from dataplane.peer.partitions import Partitions
 from dataplane.peer.paths import candidates, start_engine
 from dataplane.peer.pulls import Pulls
 from dataplane.peer.reading import Reading
+from dataplane.peer.references import References
 from dataplane.peer.room import Room
 from dataplane.peer.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
@@ -115,11 +116,12 @@ class Peer:
         parts.on_phase.append(lambda entry, phase: share.all_try())
 
         self.leases = leases = Leases()
-        self.grants = grants = Grants(host, mesh, parts, room, self.devices)
+        self.references = refs = References(host, mesh, room)
+        self.grants = grants = Grants(host, parts, room, self.devices)
         self.reading = reading = Reading(host, mesh, parts, leases, pulls, self.device_pulls)
-        self.writing = Writing(host, mesh, grants, self.copying, share, self.settle)
+        self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(
-            host, mesh, leases, grants, self.copying, share, self.settle
+            host, mesh, leases, grants, refs, self.copying, share, self.settle
         )
         self.changes = Changes(host, mesh, parts, self.settle)
         self.checkpoints = Checkpoints(self.writing, reading, parts)
@@ -155,7 +157,7 @@ class Peer:
             lingering,
             self.shipping,
             parts,
-            grants,
+            refs,
             queues,
             share,
             self.losses,
@@ -245,7 +247,7 @@ class Peer:
     def settle(self, entry: Entry) -> None:
         freed = False
         for owner, ranges, counts in entry.store.freed():
-            freed |= self.grants.let_go(owner, ranges, counts)
+            freed |= self.references.let_go(owner, ranges, counts)
             self.copying.freed(entry, owner, ranges, counts)
         if freed:
             self.room.pump()

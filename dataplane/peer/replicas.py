@@ -22,10 +22,10 @@ from dataplane.metadata.references import ids_of
 from dataplane.metadata.replay import apply
 from dataplane.metadata.roster import Roster
 from dataplane.metadata.store import Store
-from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
+from dataplane.peer.references import References
 from dataplane.peer.shipping import MOST_LESSEES, Shipping
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
@@ -78,20 +78,20 @@ class Replicas:
         mesh: Mesh,
         partitions: Partitions,
         shipping: Shipping,
-        grants: Grants,
+        references: References,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
         self.shipping = shipping
-        self.grants = grants
+        self.references = references
         self.copying = shipping.copying
         self._origins: dict[Owner, _Origin] = {}
         self._named: set[Owner] = set()
         """whose values the rows name that were taken over just now"""
         mesh.handlers[Append] = self._append
         mesh.has = self.has
-        mesh.handlers[Inherited] = self.grants.inherited
+        mesh.handlers[Inherited] = self.references.inherited
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""
@@ -273,7 +273,7 @@ class Replicas:
         for other in self.host.roster.owners:
             ranges, counts = _joined(held.get(other, []))
             body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
-            self.grants.took_over(other, body)
+            self.references.took_over(other, body)
 
 
 def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:

@@ -8,7 +8,6 @@ from dataplane.metadata.roster import Roster
 from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
-from dataplane.peer.grants import Grants
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.keepers import Keeper
 from dataplane.peer.leaving import Leaving
@@ -18,6 +17,7 @@ from dataplane.peer.membership import Membership
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.metadata_share import MetadataShare
 from dataplane.peer.partitions import Partitions
+from dataplane.peer.references import References
 from dataplane.peer.replicas import Replicas
 from dataplane.peer.serving import Serving
 from dataplane.peer.shipping import Shipping
@@ -36,7 +36,7 @@ class Succession:
         lingering: Lingering,
         shipping: Shipping,
         partitions: Partitions,
-        grants: Grants,
+        references: References,
         queues: ClaimQueues,
         share: MetadataShare,
         losses: LossReports,
@@ -47,15 +47,15 @@ class Succession:
     ) -> None:
         self.shipping = shipping
         self.partitions = partitions
-        self.grants = grants
+        self.references = references
         self.queues = queues
         self.share = share
         self.losses = losses
         self.claims = claims
         self.membership = Membership(host, mesh, keeper, serving, self, begins_anew)
-        self.replicas = Replicas(host, mesh, partitions, shipping, grants)
+        self.replicas = Replicas(host, mesh, partitions, shipping, references)
         self.leaving = Leaving(
-            host, mesh, self.membership, shipping.copying, door, grants.lent, settle
+            host, mesh, self.membership, shipping.copying, door, references.lent, settle
         )
         self.in_sync = lambda: shipping.synced
         self.clear = self.leaving.clear
@@ -76,4 +76,4 @@ class Succession:
 
     def gone(self, owner: Owner) -> None:
         self.queues.gone(owner)
-        self.grants.gone(owner)
+        self.references.gone(owner)

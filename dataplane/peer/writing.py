@@ -16,6 +16,7 @@ from dataplane.peer.grants import Committed, Grants
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.mesh import CALL_S, Mesh
 from dataplane.peer.metadata_share import MetadataShare
+from dataplane.peer.references import References
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
@@ -28,6 +29,7 @@ class Writing:
         host: Host,
         mesh: Mesh,
         grants: Grants,
+        references: References,
         copying: Copying,
         share: MetadataShare,
         settle: Callable[[Entry], None],
@@ -35,6 +37,7 @@ class Writing:
         self.host = host
         self.mesh = mesh
         self.grants = grants
+        self.references = references
         self.copying = copying
         self.share = share
         self.settle = settle
@@ -90,14 +93,14 @@ class Writing:
         )
         end = min(self.host.now() + CALL_S, call_deadline.get())
         with (
-            self.grants.under_way(committed, caller),
+            self.references.under_way(committed.ranges, committed.counts, caller),
             self.grants.kept_where_full(session, committed),
         ):
             while True:
                 roster = self.host.roster
                 try:
                     home = roster.home(body.partition)
-                    done = await self.grants.hand_over(home, sub, caller, roster.epoch)
+                    done = await self.references.hand_over(home, sub, caller, roster.epoch)
                     break
                 except ShardFull as exc:
                     if exc.details.get("values"):

@@ -19,9 +19,9 @@ from dataplane.memory.space import Space
 from dataplane.metadata.authority import Authority
 from dataplane.metadata.heirs import Heirs
 from dataplane.metadata.roster import Roster
-from dataplane.peer.grants import Grants
 from dataplane.peer.host import Caller
 from dataplane.peer.progress import Progress
+from dataplane.peer.references import References
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Release
 from dataplane.wire.records import EXTENT
@@ -32,7 +32,7 @@ LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
 TOLD_AT = 8
 
 
-def lent_ranges(**host: Any) -> tuple[Grants, Any]:
+def lent_ranges(**host: Any) -> tuple[References, Any]:
     """An owner, and two ranges of its that LOST has in its rows."""
     space = Space(1 << 20)
     granted = space.grant(1, Admission.OPEN, 8192)
@@ -42,9 +42,9 @@ def lent_ranges(**host: Any) -> tuple[Grants, Any]:
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(pump=lambda: None)
     mesh = SimpleNamespace(handlers={})
-    grants = Grants(me, mesh, None, room, None)  # type: ignore[arg-type]
-    grants.lent.lend(LOST, ranges)
-    return grants, ranges
+    references = References(me, mesh, room)  # type: ignore[arg-type]
+    references.lent.lend(LOST, ranges)
+    return references, ranges
 
 
 def heirs(*takeovers: Takeover) -> Heirs:
@@ -60,25 +60,25 @@ def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
     began: int, kept: int
 ) -> None:
     taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, HEIR, TOLD_AT)]
-    grants, ranges = lent_ranges(heirs=heirs(*taken))
+    references, ranges = lent_ranges(heirs=heirs(*taken))
     told = Inherited(Owner(HEIR.peer, 0), b"", b"", began)
-    grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
+    references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
-    assert grants.host.space.alive(ranges).sum() == len(grants.lent) == kept
+    assert references.host.space.alive(ranges).sum() == len(references.lent) == kept
 
 
 def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
-    grants, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    references, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     told = Inherited(LOST, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
-    grants.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
-    assert grants.host.space.alive(ranges).tolist() == [True, False]
-    assert grants.lent.peers == [HEIR]
+    references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
+    assert references.host.space.alive(ranges).tolist() == [True, False]
+    assert references.lent.peers == [HEIR]
 
 
 class SlowToInherit:
     """An heir's way to the owner of values, on which what it took over comes late."""
 
-    def __init__(self, owner: Grants) -> None:
+    def __init__(self, owner: References) -> None:
         self.handlers: dict[type[Body], Any] = {}
         self.tasks: list[asyncio.Task[Any]] = []
         self._owner = owner
@@ -102,9 +102,7 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = Grants(
-        SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None, None, None
-    )  # type: ignore[arg-type]
+    heir = References(SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])
@@ -140,7 +138,7 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
-    heir = Grants(host, way, None, None, None)  # type: ignore[arg-type]
+    heir = References(host, way, None)  # type: ignore[arg-type]
     heir.let_go(owner.host.owner, ranges, counts)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
@@ -153,9 +151,7 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
-    heir = Grants(
-        SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None, None, None
-    )  # type: ignore[arg-type]
+    heir = References(SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
     heir.let_go(there, ranges[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now
@@ -197,10 +193,10 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     seen = [before, after] if misses_one else [before, middle, after]
     for old, new in pairwise(seen):
         known.follow(old, new)
-    grants, ranges = lent_ranges(heirs=known)
-    grants.lent.lost(LOST)
-    grants.lent.lend(lost, ranges)
+    references, ranges = lent_ranges(heirs=known)
+    references.lent.lost(LOST)
+    references.lent.lend(lost, ranges)
     told = Inherited(between, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
-    grants.inherited(Caller(heir.peer, heir.incarnation), told)
-    assert grants.host.space.alive(ranges).tolist() == [True, False]
-    assert grants.lent.peers == [heir]
+    references.inherited(Caller(heir.peer, heir.incarnation), told)
+    assert references.host.space.alive(ranges).tolist() == [True, False]
+    assert references.lent.peers == [heir]

@@ -116,8 +116,8 @@ def left_behind(peer: Peer) -> list[str]:
             f"{peer.host.name} keeps {stats['used_bytes'] - stats['cached_bytes']} B of nobody's, "
             f"{stats['granted_bytes']} B granted, {stats['pins']} pins"
         )
-    if len(peer.grants.lent):
-        wrong.append(f"{peer.host.name} has {len(peer.grants.lent)} ranges lent for nothing")
+    if len(peer.references.lent):
+        wrong.append(f"{peer.host.name} has {len(peer.references.lent)} ranges lent for nothing")
     if peer.claims.waiting or len(peer.queues):
         waiting = peer.claims.waiting + len(peer.queues)
         wrong.append(f"{waiting} claims wait at {peer.host.name} for nobody")

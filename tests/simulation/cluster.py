@@ -211,7 +211,7 @@ class Cluster:
         """Whether the store that granted a client's lease, or took it over, still has it."""
         assert client.peer is not None
         return lease in client.peer.leases._leases and any(
-            entry.store.state.leases.get(lease) is not None
+            entry.store.is_leased(lease)
             for peer in self.peers
             for entry in peer.host.entries.values()
         )

@@ -35,7 +35,7 @@ from dataplane.metadata.names import KEY_BYTES, hash_name, mint
 from dataplane.wire import messages as m
 from dataplane.wire.limits import INLINE_LIMIT_BYTES
 from dataplane.wire.records import EXTENT, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, U8, VALUE, column
-from dataplane.wire.tables import Column, Definition, Name, Rows, Spec
+from dataplane.wire.tables import Column, Definition, Name, Rows, Shape, Spec
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
 
@@ -347,7 +347,7 @@ class Consumer(Role):
         if want.count and units > want.count:
             self.ledger.wrong(f"{self!r} got {units} {want.unit} instead of {want.count}")
 
-    def _look(self, claimed: m.Claimed, keys: list[bytes]) -> None:
+    def _look(self, claimed: m.Claimed | m.Fetched, keys: list[bytes]) -> None:
         assert self.client.peer is not None
         view = self.client.peer.host.arena.view
         for one in claimed.table.columns:
@@ -409,6 +409,71 @@ class Consumer(Role):
             self.ledger.acked(self.stage, keys, False)
             raise
         self.ledger.acked(self.stage, keys, True)
+
+
+class Rank(Consumer):
+    """One of the ranks of a trainer: takes its part of the stage's plan, and of every plan after it
+    until the stage has had everything. Each takes every so many rows, so that no row is two's."""
+
+    rank = 0
+    ranks = 1
+    hold_s = 1.0
+    mine: list[bytes]
+    """rows of the last plan that it has acked: the stage has, when that is drained"""
+
+    async def _run(self) -> None:
+        self.mine = []
+        await super()._run()
+        self.ledger.acked(self.stage, self.mine, True)
+
+    async def _once(self) -> bool:
+        self.doing = f"takes part in a plan of {self.stage} as rank {self.rank} of {self.ranks}"
+        body = m.Claim(PARTITION, self.generation, self.stage, m.Want("rows", 0, 0))
+        body.plan, body.rank = Shape(self.ranks, balance="length", seed=1), self.rank
+        body.timeout_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
+        began = self.client.cluster.loop.now
+        try:
+            claimed = await self.client.call(body, m.Claimed, 5.0)
+        except ClaimTimeout as exc:
+            self.told = str(exc)
+            await asyncio.sleep(self.rng.uniform(0.01, 0.2))
+            return True
+        except (StreamEnd, RowsLost):
+            self.doing = f"has had all of {self.stage}"
+            return False
+        assert claimed.plan is not None
+        part = np.arange(self.rank, claimed.plan.rows, self.ranks)
+        trained: list[bytes] = []
+        try:
+            for micro in np.array_split(part, -(-len(part) // 5)):
+                if len(micro):
+                    trained += await self._train(claimed.lease, micro, began)
+            self.doing = f"acks its part of a plan of {self.stage}"
+            await self._ended(m.Finish(claimed.lease, "ack"), [])
+            self.mine = trained
+        except LeaseExpired as exc:
+            self.told = str(exc)
+        except AGAIN:
+            self.client.tell(m.Finish(claimed.lease, "release"))
+            raise
+        finally:  # it may have been acked, by all: nobody says so to one of them
+            self.ledger.acked(self.stage, trained, False)
+            self.ledger.let_go(self.client, self.stage, trained)
+        return True
+
+    async def _train(self, lease: int, micro: Any, began: float) -> list[bytes]:
+        if self.rng.random() < 0.05:
+            self.client.close()
+            raise PeerLost("its process ended, and another takes its place")
+        body = m.Fetch(lease, ["x"], index=micro.astype(U4).tobytes())
+        fetched = await self.client.call(body, m.Fetched, 10.0)
+        raw = fetched.table.rows.keys
+        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        self.ledger.claimed(self.client, lease, self.stage, keys, False, began)
+        self._look(fetched, keys)
+        self.client.tell(m.Unpin([fetched.pin]))
+        await asyncio.sleep(self.rng.expovariate(1 / self.hold_s))
+        return keys
 
 
 class Sealer(Role):

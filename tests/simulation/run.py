@@ -25,7 +25,7 @@ from tests.simulation.invariants import Watch, left_behind, unnamed
 from tests.simulation.ledger import STAGES, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.roles import PARTITION, Consumer, Producer, Role, Sealer
+from tests.simulation.roles import PARTITION, Consumer, Producer, Rank, Role, Sealer
 from tests.simulation.taggers import Tagger
 
 LOOK_EVERY = 250
@@ -65,6 +65,8 @@ class Run:
         self.rng = random.Random(seed)
         self.droppers = random.Random(f"droppers of {seed}")
         """by itself: seeds without one go as they went before there were any"""
+        self.planned = random.Random(f"plans of {seed}").random() < 0.3
+        """whether those who train take plans, as ranks"""
         self.newcomers = random.Random(f"newcomers of {seed}")
         self.loop = VirtualLoop()
         rng = self.rng
@@ -191,9 +193,13 @@ class Run:
     def _people(self) -> None:
         producers = [self._role(Producer, f"p{i}") for i in range(self.rng.choice((2, 3)))]
         for stage in STAGES:
-            for i in range(self.rng.choice((1, 2, 3))):
-                consumer = self._role(Consumer, f"{stage}{i}")
+            planned = self.planned and stage == "train"
+            many = self.rng.choice((1, 2, 3))
+            for i in range(many):
+                consumer = self._role(Rank if planned else Consumer, f"{stage}{i}")
                 consumer.stage = stage
+                if planned:
+                    consumer.rank, consumer.ranks = i, many
         for i in range(self.rng.choice((0, 1, 2))):
             self.taggers.append(self._role(Tagger, f"tagger{i}"))
         if self.droppers.random() < 0.4:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from dataplane.client import arguments, schema
+from dataplane.client.outgoing import Call
 from dataplane.client.rows import name_list
 from dataplane.client.session import Session
 from dataplane.errors import (
@@ -46,16 +47,6 @@ SHARD_FULL_S = 1.0
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
-    wait (for rows), `deadline_s` only how long this side does; None: for ever."""
-
-    body: Body
-    deadline_s: float | None
-    blocking: bool = False
 
 
 @dataclass(frozen=True, slots=True)

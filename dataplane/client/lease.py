@@ -22,7 +22,6 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client.core import (
     DEFAULT_TIMEOUT_S,
-    Call,
     Deadline,
     Handle,
     Operation,
@@ -32,6 +31,7 @@ from dataplane.client.core import (
     wait_for,
 )
 from dataplane.client.inlining import landed
+from dataplane.client.outgoing import Call
 from dataplane.client.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.writing import write_columns
 from dataplane.client.written import Written, beside

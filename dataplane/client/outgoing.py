@@ -8,19 +8,29 @@ carried out already when a connection broke and everything is sent again.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 
 from dataplane.client.connection import GRACE_S, frame_of
-from dataplane.client.core import Call
 from dataplane.client.session import Session
 from dataplane.errors import PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import Claim, Losses, Request, Wait
+from dataplane.wire.messages import Body, Claim, Losses, Request, Wait
 
 REPEATS = 8
 """How often one call is sent again, each time on a connection that was made for it."""
 _FOREVER_MS = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
+    wait (for rows), `deadline_s` only how long this side does; None: for ever."""
+
+    body: Body
+    deadline_s: float | None
+    blocking: bool = False
 
 
 class Outgoing:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host
 from dataplane.peer.meters import OTHER, ByLabel, Histogram, Meters
-from dataplane.peer.peer import Peer
 from dataplane.transport.registry import TCP
 from dataplane.version import __version__
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 MAX_CLIENTS = 20
 """Clients that hold most are named one by one, the others together."""

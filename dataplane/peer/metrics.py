@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -26,7 +26,9 @@ from prometheus_client.registry import Collector
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.peer.figures import Family, families_of, serves
 from dataplane.peer.meters import BOUNDS_S, Meters
-from dataplane.peer.peer import Peer
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import pytest
 
 from dataplane.client.archive import Archive, verified
 from dataplane.client.checkpoint import _Checkpoint, _each_once
-from dataplane.client.core import Call, Deadline
+from dataplane.client.core import Deadline
+from dataplane.client.outgoing import Call
 from dataplane.errors import CheckpointFailed
 from dataplane.wire.checkpoint import CensusDone
 

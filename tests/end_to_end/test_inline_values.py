@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane.client.core import Call, Operation
+from dataplane.client.core import Operation
+from dataplane.client.outgoing import Call
 from dataplane.metadata.roster import Roster
 from dataplane.wire.messages import Body, Put
 from dataplane.wire.records import KEY, VALUE

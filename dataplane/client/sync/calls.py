@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any, TypeVar
 
-from dataplane.client.core import Call, Operation, Step
-from dataplane.client.outgoing import Outgoing
+from dataplane.client.core import Operation, Step
+from dataplane.client.outgoing import Call, Outgoing
 from dataplane.client.session import Session
 from dataplane.client.sync.driver import exchange, further, offload
 from dataplane.errors import PeerLost

@@ -26,7 +26,7 @@ from dataplane.peer.deadlines import Deadlines
 from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.links import Link, LinkBroken
-from dataplane.peer.once import may_repeat
+from dataplane.peer.once import REPEATABLE, may_repeat
 from dataplane.peer.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.serving import Serving
 from dataplane.peer.tasks import Tasks
@@ -207,9 +207,16 @@ class Mesh:
                         f"peer {link.hello.name} at {address} was started anew: repeat the call",
                         address=address,
                     )
-                return await link.ask(*self._request(address, body, who, timeout_s, epoch), brings)
+                reply = await link.ask(*self._request(address, body, who, timeout_s, epoch), brings)
             except LinkBroken as exc:
                 broken = exc
+                continue
+            if broken is not None and isinstance(body, REPEATABLE) and _is_stale(reply):
+                # Refused now, and perhaps carried out before: whoever asks must not take it for
+                # refused, and go to another peer with it as if for the first time.
+                self.on_stale()
+                raise Unavailable(broken.message, **broken.details) from broken
+            return reply
 
     async def reach(
         self,
@@ -420,3 +427,7 @@ class Mesh:
             self._break(link)
         self.others.meet(body)
         return self.others.introduction()
+
+
+def _is_stale(reply: Body) -> bool:
+    return isinstance(reply, Failed) and reply.code == StaleEpoch.__name__

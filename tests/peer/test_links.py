@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ import zmq
 
 from dataplane.errors import Unavailable
 from dataplane.peer.gate import Gate
+from dataplane.peer.host import Caller
 from dataplane.peer.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
+from dataplane.peer.mesh import Mesh
 from dataplane.peer.sockets import Context
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Done
+from dataplane.wire.messages import Body, Done, Failed, Put
 from dataplane.wire.peering import PeerHello, PeerReply
 from dataplane.wire.rosters import Append
+from dataplane.wire.tables import Rows
 
 
 def nothing(link: Link, reply: PeerReply, append: Append) -> None:
@@ -184,3 +188,38 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
     assert asked.result() == Done()
     link.close(Unavailable("enough"))
     context.destroy()
+
+
+@pytest.mark.parametrize("broke", [False, True])
+async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: bool) -> None:
+    """The connection broke, and whoever answers there now has the shard no more: a put that went on
+    to the next as if for the first time found its own rows in the way."""
+    mesh: Any = object.__new__(Mesh)
+    stale: list[bool] = []
+    mesh.on_stale = lambda: stale.append(True)
+    answers: list[Any] = [Failed("StaleEpoch", "it moved")]
+    if broke:
+        answers.insert(0, LinkBroken("it broke"))
+
+    async def ask(*request: Any) -> Body:
+        answer = answers.pop(0)
+        if isinstance(answer, LinkBroken):
+            raise answer
+        refused: Body = answer
+        return refused
+
+    async def link(address: str) -> Any:
+        return SimpleNamespace(hello=SimpleNamespace(incarnation=7, name="b"), ask=ask)
+
+    async def again(address: str, exc: LinkBroken) -> None: ...
+
+    mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
+    put = Put("p", 1, Rows(b""), [], [])
+    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    asked = mesh._exchange("tcp://10.0.0.2:7101", put, who, 1.0, None, None, 0, None)
+    if broke:
+        with pytest.raises(Unavailable, match="it broke"):
+            await asked
+    else:
+        assert isinstance(await asked, Failed)
+    assert bool(stale) == broke

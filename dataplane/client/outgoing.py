@@ -16,7 +16,7 @@ from dataplane.client.connection import GRACE_S, frame_of
 from dataplane.client.session import Session
 from dataplane.errors import PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import Body, Claim, Losses, Request, Wait
+from dataplane.wire.messages import Admit, Body, Claim, Losses, Request, Wait
 
 REPEATS = 8
 """How often one call is sent again, each time on a connection that was made for it."""
@@ -79,7 +79,11 @@ class Outgoing:
         if self._repeats > REPEATS or isinstance(exc, PeerLeaves):
             raise exc
         body = self._request.body
-        if self._blocking and self._until is not None and isinstance(body, Claim | Wait | Losses):
+        if (
+            self._blocking
+            and self._until is not None
+            and isinstance(body, Admit | Claim | Wait | Losses)
+        ):
             left_ms = max(0, int((self._until - time.monotonic()) * 1e3))
             body = msgspec.structs.replace(body, timeout_ms=left_ms)
             again = msgspec.structs.replace(self._request, body=body)

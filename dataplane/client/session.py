@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.names import mint_many
 from dataplane.wire.messages import (
+    Admit,
     Body,
     Claim,
     Finish,
@@ -40,10 +42,39 @@ from dataplane.wire.messages import (
 from dataplane.wire.records import KEY
 
 MAX_FAMILIAR = 65_536
-WAITING = (Claim, Wait, Losses)
+WAITING = (Claim, Wait, Losses, Admit)
 """Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _With:
+    """open: how many `with` there are."""
+
+    open: int = 0
+    permits: list[int] = field(default_factory=list)
+
+
+class HeldPermits:
+    """Of one session, by partition and generation. Used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, int], _With] = {}
+
+    def take(self, of: tuple[str, int], permit: int) -> None:
+        with self._lock:
+            held = self._held.setdefault(of, _With())
+            held.open += 1
+            held.permits.append(permit)
+
+    def leave(self, of: tuple[str, int]) -> list[int]:
+        """One `with` ends. Returns what is to be given back."""
+        with self._lock:
+            held = self._held[of]
+            held.open -= 1
+            return self._held.pop(of).permits if not held.open else []
 
 
 class Session:
@@ -77,6 +108,7 @@ class Session:
         self.familiar = Familiar()
         self.tally = Tally()
         self.leases: set[int] = set()
+        self.permits = HeldPermits()
         self.closed: str | None = None
         self.bell = Bell()
         """wakes the housekeeper"""

@@ -175,6 +175,8 @@ def restore(state: State, op: Restore) -> None:
     made = len(closed) - int(state.groups.all_dropped(closed).sum())
     state.closed_groups += made + op.closed_groups
     state.written(slots, groups)
+    if state.permits.counts and state.definition.free == "drop":
+        state.permits.acked(state, groups)
 
 
 def _enter_rows(

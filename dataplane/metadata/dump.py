@@ -23,7 +23,12 @@ from dataplane.wire.journal import (
     Held,
     LostBefore,
     Op,
+<<<<<<< HEAD
     Planned,
+=======
+    Paced,
+    Permitted,
+>>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
     Progressed,
     Sealed,
     Sized,
@@ -53,6 +58,7 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     state = store.state
     for name, stage in state.stages.items():
         yield AddStage(store.partition, store.generation, name, list(stage.fields))
+    yield from _permits(state)
     yield from _groups(state, rows_per_op)
     yield from _rows(store, rows_per_op)
     yield from _standings(state, rows_per_op)
@@ -95,7 +101,17 @@ def _groups(state: State, many: int) -> Iterator[Op]:
             (groups.seen[ids] - groups.members.counts[ids]).astype(U4).tobytes(),
             groups.dropped[ids].astype(U4).tobytes(),
             groups.closed(ids).astype(np.uint8).tobytes(),
+            state.permits.begun[ids].astype(U8).tobytes() if state.permits.counts else b"",
         )
+
+
+def _permits(state: State) -> Iterator[Op]:
+    permits = state.permits
+    if permits.counts:
+        max_lag, per_version = permits.limits or (0, 0)
+        yield Paced(permits.version, max_lag, per_version, sorted(permits.trained.items()))
+        for one in permits.given.values():
+            yield Permitted(one.number, one.holder, one.left, one.version)
 
 
 def _rows(store: Store, many: int) -> Iterator[Op]:

@@ -161,6 +161,8 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
         groups = state.groups_of(slots)
         if len(groups):
             lease.stage.settle(groups)
+            if state.permits.counts and state.definition.free == "drop":
+                state.permits.acked(state, groups)
         state.free_acked(slots)
     if outcome != "keep":
         lease.left[positions] = False

@@ -52,7 +52,7 @@ class PutOutcome:
 class PutPlan:
     """A checked put. slots: -1 for new rows. groups: id per entry of the message's groups. there:
     which rows of the message it is about, where some are passed over. reuse: names that are
-    remembered may be new rows'."""
+    remembered may be new rows'. holder: whose permits its new groups use; 0: nobody's."""
 
     rows: RowsIn
     columns: list[ColumnIn]
@@ -64,8 +64,12 @@ class PutPlan:
     keep: bool
     there: Array | None = None
     reuse: bool = False
+<<<<<<< HEAD
     sound: bool = False
     """what the columns name of specs and owners was checked too"""
+=======
+    holder: int = 0
+>>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
 
     @property
     def continues(self) -> bool:
@@ -414,6 +418,8 @@ def _enter_groups(state: State, plan: PutPlan) -> Array:
         names = None if given is None else [given[i] for i in made.tolist()]
         size = state.definition.group_size or UNKNOWN_SIZE
         plan.groups[made] = state.add_groups(plan.rows.group_keys[made], names, size)
+        if plan.holder:
+            state.permits.use(plan.holder, plan.groups[made])
     if not len(plan.groups):
         return _NONE
     return plan.groups[plan.groups >= 0]

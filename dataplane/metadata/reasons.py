@@ -103,6 +103,30 @@ def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
     return "; ".join(parts)
 
 
+def of_admission(told: Mapping[str, Any], wanted: int, holders: Mapping[str, int]) -> str:
+    """Why groups may not be begun: of `Permits.stats`, with how many wait `before` it. holders: how
+    many groups each may still open."""
+    version = told["version"]
+    taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
+    taken += "".join(f", {n} permitted to {who}" for who, n in list(holders.items())[:SHOWN_LEASES])
+    more = sum(list(holders.values())[SHOWN_LEASES:])
+    taken += f", and {more} to others" if more else ""
+    if told["finished_groups"]:
+        taken += f", {told['finished_groups']} finished at version {version}"
+    if told["held_groups"]:
+        taken += f", {told['held_groups']} finished before it"
+    parts = [f"{wanted} of {counted(told['places'], 'place')} wanted; taken: {taken}"]
+    if told["before"]:
+        parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} before it")
+    if told["held_groups"]:
+        begun, such = version - told["lag"], ", ".join(map(repr, told["slowest"]))
+        such = f" (such as {such}: put its rows, or drop it)" if such else ""
+        parts.append(f"what was begun at version {begun} is not all there yet{such}")
+    if told["finished_groups"]:
+        parts.append("what is finished gives its places back at the next part.advance(version)")
+    return "; ".join(parts)
+
+
 def _lacking(facts: Facts, name: str, stage: str) -> str:
     said = (
         f"{counted(facts.lacking[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"

@@ -19,7 +19,12 @@ from dataplane.metadata.groups import CLOSED
 from dataplane.metadata.incoming import RowsIn, columns_in, rows_in
 from dataplane.metadata.index import KeyIndex, pairs, repeated
 from dataplane.metadata.inline import check_inline
+<<<<<<< HEAD
 from dataplane.metadata.leases import Lease, Member, Plan
+=======
+from dataplane.metadata.leases import Lease
+from dataplane.metadata.permits import DONE, Permit
+>>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.store import Store
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT
@@ -37,7 +42,12 @@ from dataplane.wire.journal import (
     Lost,
     LostBefore,
     Op,
+<<<<<<< HEAD
     Planned,
+=======
+    Paced,
+    Permitted,
+>>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
     Progressed,
     Relocated,
     Returned,
@@ -47,7 +57,7 @@ from dataplane.wire.journal import (
     Summary,
     Wrote,
 )
-from dataplane.wire.messages import Finish, Reset, Tag
+from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
 from dataplane.wire.peering import AddStage
 from dataplane.wire.records import KEY, RANGE, U4, U8, column
 from dataplane.wire.tables import Name, Rows
@@ -95,6 +105,7 @@ def _wrote(store: Store, op: Wrote, now: float) -> None:
         keep=keep,
         reuse=op.reuse,
         inline=op.inline,
+        holder=op.holder,
     )
 
 
@@ -187,6 +198,21 @@ def _sealed(store: Store, op: Sealed, now: float) -> None:
     store.state.short_groups += op.short_groups
 
 
+def _permitted(store: Store, op: Permitted, now: float) -> None:
+    permits = store.permits
+    if permits.limits is None or op.permit in permits.given or op.count < 1:
+        raise ProtocolError(f"permit {op.permit} is here already, or nothing says for what it is")
+    permits.given[op.permit] = Permit(op.permit, op.holder, op.version, op.count)
+
+
+def _unadmit(store: Store, op: Unadmit, now: float) -> None:
+    store.take_back(op.permits)
+
+
+def _advance(store: Store, op: Advance, now: float) -> None:
+    store.advance(op.version)
+
+
 def _ended(store: Store, op: Ended, now: float) -> None:
     store.clear()
 
@@ -206,6 +232,17 @@ def _restored(store: Store, op: Restore, now: float) -> None:
     store.restore(op)
 
 
+def _paced(store: Store, op: Paced, now: float) -> None:
+    permits = store.permits
+    if op.version < permits.version or op.per_version < 0 or op.max_lag < 0:
+        raise ProtocolError(f"the trainer goes from version {permits.version} to {op.version}")
+    permits.version = op.version
+    permits.begin(store.state)
+    permits.limits = (op.max_lag, op.per_version) if op.per_version else None
+    for version, groups in op.trained:
+        permits.trained[version] = permits.trained.get(version, 0) + groups
+
+
 # what a dump adds
 
 
@@ -221,6 +258,12 @@ def _sized(store: Store, op: Sized, now: float) -> None:
     ids = store.state.add_groups(keys, _names(op.names, len(keys)), 0)
     groups.expected[ids], groups.seen[ids], groups.dropped[ids] = expected, gone, dropped
     groups.phase[ids[closed]] = CLOSED
+    if op.begun:
+        begun = column(op.begun, U8, len(keys)).astype(np.int64)
+        if not store.permits.counts or (begun < 0).any():
+            raise ProtocolError("groups are begun at versions, and nothing says at which they are")
+        store.permits.begun[ids] = begun
+        store.permits.done += int(np.count_nonzero(begun == DONE))
 
 
 def _add_rows(store: Store, op: Wrote) -> None:
@@ -420,6 +463,10 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     AddStage: _add_stage,
     Sealed: _sealed,
     Ended: _ended,
+    Permitted: _permitted,
+    Unadmit: _unadmit,
+    Advance: _advance,
+    Paced: _paced,
     Lost: _lost,
     Relocated: _relocated,
     Restore: _restored,

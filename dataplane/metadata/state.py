@@ -20,6 +20,7 @@ from dataplane.metadata.index import KeyIndex
 from dataplane.metadata.leases import Lease, Leases
 from dataplane.metadata.losses import LostNames
 from dataplane.metadata.names import format_minted, given_names
+from dataplane.metadata.permits import Permits
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.tags import Tags
 from dataplane.metadata.tombstones import Tombstones, of_groups
@@ -50,6 +51,7 @@ class State:
         self.groups = Groups(definition.group_size or _USUAL_GROUP)
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
+        self.permits = Permits()
         self.tombstones = Tombstones()
         self.sealed = False
         self.short_groups = 0
@@ -66,7 +68,7 @@ class State:
     @property
     def nbytes(self) -> int:
         tables = (self.index, self.fields, self.tags, self.groups, self.tombstones, self._ids)
-        stages = sum(stage.nbytes for stage in self.stages.values())
+        stages = sum(stage.nbytes for stage in self.stages.values()) + self.permits.nbytes
         return sum(t.nbytes for t in tables) + stages + self.group.nbytes + self.incarnation.nbytes
 
     @property
@@ -150,6 +152,8 @@ class State:
             if self.groups.capacity != capacity:
                 stage.reserve_groups(self.groups.capacity)
             stage.groups.add(len(groups))
+        if self.permits.counts:
+            self.permits.opened(groups, self.groups.capacity)
         return groups
 
     def add_rows(self, keys: Array, names: list[Name] | None, groups: Array | None) -> Array:
@@ -231,8 +235,11 @@ class State:
             self._leave(slots[grouped], groups[grouped], dropped, freed)
         return nbytes
 
-    def remove_groups(self, groups: Array) -> None:
-        """Groups without rows are no more."""
+    def remove_groups(self, groups: Array, ended: bool = False) -> None:
+        """Groups without rows are no more. ended: those of which not every row was dropped are
+        finished."""
+        if self.permits.counts:
+            self.permits.removed(groups, ended & ~self.groups.all_dropped(groups))
         for stage in self.stages.values():
             stage.forget_groups(groups)
         self.groups.remove(groups)
@@ -293,7 +300,7 @@ class State:
         if len(spent):
             if freed or dropped:
                 self._remember_groups(spent)
-            self.remove_groups(spent)
+            self.remove_groups(spent, ended=freed or dropped)
         if len(spent) < len(groups):
             left = np.setdiff1d(groups, spent) if len(spent) else groups
             for stage in self.stages.values():
@@ -316,5 +323,5 @@ class State:
         self.closed_groups += made
         spent = self.groups.spent(groups)
         if len(spent):
-            self.remove_groups(spent)
+            self.remove_groups(spent, ended=True)
         return made

@@ -32,6 +32,7 @@ from dataplane.metadata.finishes import FinishOutcome
 from dataplane.metadata.groups import MAX_GROUP_ROWS
 from dataplane.metadata.leases import Lease, Member
 from dataplane.metadata.losses import LostNames
+from dataplane.metadata.permits import Permit, Permits
 from dataplane.metadata.puts import PutOutcome, PutPlan
 from dataplane.metadata.state import State
 from dataplane.metadata.takes import Kept, Taken
@@ -45,6 +46,8 @@ from dataplane.wire.journal import (
     Leased,
     Left,
     Op,
+    Paced,
+    Permitted,
     Relocated,
     Returned,
     Sealed,
@@ -52,7 +55,7 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.journal import Lost as LostWith
 from dataplane.wire.limits import MAX_NAME_BYTES
-from dataplane.wire.messages import Finish, Reset, Tag, Want
+from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
 from dataplane.wire.peering import AddStage
 from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import (
@@ -148,6 +151,7 @@ class Store:
         reuse: bool = False,
         plan: PutPlan | None = None,
         inline: bytes = b"",
+        holder: int = 0,
     ) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones. Those that were here under given
         names and have been freed are passed over, unless their names may be used again (`reuse`).
@@ -155,7 +159,8 @@ class Store:
         plan: what `check_put` said of the same rows, if nothing has changed here since.
         columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
         redelivery, values that are there stay and are counted. inline: the bytes of values whose
-        owner is `INLINE`, which live here from now on. Raises FieldExists (without replace
+        owner is `INLINE`, which live here from now on. holder: whose permits new groups use, if it
+        has some. Raises FieldExists (without replace
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
         if plan is None:
@@ -164,13 +169,15 @@ class Store:
                 rows, columns, tags, replace=replace, keep=keep, reuse=reuse, named=named
             )
         plan.bring(self._state, columns, specs, owners, inline)
+        if holder and self._state.permits.given and len(plan.new_groups):
+            plan.holder = holder
         outcome = puts.apply_put(self._state, plan, specs, owners, inline)
         if outcome.closed_groups:
             self._seal_if_full()
         if self.emit is not None:
             op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
             op.mode = "replace" if replace else "keep" if keep else "new"
-            op.reuse, op.inline = reuse, inline
+            op.reuse, op.inline, op.holder = reuse, inline, plan.holder
             self.emit(op)
         return outcome
 
@@ -401,6 +408,7 @@ class Store:
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
+<<<<<<< HEAD
         """A holder is gone: its rows come back, before all others. Returns how many."""
         leases = self._state.leases
         held: list[Lease | Member] = [*leases.of(holder), *leases.members_of(holder)]
@@ -408,7 +416,48 @@ class Store:
         rows = plans.give_back_all(self._state, numbers)
         if self.emit is not None and numbers:
             self.emit(Returned(numbers))
+=======
+        """A holder is gone: its rows come back, before all others, and its permits. Returns how
+        many rows."""
+        self.take_back(self._state.permits.of(holder))
+        leases = self._state.leases.of(holder)
+        rows = finishes.give_back_all(self._state, leases)
+        if self.emit is not None and leases:
+            self.emit(Returned([lease.number for lease in leases]))
+>>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
         return rows
+
+    # how far producers run ahead
+
+    def check_admit(self, count: int, max_lag: int, per_version: int) -> None:
+        """Raise what `admit` would raise: see `Permits.check`."""
+        self._state.permits.check(self._state, count, max_lag, per_version)
+
+    def admit(self, number: int, holder: int, count: int, max_lag: int, per_version: int) -> bool:
+        """A permit to open so many groups, where they may be begun now."""
+        self.check_admit(count, max_lag, per_version)
+        permits = self._state.permits
+        if not permits.fits(self._state, count, (max_lag + 1) * per_version):
+            return False
+        limits = max_lag, per_version
+        if permits.limits is None and self.emit is not None:
+            self.emit(Paced(permits.version, *limits))
+        permits.give(Permit(number, holder, permits.version, count), limits, self._state)
+        if self.emit is not None:
+            self.emit(Permitted(number, holder, count, permits.version))
+        return True
+
+    def take_back(self, numbers: list[int]) -> None:
+        """What these permits were not used for; unknown ones were used up."""
+        back = self._state.permits.take_back(numbers)
+        if self.emit is not None and back:
+            self.emit(Unadmit(self.partition, self.generation, back))
+
+    def advance(self, version: int) -> None:
+        """The trainer is at this version; groups that it has finished give their places back.
+        Nothing for the same version; InvalidCall for an older one."""
+        if self._state.permits.advance(version, self._state) and self.emit is not None:
+            self.emit(Advance(self.partition, self.generation, version))
 
     # rows out
 
@@ -547,6 +596,11 @@ class Store:
     def unread(self) -> bool:
         """Rows are here that somebody may still want."""
         return len(self) > 0
+
+    @property
+    def permits(self) -> Permits:
+        """Who may open groups, and at which version the trainer is."""
+        return self._state.permits
 
     @property
     def leased(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.reasons import Subject
+from dataplane.peer.admissions import Admissions
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
 from dataplane.peer.claims import Claims
@@ -32,7 +33,18 @@ from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
 from dataplane.wire.records import EXTENT, column
 
-ONCE = (m.Put, m.Finish, m.Tag, m.Drop, m.Close, m.Claim, m.Reset, m.Reserve, m.GiveBack)
+ONCE = (
+    m.Put,
+    m.Finish,
+    m.Tag,
+    m.Drop,
+    m.Close,
+    m.Claim,
+    m.Reset,
+    m.Advance,
+    m.Reserve,
+    m.GiveBack,
+)
 """Carried out once per operation id; a retry gets the same answer."""
 
 
@@ -50,12 +62,14 @@ class Answers:
         finishing: Finishing,
         waits: Waits,
         losses: LossReports,
+        admissions: Admissions,
         checkpoints: Checkpoints,
     ) -> None:
         self.host = host
         self.room = room
         self.partitions = partitions
         self.finishing = finishing
+        self.admissions = admissions
         self._operations = Once(host.operations)
         self._claims = Once(claims.leases)
         """their operations hold no floor up: a claim may wait for days"""
@@ -77,6 +91,9 @@ class Answers:
             m.Fetch: self._reads(reading.fetch),
             m.Finish: finishing.finish,
             m.Wait: waits.wait,
+            m.Admit: admissions.admit,
+            m.Unadmit: admissions.unadmit,
+            m.Advance: changes.change,
             m.Losses: losses.losses,
             **checkpoints.handlers,
         }
@@ -150,6 +167,8 @@ class Answers:
             case m.Claimed(lease, pin, _):
                 self.finishing.release(session, lease)
                 space.unpin(session.id, [pin])
+            case m.Admitted(permit, _):
+                self.admissions.give_back(session, [permit])
             case m.Reserved():
                 space.give_back(session.id, column(body.extents, EXTENT))
                 space.unpin(session.id, [body.pin])

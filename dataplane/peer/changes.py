@@ -1,5 +1,5 @@
 """Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups,
-resetting a stage."""
+resetting a stage, the trainer's next version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.mesh import Mesh
 from dataplane.peer.partitions import Partitions
 from dataplane.peer.sessions import Session, caller_of
-from dataplane.wire.messages import Body, Close, Done, Drop, Dropped, Request, Reset, Tag
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Done,
+    Drop,
+    Dropped,
+    Request,
+    Reset,
+    Tag,
+)
 
 
 class Changes:
@@ -25,12 +35,13 @@ class Changes:
             Drop: self._drop_here,
             Close: self._close_here,
             Reset: self._reset_here,
+            Advance: self._advance_here,
         }
 
     # asked for by clients
 
     async def change(
-        self, session: Session, request: Request, body: Tag | Drop | Close | Reset
+        self, session: Session, request: Request, body: Tag | Drop | Close | Reset | Advance
     ) -> Body:
         """At the partition's shard."""
         caller = caller_of(self.host, request, session)
@@ -64,5 +75,11 @@ class Changes:
     def _reset_here(self, caller: Caller, body: Reset) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         entry.store.reset(body.stage)
+        self.settle(entry)
+        return Done()
+
+    def _advance_here(self, caller: Caller, body: Advance) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.advance(body.version)
         self.settle(entry)
         return Done()

@@ -61,7 +61,8 @@ class _Stage:
 
 
 class ClaimQueues:
-    """producers: how many puts wait for room here, or at this peer's shards."""
+    """producers: how many puts wait for room here, or at this peer's shards. admits: whether somebody
+    waits for places to begin groups of a partition."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class ClaimQueues:
         losses: LossReports,
         settle: Callable[[Entry], None],
         producers: Callable[[], int],
+        admits: Callable[[Entry], bool] = lambda entry: False,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -79,6 +81,7 @@ class ClaimQueues:
         self.losses = losses
         self.settle = settle
         self.producers = producers
+        self.admits = admits
         self._stages: dict[tuple[str, int, str], _Stage] = {}
         self._owners: dict[int, Owner] = {}
         """the peers of the claims that wait"""
@@ -220,6 +223,12 @@ class ClaimQueues:
         for stage in list(self._stages.values()):
             self._look(stage)
 
+    def admit_waits(self, entry: Entry) -> None:
+        """Somebody begins or ends to wait to be let open groups: nothing is kept from others
+        meanwhile."""
+        for stage in self._of(entry):
+            self._look(stage)
+
     def _look(self, stage: _Stage) -> None:
         self._serve(stage)
         for answer, body in list(stage.waits.items()):
@@ -252,6 +261,8 @@ class ClaimQueues:
     def _may_keep(self, entry: Entry) -> bool:
         """Whether heads of lanes may keep units from others: no producer waits for those to go."""
         if self.producers() or self.host.now() < self._yields_until:
+            return False
+        if self.admits(entry):
             return False
         return not any(body.below for one in self._of(entry) for body in one.waits.values())
 

@@ -34,6 +34,7 @@ from dataplane.peer.sessions import Session, Sessions
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
+    Admit,
     Body,
     Claim,
     Define,
@@ -59,7 +60,7 @@ FULL_S = 0.1
 """How long nobody is let in when the process has no descriptor left."""
 CONFIRM_S = 30.0
 """How long a call without a deadline of its own waits for the backup."""
-WAITING = (Claim, Reserve, Wait, Losses, Define)
+WAITING = (Claim, Reserve, Wait, Losses, Admit, Define)
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
 
 

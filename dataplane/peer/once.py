@@ -16,11 +16,11 @@ from xxhash import xxh3_64_intdigest
 from dataplane.metadata.names import hash_names
 from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.messages import Body, Close, Drop, Finish, Put, Reset, Tag
+from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Release
 from dataplane.wire.tables import Rows
 
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Restore, Release)
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release)
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[[], Body | Awaitable[Body]]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from dataplane.errors import ClaimTimeout, DataplaneError, DeadlineExceeded
-from dataplane.wire.messages import Claim, Losses, Request, Wait
+from dataplane.wire.messages import Admit, Claim, Losses, Request, Wait
 
 AFTER_S = 0.4
 """A call that waited for rows until its end may still take so long to bring their values, or to
@@ -25,7 +25,7 @@ TURNS = 20
 was due meanwhile is due at once, and the call shall not be late only because of that."""
 
 
-_WAITS_FOR_ROWS = (Claim, Wait, Losses)
+_WAITS_FOR_ROWS = (Claim, Wait, Losses, Admit)
 """What says itself how long it waits."""
 
 
@@ -71,7 +71,7 @@ class Overdue:
     def _is_late(self, request: Request) -> None:
         del self._timers[request.rid]
         self._late.add(request.rid)
-        kind = ClaimTimeout if isinstance(request.body, Claim | Wait) else DeadlineExceeded
+        kind = ClaimTimeout if isinstance(request.body, Claim | Wait | Admit) else DeadlineExceeded
         failure = kind(
             f"{type(request.body).__name__} did not end within {limit_s(request):g} s at peer "
             f"{self._peer!r}, where it may still take effect: give a longer timeout=, or repeat it",

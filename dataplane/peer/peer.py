@@ -18,6 +18,7 @@ from dataplane.memory.leftovers import arena_beside
 from dataplane.memory.spill_file import SpillFile
 from dataplane.metadata.operations import Operations
 from dataplane.metadata.roster import Roster, canonical
+from dataplane.peer.admissions import Admissions
 from dataplane.peer.answers import Answers
 from dataplane.peer.changes import Changes
 from dataplane.peer.checkpoints import Checkpoints
@@ -103,6 +104,7 @@ class Peer:
         self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
         self.share = share = MetadataShare(host, mesh)
         self.losses = LossReports(host, mesh, parts)
+        self.admissions = admissions = Admissions(host, mesh, parts, self.shipping)
         self.queues = queues = ClaimQueues(
             host,
             mesh,
@@ -111,7 +113,9 @@ class Peer:
             self.losses,
             self.settle,
             producers=lambda: room.producers + len(share),
+            admits=admissions.waits,
         )
+        admissions.on_wait.append(queues.admit_waits)
         share.on_wait.append(queues.producers_wait)
         parts.on_phase.append(lambda entry, phase: share.all_try())
 
@@ -141,6 +145,7 @@ class Peer:
             finishing,
             self.waits,
             self.losses,
+            admissions,
             self.checkpoints,
         )
         answers = self.answers
@@ -159,6 +164,7 @@ class Peer:
             parts,
             refs,
             queues,
+            admissions,
             share,
             self.losses,
             claims,
@@ -254,12 +260,14 @@ class Peer:
         changed = entry.store.dirty()
         if changed:
             self.queues.changed(entry, changed)
+        self.admissions.look(entry)
         self.partitions.follow_phase(entry)
         if entry.sealed:
             self.losses.look(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
+        self.admissions.give_back(session, list(session.permits))
         self.answers.ended(session)
         self.room.pump()
 

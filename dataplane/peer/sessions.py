@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dataplane.errors import ClientClosed
 from dataplane.launch.embedded import is_embedded
@@ -23,6 +24,15 @@ from dataplane.wire.messages import Request
 log = logging.getLogger(__name__)
 
 
+class Held(NamedTuple):
+    """A permit to open groups, and the operation that asked for it."""
+
+    partition: str
+    generation: int
+    op: int
+    version: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     id: int
@@ -30,6 +40,8 @@ class Session:
     label: str
     connections: int = 0
     leases: set[int] = field(default_factory=set)
+    permits: dict[int, Held] = field(default_factory=dict)
+    """by number, those that it has not given back"""
     partitions: set[str] = field(default_factory=set)
     """partitions that it has declared or attached to"""
     pidfd: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dataplane.metadata.roster import Roster
+from dataplane.peer.admissions import Admissions
 from dataplane.peer.claim_queues import ClaimQueues
 from dataplane.peer.claims import Claims
 from dataplane.peer.door import Door
@@ -38,6 +39,7 @@ class Succession:
         partitions: Partitions,
         references: References,
         queues: ClaimQueues,
+        admissions: Admissions,
         share: MetadataShare,
         losses: LossReports,
         claims: Claims,
@@ -49,6 +51,7 @@ class Succession:
         self.partitions = partitions
         self.references = references
         self.queues = queues
+        self.admissions = admissions
         self.share = share
         self.losses = losses
         self.claims = claims
@@ -70,10 +73,12 @@ class Succession:
         self.shipping.turned(new)
         if not new.places_like(old):
             self.queues.turned()
+            self.admissions.turned()
             self.claims.turned()
         self.share.all_try()
         self.losses.turned()
 
     def gone(self, owner: Owner) -> None:
+        self.admissions.gone(owner)  # first: what comes back is not for who waited there
         self.queues.gone(owner)
         self.references.gone(owner)

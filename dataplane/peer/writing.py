@@ -57,7 +57,8 @@ class Writing:
         try:
             with self.grants.kept_where_full(session, committed):
                 self.share.check_values(body.inline)
-            outcome = self._store(entry, body, committed.columns, committed.owners, plan)
+            columns, owners = committed.columns, committed.owners
+            outcome = self._store(entry, body, columns, owners, plan, session.id)
         except BaseException:
             self.grants.let_be(committed)
             raise
@@ -125,6 +126,7 @@ class Writing:
         columns: list[Column],
         owners: list[Owner],
         plan: PutPlan,
+        session: int,
     ) -> PutOutcome:
         return entry.store.put(
             body.rows,
@@ -137,6 +139,7 @@ class Writing:
             reuse=body.reuse,
             plan=plan,
             inline=body.inline,
+            holder=session,
         )
 
     def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
@@ -153,16 +156,16 @@ class Writing:
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
         if entry.copies is not None:
-            return self._put_with_copies(body)
-        return self._put_into(entry, body)
+            return self._put_with_copies(caller, body)
+        return self._put_into(entry, caller, body)
 
-    async def _put_with_copies(self, body: Put) -> Body:
+    async def _put_with_copies(self, caller: Caller, body: Put) -> Body:
         entry = self.host.shard(body.partition, body.generation)  # a turn later
         async with self.copying.beforehand(entry, body):
             self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
-            return self._put_into(entry, body)
+            return self._put_into(entry, caller, body)
 
-    def _put_into(self, entry: Entry, body: Put) -> Body:
+    def _put_into(self, entry: Entry, caller: Caller, body: Put) -> Body:
         plan = entry.store.check_put(
             body.rows,
             body.columns,
@@ -175,7 +178,7 @@ class Writing:
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.inline)
-        outcome = self._store(entry, body, body.columns, body.owners, plan)
+        outcome = self._store(entry, body, body.columns, body.owners, plan, caller.session)
         self.settle(entry)
         self.share.look()
         # What is perhaps a repetition may pass over the rows of its own first time.

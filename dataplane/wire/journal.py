@@ -15,7 +15,7 @@ import msgspec
 from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
-from dataplane.wire.messages import Body, Finish, Reset, Tag
+from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
 from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import (
     Column,
@@ -36,6 +36,8 @@ class Wrote(Body, tag=200):
     """Rows were put: as new values, over old ones, or with those that are there kept. Those whose
     names are remembered as freed were passed over, unless `reuse`.
 
+    holder: whose permits its new groups use; 0: nobody's.
+
     `add`: of a dump. The rows are new, their groups are known by `Sized`, and what the stages make
     of them is said by `Standing` and `Held`."""
 
@@ -47,6 +49,7 @@ class Wrote(Body, tag=200):
     mode: Literal["new", "replace", "keep", "add"] = "new"
     reuse: bool = False
     inline: bytes = b""
+    holder: int = 0
 
 
 class Leased(Body, tag=201):
@@ -132,13 +135,35 @@ class Sealed(Body, tag=207):
     short_groups: int = 0
 
 
+class Permitted(Body, tag=222):
+    """Somebody may open `count` groups, which are begun at a version of the trainer. Of a dump:
+    so many are left."""
+
+    permit: int
+    holder: int
+    count: int
+    version: int
+
+
+class Paced(Body, tag=218):
+    """The trainer's version, by which groups are kept account of from now on; how far producers may
+    be ahead, per_version 0: nobody asked yet. trained: a version, and how many groups were finished
+    at it."""
+
+    version: int
+    max_lag: int
+    per_version: int
+    trained: list[tuple[int, int]] = []
+
+
 class Ended(Body, tag=208):
     """The partition was dropped."""
 
 
 class Sized(Body, tag=210):
     """Groups, without their rows. expected: u4, 0xFFFFFFFF unknown. gone: u4, rows it had that are
-    no more. dropped: u4, those of them that were dropped. closed: a byte each."""
+    no more. dropped: u4, those of them that were dropped. closed: a byte each. begun: u8, at which
+    version of the trainer, 2^63 - 1 where it is finished; empty where no account is kept."""
 
     keys: bytes
     names: list[Name] | None
@@ -146,6 +171,7 @@ class Sized(Body, tag=210):
     gone: bytes
     dropped: bytes
     closed: bytes
+    begun: bytes = b""
 
 
 class Standing(Body, tag=211):
@@ -250,6 +276,10 @@ Op = (
     | AddStage
     | Sealed
     | Ended
+    | Permitted
+    | Unadmit
+    | Advance
+    | Paced
     | Lost
     | Relocated
     | Restore

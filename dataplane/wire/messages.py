@@ -386,6 +386,50 @@ class LossesDone(Body, tag=47):
     ended: bool = False
 
 
+# how far producers run ahead
+
+
+class Admit(Body, tag=53):
+    """Until `count` groups more may be begun: see `dataplane.metadata.permits`. timeout_ms -1: for
+    as long as there may be new groups.
+
+    Between peers: number: of the permit, which no other one has. label: what people call its
+    holder. waited_ms: its age."""
+
+    partition: str
+    generation: int
+    count: int
+    max_lag: int
+    per_version: int
+    timeout_ms: int = -1
+    number: int = 0
+    label: str = ""
+    waited_ms: int = 0
+
+
+class Admitted(Body, tag=54):
+    """A permit, which the groups use that its session opens. version: the trainer's."""
+
+    permit: int
+    version: int
+
+
+class Unadmit(Body, tag=55):
+    """What these permits were not used for is not going to be begun."""
+
+    partition: str
+    generation: int
+    permits: list[int]
+
+
+class Advance(Body, tag=56):
+    """The trainer is at this version; what it has finished may give its places back."""
+
+    partition: str
+    generation: int
+    version: int
+
+
 # looking
 
 
@@ -444,6 +488,9 @@ class Request(msgspec.Struct, array_like=True):
         | Finish
         | Wait
         | Losses
+        | Admit
+        | Unadmit
+        | Advance
         | Stats
         | Asked
     )
@@ -462,6 +509,7 @@ class Reply(msgspec.Struct, array_like=True):
         | Claimed
         | Fetched
         | LossesDone
+        | Admitted
         | StatsDone
         | Answered
         | Done

@@ -18,6 +18,9 @@ from dataplane.wire import rosters, sampling
 from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
+    Admit,
+    Admitted,
+    Advance,
     Body,
     Claim,
     Close,
@@ -39,6 +42,7 @@ from dataplane.wire.messages import (
     Stats,
     StatsDone,
     Tag,
+    Unadmit,
     Wait,
 )
 from dataplane.wire.tables import Laid, Table, Where
@@ -183,6 +187,9 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Finish
         | Wait
         | Losses
+        | Admit
+        | Unadmit
+        | Advance
         | Stats
         | sampling.Sample
         | Asked
@@ -207,6 +214,7 @@ class PeerReply(msgspec.Struct, array_like=True):
         | Found
         | rosters.Stirring
         | LossesDone
+        | Admitted
         | StatsDone
         | sampling.Sampled
         | Answered

@@ -88,8 +88,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
                 self.store.put(message, columns, SPECS, self.owners, tags, **how)
             return
         self.store.check_put(message, columns, tags, **how)
-        inline = bytes(self.brought)
-        outcome = self.store.put(message, columns, SPECS, self.owners, tags, inline=inline, **how)
+        inline, holder = bytes(self.brought), 1 + len(keys) % 2
+        outcome = self.store.put(
+            message, columns, SPECS, self.owners, tags, inline=inline, holder=holder, **how
+        )
         new = [key for key in keys if key not in self.rows]
         for key, number in zip(keys, groups, strict=True):
             if key in new:
@@ -273,6 +275,20 @@ class StoreMachine(Model, RuleBasedStateMachine):
         self.end(lease, outcome, positions, rows)
         if outcome != "keep" and not any(lease.left):
             del self.leases[number]
+
+    @rule(holder=st.integers(1, 2), count=st.integers(1, 5), ahead=st.integers(0, 1))
+    def admit(self, holder: int, count: int, ahead: int) -> None:
+        """No more groups are unfinished than there are places for, by those who ask."""
+        self.store.advance(self.store.permits.version + ahead)
+        error = PartitionSealed if self.sealing else InvalidCall
+        if self.sealing or self.group_size is None or count > 4:
+            with pytest.raises((error, InvalidCall)):
+                self.store.admit(next(self.clock), holder, count, 1, 2)
+            return
+        unfinished = len(self.groups) - self.store.permits.done
+        room = 4 - unfinished - self.store.permits.left
+        if self.store.admit(next(self.clock), holder, count, 1, 2):
+            assert count <= room
 
     @rule(holder=st.integers(1, 2))
     def a_holder_dies(self, holder: int) -> None:
@@ -469,6 +485,15 @@ class StoreMachine(Model, RuleBasedStateMachine):
                 assert (
                     counts.outstanding_groups == len(self.groups) - groups["acked"] - other_groups
                 )
+
+    @invariant()
+    def permits_agree(self) -> None:
+        permits = self.store.permits
+        acked = [g for g in self.groups.values() if set(g.state.values()) == {"acked"}]
+        assert permits.done <= len(self.groups)
+        if permits.counts:
+            assert permits.done >= len(acked) or self.free == "acked"
+        assert all(one.left > 0 for one in permits.given.values())
 
     @invariant()
     def rows_agree(self) -> None:

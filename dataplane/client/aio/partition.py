@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dataplane.client import arguments, changes, core, reads
+from dataplane.client import admission, arguments, changes, core, reads
+from dataplane.client.aio.admission import Admission
 from dataplane.client.aio.batch import Batch, Rows
 from dataplane.client.aio.driver import Run
 from dataplane.client.aio.loader import Loader
@@ -280,6 +281,30 @@ class Partition:
         where: of those that match. Rows that are leased, or not ready yet, count whatever their
         tags: they may match when they are ready."""
         await self._run(core.wait(self._handle, stage, rows, groups, below, unit, where, timeout))
+
+    def admit(
+        self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
+    ) -> Admission:
+        """`async with part.admit(4, per_version=512):` waits until n groups more may be begun, and
+        so bounds how far rollout runs ahead of the trainer, which says `advance(version)`.
+
+        At most (max_lag + 1) · per_version groups are permitted, waiting or leased, or finished
+        and not yet given back. The groups that this session opens in the body use the permits;
+        what is left over goes back at its end, or with the process. A finished group gives its
+        place back at the trainer's next `advance`, but none while a group that was begun before it
+        was finished is not all there yet; a dropped or lost one at once. All callers name the same
+        bound (PartitionConflict). Needs a `group_size`.
+
+        Raises ClaimTimeout, PartitionSealed, PartitionGone; InvalidCall for more groups than there
+        can be.
+        """
+        return Admission(self._run, self._handle, n, max_lag, per_version, timeout)
+
+    async def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """The trainer is at this version of the weights, 0 in the beginning: `admit` lets groups be
+        begun in place of those that it has finished. Ack what it has trained on before. The same
+        version again is nothing; InvalidCall for an older one."""
+        await self._run(admission.advance(self._handle, version, timeout))
 
     def lost(self, timeout: float | None = None) -> Lost:
         """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.

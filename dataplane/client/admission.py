@@ -1,0 +1,65 @@
+"""Permits to open groups: what a producer asks for, and gives back what it did not use of. Without
+I/O.
+
+Groups that a session opens use its permits, whichever came first. So what is left over goes back
+when the last `with` of the session over a partition ends: it may be that of another.
+"""
+
+from __future__ import annotations
+
+from dataplane.client import arguments
+from dataplane.client.core import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    Handle,
+    Operation,
+    ask,
+    milliseconds,
+    wait_for,
+)
+from dataplane.errors import InvalidCall
+from dataplane.wire.messages import Admit, Admitted, Advance, Done, Unadmit
+
+
+class Admitting:
+    """What an admission is without its methods that wait. `version`: the trainer's, when it was
+    granted: what is begun under it samples from these weights, or newer ones."""
+
+    def __init__(
+        self, handle: Handle, n: int, max_lag: int, per_version: int, timeout: float | None
+    ) -> None:
+        self.n = arguments.count(n, "n")
+        self.version = 0
+        self._handle = handle
+        self._max_lag = max_lag if max_lag == 0 else arguments.count(max_lag, "max_lag")
+        self._per_version = arguments.count(per_version, "per_version")
+        self._timeout = arguments.seconds(timeout, "timeout")
+        self._of: tuple[str, int] | None = None
+
+    def _admit(self) -> Operation[None]:
+        if self._of is not None:
+            raise InvalidCall("these permits are in use: call admit(…) for each `with`")
+        generation = yield from self._handle.attach_to_wait(self._timeout)
+        name, limit_ms = self._handle.name, milliseconds(self._timeout)
+        body = Admit(name, generation, self.n, self._max_lag, self._per_version, limit_ms)
+        admitted = yield from wait_for(body, Admitted, self._timeout)
+        self.version, self._of = admitted.version, (name, generation)
+        self._handle.session.permits.take(self._of, admitted.permit)
+
+    def _give_back(self) -> Operation[None]:
+        of, self._of = self._of, None
+        assert of is not None
+        unused = self._handle.session.permits.leave(of)
+        if unused:
+            yield from ask(Unadmit(*of, unused), Done, Deadline(DEFAULT_TIMEOUT_S))
+
+    def __repr__(self) -> str:
+        state = "not admitted" if self._of is None else f"begun at version {self.version}"
+        return f"<Permits for {self.n} groups of {self._handle.name!r}: {state}>"
+
+
+def advance(handle: Handle, version: int, timeout: float | None) -> Operation[None]:
+    deadline = Deadline(timeout)
+    version = version if version == 0 else arguments.count(version, "version")
+    generation = yield from handle.attach(deadline)
+    yield from ask(Advance(handle.name, generation, version), Done, deadline)

@@ -1,0 +1,49 @@
+"""Permits to open groups, as a producer holds them.
+
+Made of dataplane/client/aio/admission.py, which is the one to change.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+
+from dataplane.client.admission import Admitting
+from dataplane.client.core import Handle
+from dataplane.client.sync.driver import Run
+from dataplane.errors import DataplaneError
+
+log = logging.getLogger(__name__)
+
+
+class Admission(Admitting):
+    """`part.admit(…)`: waits when its `with` begins, and gives back at its end what no group was
+    opened with. `n` groups may be opened, `version` is the trainer's."""
+
+    def __init__(
+        self,
+        run: Run,
+        handle: Handle,
+        n: int,
+        max_lag: int,
+        per_version: int,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(handle, n, max_lag, per_version, timeout)
+        self._run = run
+
+    def __enter__(self) -> Admission:
+        self._run(self._admit())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._run(self._give_back())
+        except DataplaneError as failure:
+            # The peer gives them back with the session, if it has not heard this.
+            log.warning("%r were not given back: %s", self, failure)

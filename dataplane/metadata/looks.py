@@ -132,7 +132,7 @@ def stats(state: State) -> dict[str, Any]:
         "sealed": state.sealed,
         "short_groups": state.short_groups,
         "lost_rows": state.losses.total,
-        "admission": state.permits.stats(state) if state.permits.counts else None,
+        "admission": state.permits.stats(state) if state.permits.counts else {},
         "stages": {name: _stage_stats(stage) for name, stage in state.stages.items()},
     }
 

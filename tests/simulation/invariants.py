@@ -96,6 +96,19 @@ def unnamed(peers: list[Peer]) -> list[str]:
     return wrong
 
 
+def permitted(peers: list[Peer]) -> list[str]:
+    """Permits are nobody's any more, and account was kept of every group."""
+    wrong = []
+    for peer in members(peers).values():
+        for entry in peer.host.entries.values():
+            permits = entry.store.permits
+            if permits.given:
+                wrong.append(f"{peer.host.name} has {permits.left} permits of nobody's")
+            if not 0 <= permits.done <= len(entry.store.state.groups):
+                wrong.append(f"{peer.host.name} counts {permits.done} finished groups")
+    return wrong
+
+
 def _second_copies(peer: Peer) -> Iterator[Copies]:
     for entry in peer.host.entries.values():
         if entry.copies is not None:

@@ -78,6 +78,8 @@ class Ledger:
         """who holds a row for a stage, and under which lease, as far as that client knows"""
         self.gone: dict[Owner, float] = {}
         """when processes were called lost"""
+        self.version = 0
+        """the latest that a trainer said"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
         self.violations: list[str] = []

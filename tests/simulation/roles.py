@@ -16,8 +16,10 @@ from dataplane.errors import (
     DeadlineExceeded,
     FieldExists,
     GroupClosed,
+    InvalidCall,
     LeaseExpired,
     PartitionGone,
+    PartitionSealed,
     PartitionUndefined,
     PeerLost,
     PutIncomplete,
@@ -80,6 +82,7 @@ class Role:
         self.told = ""
         """what a peer said to it last"""
         self.done = False
+        self.permits: list[int] = []
 
     def __repr__(self) -> str:
         return f"{self.client!r}: {self.doing}{self.told and f', was told {self.told}'}"
@@ -214,12 +217,36 @@ class Producer(Role):
             number += count
             for group in groups:
                 self.ledger.opened(group)
+            await self._patiently(lambda many=count: self._admit(many))
             await self._patiently(lambda some=groups: self._put_all(some))
+            await self._patiently(self._leave)
             await asyncio.sleep(self.rng.expovariate(1 / self.pause_s))
         self.doing = "has put everything"
 
     async def _attached(self) -> None:
         pass
+
+    async def _admit(self, count: int) -> None:
+        """Perhaps with permits; where the trainer does not go on, without."""
+        if self.rng.random() < 0.5:
+            return
+        self.doing = f"waits to be let begin {count} groups"
+        wait_ms = self.rng.choice((0, 300, PATIENT_MS))
+        count += self.rng.choice((0, 0, 1, 3))  # more than it needs
+        body = m.Admit(PARTITION, self.generation, count, 1, 4, wait_ms)
+        try:
+            admitted = await self.client.call(body, m.Admitted, 5.0)
+        except (ClaimTimeout, PartitionSealed) as exc:
+            self.told = str(exc)
+            return
+        self.permits = [*self.permits, admitted.permit]
+
+    async def _leave(self) -> None:
+        """What was not used goes back, unless it is left to the end of the session."""
+        mine, self.permits = self.permits, []
+        if mine and self.rng.random() < 0.7:
+            body = m.Unadmit(PARTITION, self.generation, mine)
+            await self.client.call(body, m.Done, 10.0)
 
     def _group(self, number: int, given: bool) -> Group:
         name = f"{self.client.name}-{number}"
@@ -409,6 +436,17 @@ class Consumer(Role):
             self.ledger.acked(self.stage, keys, False)
             raise
         self.ledger.acked(self.stage, keys, True)
+        if keys and self.stage == "train" and self.rng.random() < 0.3:
+            await self._advance()
+
+    async def _advance(self) -> None:
+        """Whichever of several trainers goes on first."""
+        self.ledger.version += 1
+        body = m.Advance(PARTITION, self.generation, self.ledger.version)
+        try:
+            await self.client.call(body, m.Done, 10.0)
+        except InvalidCall as exc:
+            self.told = str(exc)
 
 
 class Rank(Consumer):

@@ -21,7 +21,7 @@ from dataplane.wire.tables import Definition, Owner
 from tests.simulation.cluster import Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
-from tests.simulation.invariants import Watch, left_behind, unnamed
+from tests.simulation.invariants import Watch, left_behind, permitted, unnamed
 from tests.simulation.ledger import STAGES, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
@@ -222,6 +222,7 @@ class Run:
         for role in self.roles:
             role.client.close()
         await self._until_none(lambda: unnamed(self.cluster.peers))
+        await self._until_none(lambda: permitted(self.cluster.peers))
         client = Client(self.cluster, self.cluster.places[0], "tidy")
         await client.connect()
         defined = await client.call(m.Define(PARTITION, self.definition), m.Defined)

@@ -94,6 +94,13 @@ def _partition(
         f"  partition {name}  {partition['phase']}, {counted(partition['rows'], 'row')}{groups}, "
         f"{size_text(partition['bytes'])}"
     )
+    if told := partition.get("admission"):
+        taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
+        yield (
+            f"    version {told['version']}, lag {told['lag']} | "
+            f"{taken + told['held_groups']} of {counted(told['places'], 'place')} taken, "
+            f"{told['permits']} of them permitted"
+        )
     stages = partition["stages"]
     width = max(map(len, stages), default=0)
     for stage, figures in stages.items():

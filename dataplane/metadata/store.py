@@ -639,6 +639,12 @@ class Store:
         """See `looks.holders`."""
         return looks.holders(self._state, now)
 
+    @property
+    def lessees(self) -> set[int]:
+        """Sessions that have leases or permits here."""
+        of_permits = {permit.holder for permit in self.permits.given.values()}
+        return of_permits | self._state.leases.holders
+
     def stats(self) -> dict[str, Any]:
         return looks.stats(self._state)
 

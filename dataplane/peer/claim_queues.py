@@ -61,8 +61,8 @@ class _Stage:
 
 
 class ClaimQueues:
-    """producers: how many puts wait for room here, or at this peer's shards. admits: whether somebody
-    waits for places to begin groups of a partition."""
+    """producers: how many puts wait for room here, or at this peer's shards. admits: whether
+    somebody waits for places to begin groups of a partition."""
 
     def __init__(
         self,

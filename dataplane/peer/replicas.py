@@ -63,8 +63,7 @@ class _Origin:
     def note_holders(self, told: list[tuple[int, str, int]], now: float) -> None:
         """The operation by which one gets its lease may come a while after this."""
         if len(self.holders) + len(told) > self.holders_limit:
-            stores = (copy.store for copy in self.copies.values())
-            hold = {holder for store in stores for holder in store.state.leases.holders}
+            hold = set[int]().union(*(copy.store.lessees for copy in self.copies.values()))
             known = self.holders.items()
             self.holders = {h: one for h, one in known if h in hold or now - one[1] < TOLD_S}
             self.holders_limit = max(MOST_LESSEES, 2 * (len(self.holders) + len(told)))

@@ -117,14 +117,7 @@ class Shipping:
 
     def _forget_lessees(self) -> None:
         """Those that hold nothing any more."""
-<<<<<<< HEAD
-        entries = self.host.entries.values()
-        hold = {holder for entry in entries for holder in entry.store.state.leases.holders}
-=======
-        stores = [entry.store for entry in self.host.entries.values()]
-        hold = {lease.holder for store in stores for lease in store.state.leases}
-        hold |= {permit.holder for store in stores for permit in store.permits.given.values()}
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
+        hold = set[int]().union(*(one.store.lessees for one in self.host.entries.values()))
         self._lessees = {h: peer for h, peer in self._lessees.items() if h in hold}
         self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
 

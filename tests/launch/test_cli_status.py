@@ -19,7 +19,12 @@ def partition(rows: int, phase: str, **stages: dict[str, int]) -> dict[str, Any]
         "bytes": rows << 20,
         "phase": phase,
         "stages": stages,
+        "admission": {},
     }
+
+
+ADMISSION = {"version": 7, "lag": 1, "permits": 3, "unfinished_groups": 5}
+ADMISSION |= {"finished_groups": 2, "held_groups": 0, "places": 16}
 
 
 def wait(**changes: Any) -> dict[str, Any]:
@@ -43,7 +48,8 @@ PEERS: dict[str, Any] = {
                     "open",
                     reward=stage(ready_rows=3, leased_rows=5, acked_rows=10),
                     train=stage(ready_rows=4, ready_groups=1),
-                ),
+                )
+                | {"admission": ADMISSION},
             },
             "waits": [wait(), wait(kind="wait", stage="reward", for_s=2.0, calls=1)],
             "holders": [
@@ -70,6 +76,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "  host a   [###############.....]  75% of 4.0 GiB, 8 rows, 2 clients",
         "  host bb  does not answer: it is away",
         "  partition step-3  open, 8 rows, 2 groups, 8.0 MiB",
+        "    version 7, lag 1 | 10 of 16 places taken, 3 of them permitted",
         "    reward  3 ready | 5 leased: 5 by pid 7 on host b for 5 min | 1 call waits, the oldest "
         "2 s | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | 8 calls wait, the oldest 95 s",

@@ -23,12 +23,9 @@ from dataplane.wire.journal import (
     Held,
     LostBefore,
     Op,
-<<<<<<< HEAD
-    Planned,
-=======
     Paced,
     Permitted,
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
+    Planned,
     Progressed,
     Sealed,
     Sized,

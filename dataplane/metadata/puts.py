@@ -64,12 +64,9 @@ class PutPlan:
     keep: bool
     there: Array | None = None
     reuse: bool = False
-<<<<<<< HEAD
     sound: bool = False
     """what the columns name of specs and owners was checked too"""
-=======
     holder: int = 0
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
 
     @property
     def continues(self) -> bool:

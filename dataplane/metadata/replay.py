@@ -19,12 +19,8 @@ from dataplane.metadata.groups import CLOSED
 from dataplane.metadata.incoming import RowsIn, columns_in, rows_in
 from dataplane.metadata.index import KeyIndex, pairs, repeated
 from dataplane.metadata.inline import check_inline
-<<<<<<< HEAD
 from dataplane.metadata.leases import Lease, Member, Plan
-=======
-from dataplane.metadata.leases import Lease
 from dataplane.metadata.permits import DONE, Permit
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
 from dataplane.metadata.stages import Stage
 from dataplane.metadata.store import Store
 from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, SPLIT
@@ -42,12 +38,9 @@ from dataplane.wire.journal import (
     Lost,
     LostBefore,
     Op,
-<<<<<<< HEAD
-    Planned,
-=======
     Paced,
     Permitted,
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
+    Planned,
     Progressed,
     Relocated,
     Returned,

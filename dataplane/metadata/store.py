@@ -408,23 +408,15 @@ class Store:
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
-<<<<<<< HEAD
-        """A holder is gone: its rows come back, before all others. Returns how many."""
+        """A holder is gone: its rows come back, before all others, and its permits. Returns how
+        many rows."""
+        self.take_back(self._state.permits.of(holder))
         leases = self._state.leases
         held: list[Lease | Member] = [*leases.of(holder), *leases.members_of(holder)]
         numbers = [one.number for one in held]
         rows = plans.give_back_all(self._state, numbers)
         if self.emit is not None and numbers:
             self.emit(Returned(numbers))
-=======
-        """A holder is gone: its rows come back, before all others, and its permits. Returns how
-        many rows."""
-        self.take_back(self._state.permits.of(holder))
-        leases = self._state.leases.of(holder)
-        rows = finishes.give_back_all(self._state, leases)
-        if self.emit is not None and leases:
-            self.emit(Returned([lease.number for lease in leases]))
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
         return rows
 
     # how far producers run ahead

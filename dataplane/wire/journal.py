@@ -145,7 +145,7 @@ class Permitted(Body, tag=222):
     version: int
 
 
-class Paced(Body, tag=218):
+class Paced(Body, tag=223):
     """The trainer's version, by which groups are kept account of from now on; how far producers may
     be ahead, per_version 0: nobody asked yet. trained: a version, and how many groups were finished
     at it."""

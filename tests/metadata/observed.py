@@ -128,11 +128,11 @@ def _lease(store: Store, lease: Any) -> Any:
     return (lease.stage.name, lease.unit, positions, lease.holder, lease.claim)
 
 
-<<<<<<< HEAD
 def _plan(plan: Plan) -> Any:
     members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
     return plan.lease.stage.name, plan.shape, plan.laid, members
-=======
+
+
 def _permits(store: Store) -> Any:
     state, permits = store.state, store.permits
     groups = state.groups.live().tolist() if permits.counts else []
@@ -140,7 +140,6 @@ def _permits(store: Store) -> Any:
     given = {one.number: (one.holder, one.version, one.left) for one in permits.given.values()}
     known = permits.version, permits.limits, permits.trained, permits.done
     return permits.counts, known, given, begun
->>>>>>> bbf2ee4 (part.admit and part.advance: producers run a bounded lag ahead of the trainer)
 
 
 def _holdings(store: Store) -> dict[Any, Any]:

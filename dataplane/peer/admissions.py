@@ -172,6 +172,8 @@ class Admissions:
             async with asyncio.timeout(one.asked.timeout_ms / 1000):
                 return await one.answer
         except TimeoutError:
+            if one.answer.done() and not one.answer.cancelled():
+                return one.answer.result()  # in the same moment
             why, details = self._why(entry, one)
             raise ClaimTimeout(why, **details) from None
         finally:

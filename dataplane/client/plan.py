@@ -62,13 +62,13 @@ def shape_of(
     seed: int,
     remainder: str,
     unit: str,
-) -> Shape:
-    """What the arguments of `plan(…)` spell. InvalidCall names the one that is wrong."""
-    ranks = arguments.count(ranks, "ranks")
+) -> tuple[Shape, int]:
+    """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
+    rank, ranks = _whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
         raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS}")
-    if _whole(rank, "rank") >= ranks:
-        raise InvalidCall(f"rank={rank!r} of ranks={ranks}: ranks are 0 to {ranks - 1}")
+    if rank >= ranks:
+        raise InvalidCall(f"rank={rank} of ranks={ranks}: ranks are 0 to {ranks - 1}")
     if remainder not in ("pad", "drop"):
         raise InvalidCall(f"remainder={remainder!r:.40}: it is 'pad' or 'drop'")
     if unit not in ("rows", "groups"):
@@ -79,7 +79,7 @@ def shape_of(
         tag, amount = want.budget_tag, want.budget
     ways: dict[str, Literal["pad", "drop"]] = {"pad": "pad", "drop": "drop"}
     units: dict[str, Literal["rows", "groups"]] = {"rows": "rows", "groups": "groups"}
-    return Shape(
+    shape = Shape(
         ranks,
         arguments.count(minibatches, "minibatches"),
         tag,
@@ -90,6 +90,7 @@ def shape_of(
         ways[remainder],
         units[unit],
     )
+    return shape, rank
 
 
 def _whole(value: int, what: str) -> int:

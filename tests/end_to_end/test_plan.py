@@ -109,7 +109,7 @@ def test_what_cannot_be_is_said_in_one_sentence(cluster: Cluster) -> None:
             part.plan("train", rank=2, ranks=2)
         with pytest.raises(dataplane.InvalidRows, match="leaves nothing of 2 rows for 2 ranks"):
             part.plan("train", rank=0, ranks=2, minibatches=2, remainder="drop")
-        plan = part.plan("train", rank=0, ranks=2)
+        plan = part.plan("train", rank=np.int64(0), ranks=2)
         with pytest.raises(dataplane.PartitionConflict, match=r"ranks=2 \(now 4\)"):
             other.partition("q").plan("train", rank=0, ranks=4)
         with pytest.raises(dataplane.InvalidCall, match="as rank 0 already"):

@@ -260,7 +260,9 @@ class Partition:
         has a plan of other arguments, InvalidRows for a row without such a tag, and, as `claim`,
         ClaimTimeout, and StreamEnd once the stage has had every row.
         """
-        shape = shape_of(rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit)
+        shape, rank = shape_of(
+            rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
+        )
         ahead = arguments.count(prefetch, "prefetch")
         operation = join(self._handle, stage, shape, rank, fields, timeout)
         return Plan(self._run, partial(Micro, self._run), self._run(operation), ahead)

@@ -460,8 +460,8 @@ class Store:
         tags: bool = True,
         stage: str = "",
     ) -> Table:
-        """A table with VALUE records of slots (from `read` or `leased`), or of the rows left in a
-        lease.
+        """A table with VALUE records of slots (from `read` or `leased_at`), or of the rows that are
+        left in a lease.
 
         stage: who is also given its progress, what it has given back of these rows before. Rows
         that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased

@@ -3,7 +3,6 @@
 `connect()` attaches to this host's peer, or starts one. `dataplane.aio` is the same with `await`.
 """
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -70,48 +69,36 @@ from dataplane.errors import (
 from dataplane.version import __version__
 
 if TYPE_CHECKING:
-    from dataplane import aio
-    from dataplane.client.changes import Dropped
-    from dataplane.client.ref import Ref
-    from dataplane.client.selection import Group
-    from dataplane.client.sync.batch import Batch, Rows
-    from dataplane.client.sync.loader import Loader
-    from dataplane.client.sync.partition import Partition
-    from dataplane.client.sync.plan import Micro, Mini, Plan
-    from dataplane.client.sync.plane import Plane, connect
-    from dataplane.client.sync.stream import Stream
-    from dataplane.client.values import Kept as object
-    from dataplane.metadata.where import Tag, Where, tag
+    from dataplane.surface import (
+        Batch,
+        Dropped,
+        Group,
+        Loader,
+        Micro,
+        Mini,
+        Partition,
+        Plan,
+        Plane,
+        Ref,
+        Rows,
+        Stream,
+        Tag,
+        Where,
+        aio,
+        connect,
+        object,
+        tag,
+    )
 else:
-    # Imported when asked for: a peer and its bulk workers load this package too, and no client.
-    _HOMES = {
-        "Batch": "client.sync.batch",
-        "Dropped": "client.changes",
-        "Group": "client.selection",
-        "Loader": "client.sync.loader",
-        "Micro": "client.sync.plan",
-        "Mini": "client.sync.plan",
-        "Partition": "client.sync.partition",
-        "Plan": "client.sync.plan",
-        "Plane": "client.sync.plane",
-        "Ref": "client.ref",
-        "Rows": "client.sync.batch",
-        "Stream": "client.sync.stream",
-        "Tag": "metadata.where",
-        "Where": "metadata.where",
-        "aio": "aio",
-        "connect": "client.sync.plane",
-        "object": "client.values",
-        "tag": "metadata.where",
-    }
 
     def __getattr__(name: str) -> Any:
-        home = _HOMES.get(name)
-        if home is None:
+        """Of the surface, when it is asked for: a peer and its bulk workers load this package too,
+        and no client."""
+        if name not in __all__:
             raise AttributeError(f"module 'dataplane' has no attribute {name!r}", name=name)
-        module = importlib.import_module(f"dataplane.{home}")
-        found = module if name == "aio" else getattr(module, {"object": "Kept"}.get(name, name))
-        globals()[name] = found
+        from dataplane import surface
+
+        found = globals()[name] = getattr(surface, name)
         return found
 
     def __dir__() -> list[str]:

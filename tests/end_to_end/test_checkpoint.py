@@ -319,13 +319,13 @@ def test_a_directory_that_is_there_is_not_written_over(
 
 HALF_WAY = """
     import sys, dataplane
-    from dataplane.client import arrow_out
-    write = arrow_out.PartFiles.write
+    from dataplane.client.arrow_out import PartFiles
+    write = PartFiles.write
     def slow(*args):
         write(*args)
         print("written", flush=True)
         sys.stdin.readline()
-    arrow_out.PartFiles.write = slow
+    PartFiles.write = slow
     plane = dataplane.connect()
     try:
         plane.checkpoint(sys.stdin.readline().strip())

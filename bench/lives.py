@@ -65,7 +65,7 @@ def measure() -> list[float]:
 
 def _roles(one: Any, other: Any) -> tuple[Any, Any]:
     """The client at the partition's primary, and the one at its backup."""
-    from dataplane.metadata.roster import Roster
+    from dataplane.metadata.roster.roster import Roster
 
     one.partition(PARTITION, stages=STAGES, group_size=ROWS)
     addresses = [client.stats()["address"] for client in (one, other)]

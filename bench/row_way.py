@@ -42,7 +42,7 @@ def measure() -> dict[str, Any]:
 
 def _apart(clients: list[Any]) -> tuple[Any, Any, str]:
     """Two clients whose peers are neither primary nor backup of a partition of this name."""
-    from dataplane.metadata.roster import Roster
+    from dataplane.metadata.roster.roster import Roster
 
     members = {client.stats()["address"]: client for client in clients}
     roster, name = Roster.from_seeds(list(members)), "row"

@@ -203,7 +203,7 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
 def _stats(run: str, peer: str) -> dict[str, Any]:
     """What a peer says of itself; one that is stuck hides no other."""
     # Imported here: `dataplane peer` must not load the client.
-    from dataplane.client.opening import open_session
+    from dataplane.client.session.opening import open_session
     from dataplane.client.sync.plane import Plane
 
     try:

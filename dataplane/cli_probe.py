@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataplane.client import core
-from dataplane.client.opening import open_session
+from dataplane.client.session.opening import open_session
 from dataplane.client.sync.plane import Plane
 from dataplane.transport import registry
 

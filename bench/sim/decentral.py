@@ -20,7 +20,8 @@ _AHEAD_BYTES = 256 << 20
 
 class Pages:
     """Those of an arena that were ever touched: some ahead of the highest use, as the peer's
-    janitor keeps them (dataplane/peer/janitor.py). It has touched the first before a run starts."""
+    janitor keeps them (dataplane/peer/watch/janitor.py). It has touched the first before a run
+    starts."""
 
     def __init__(self, arena_bytes: int) -> None:
         self._arena_bytes = arena_bytes

@@ -11,7 +11,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from dataplane.errors import InvalidCall, LimitExceeded
-from dataplane.metadata.where import Where
+from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from dataplane.client import arguments, schema
-from dataplane.client.outgoing import Call
-from dataplane.client.rows import name_list
-from dataplane.client.session import Session
+from dataplane.client import arguments
+from dataplane.client.session.outgoing import Call
+from dataplane.client.session.session import Session
+from dataplane.client.write import schema
+from dataplane.client.write.rows import name_list
 from dataplane.errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -23,7 +24,7 @@ from dataplane.errors import (
     PartitionGone,
     ProtocolError,
 )
-from dataplane.metadata.where import Where
+from dataplane.metadata.tables.where import Where
 from dataplane.wire.checkpoint import Census, CensusDone
 from dataplane.wire.messages import (
     Body,

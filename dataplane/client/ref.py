@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dataplane.metadata.names import format_minted_many
+from dataplane.metadata.tables.names import format_minted_many
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Name
 

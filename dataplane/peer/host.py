@@ -24,12 +24,12 @@ from dataplane.memory.device import PoolHandle
 from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.copies import Copies
-from dataplane.metadata.heirs import Heirs
-from dataplane.metadata.operations import Operations
-from dataplane.metadata.reasons import Notices
-from dataplane.metadata.roster import Flags, Roster
-from dataplane.metadata.store import Store
+from dataplane.metadata.roster.heirs import Heirs
+from dataplane.metadata.roster.roster import Flags, Roster
+from dataplane.metadata.shard.reasons import Notices
+from dataplane.metadata.shard.repeats import Operations
+from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner

@@ -1,4 +1,4 @@
-"""What a waiting call says in the log of its own process, and when: see `metadata.reasons`.
+"""What a waiting call says in the log of its own process, and when: see `metadata.shard.reasons`.
 
 A call that waits is inside of a `Telling`. One of those that wait for the same speaks for all.
 """
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import DataplaneError, counted
-from dataplane.metadata import reasons
+from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, call_notice
 
 ASK_S = 2.0

@@ -16,45 +16,45 @@ from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.leftovers import arena_beside
 from dataplane.memory.spill_file import SpillFile
-from dataplane.metadata.operations import Operations
-from dataplane.metadata.roster import Roster, canonical
-from dataplane.peer.admissions import Admissions
-from dataplane.peer.answers import Answers
-from dataplane.peer.changes import Changes
-from dataplane.peer.checkpoints import Checkpoints
-from dataplane.peer.claim_queues import ClaimQueues
-from dataplane.peer.claims import Claims
-from dataplane.peer.copying import Copying
-from dataplane.peer.credit import Credit
-from dataplane.peer.device_pulls import DevicePulls
-from dataplane.peer.devices import Devices, devices_of, memory_of
-from dataplane.peer.door import Door
-from dataplane.peer.finishing import Finishing
-from dataplane.peer.gate import Gate
-from dataplane.peer.grants import Grants
+from dataplane.metadata.roster.roster import Roster, canonical
+from dataplane.metadata.shard.repeats import Operations
+from dataplane.peer.door.client_door import Door
+from dataplane.peer.door.dispatch import Answers
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.janitor import Janitor
-from dataplane.peer.keepers import keeper_of
-from dataplane.peer.leases import Leases
-from dataplane.peer.lingering import Lingering
-from dataplane.peer.losses import LossReports
-from dataplane.peer.mesh import Mesh
-from dataplane.peer.metadata_share import MetadataShare
-from dataplane.peer.partitions import Partitions
-from dataplane.peer.paths import candidates, start_engine
-from dataplane.peer.pulls import Pulls
-from dataplane.peer.reading import Reading
-from dataplane.peer.references import References
-from dataplane.peer.room import Room
-from dataplane.peer.serving import Serving
+from dataplane.peer.membership.keepers import keeper_of
+from dataplane.peer.membership.lingering import Lingering
+from dataplane.peer.membership.succession import Succession
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.paths import candidates, start_engine
+from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.requests.changes import Changes
+from dataplane.peer.requests.checkpoints import Checkpoints
+from dataplane.peer.requests.claims import Claims
+from dataplane.peer.requests.finishes import Finishing
+from dataplane.peer.requests.grants import Grants
+from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.puts import Writing
+from dataplane.peer.requests.reads import Reading
+from dataplane.peer.requests.waits import Waits
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.devices import Devices, devices_of, memory_of
+from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.shipping import Shipping
-from dataplane.peer.spilling import Spilling
-from dataplane.peer.standstill import Standstill
-from dataplane.peer.stats import Reporting
-from dataplane.peer.succession import Succession
-from dataplane.peer.waits import Waits
-from dataplane.peer.writing import Writing
+from dataplane.peer.shards.admissions import Admissions
+from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.claim_queues import ClaimQueues
+from dataplane.peer.shards.losses import LossReports
+from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.peer.shards.references import References
+from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.watch.deadlock import Standstill
+from dataplane.peer.watch.janitor import Janitor
+from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 

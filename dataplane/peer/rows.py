@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.names import format_minted_many
+from dataplane.metadata.tables.names import format_minted_many
 from dataplane.wire.records import KEY, RANGE, VALUE
 from dataplane.wire.tables import Column, Name, Rows
 

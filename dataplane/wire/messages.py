@@ -390,8 +390,8 @@ class LossesDone(Body, tag=47):
 
 
 class Admit(Body, tag=53):
-    """Until `count` groups more may be begun: see `dataplane.metadata.permits`. timeout_ms -1: for
-    as long as there may be new groups.
+    """Until `count` groups more may be begun: see `dataplane.metadata.shard.permits`. timeout_ms
+    -1: for as long as there may be new groups.
 
     Between peers: number: of the permit, which no other one has. label: what people call its
     holder. waited_ms: its age."""

@@ -22,7 +22,7 @@ Where = list[Any]
 
 
 Form = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
-"""What the values of a field are: "int64[*]"; see `client/schema.py`."""
+"""What the values of a field are: "int64[*]"; see `client/write/schema.py`."""
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True):
@@ -128,7 +128,7 @@ class Takeover(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RosterTable(msgspec.Struct, array_like=True, frozen=True):
-    """A roster: see `metadata.roster`.
+    """A roster: see `metadata.roster.roster`.
 
     incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
     primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,

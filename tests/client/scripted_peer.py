@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import join
+from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.opening import join
 from dataplane.wire import limits
 from dataplane.wire.frames import FrameReader, decode_request, encode
 from dataplane.wire.messages import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.client.archive import (
+from dataplane.client.checkpoint.archive import (
     FORMAT,
     MANIFEST,
     Archive,

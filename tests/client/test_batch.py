@@ -11,7 +11,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Plane
-from dataplane.client.lease import positions
+from dataplane.client.operations.lease import positions
 from dataplane.wire.messages import (
     Claim,
     Failed,

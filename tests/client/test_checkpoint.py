@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dataplane.client.archive import Archive, verified
-from dataplane.client.checkpoint import _Checkpoint, _each_once
+from dataplane.client.checkpoint.archive import Archive, verified
+from dataplane.client.checkpoint.save import _Checkpoint, _each_once
 from dataplane.client.core import Deadline
-from dataplane.client.outgoing import Call
+from dataplane.client.session.outgoing import Call
 from dataplane.errors import CheckpointFailed
 from dataplane.wire.checkpoint import CensusDone
 

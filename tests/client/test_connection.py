@@ -9,9 +9,9 @@ import pytest
 
 import dataplane
 from dataplane import Plane
-from dataplane.client import connection
-from dataplane.client.connection import Inbox
-from dataplane.client.opening import join
+from dataplane.client.session import connection
+from dataplane.client.session.connection import Inbox
+from dataplane.client.session.opening import join
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Claim,
@@ -98,7 +98,7 @@ def test_a_peer_that_goes_away_is_peer_lost_and_named(peer: ScriptedPeer, plane:
 def test_a_call_without_answer_ends_after_its_deadline_and_closes_its_connection(
     peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.client.outgoing.GRACE_S", 0.05)
+    monkeypatch.setattr("dataplane.client.session.outgoing.GRACE_S", 0.05)
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded, match="'scripted'.*timeout="):
         plane.stats(timeout=0.05)
@@ -233,7 +233,7 @@ def test_a_call_that_waits_for_a_stopped_peer_says_so(
     peer.scripts[Wait] = lambda r, b: SILENCE
     part = plane.partition("x", stages={})
     handler = Said()
-    logger = logging.getLogger("dataplane.client.connection")
+    logger = logging.getLogger("dataplane.client.session.connection")
     logger.addHandler(handler)
     try:
         part.wait("s", rows=3)

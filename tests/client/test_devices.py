@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.client.devices import AUTO, Devices
+from dataplane.client.session.devices import AUTO, Devices
 from dataplane.errors import DeviceMissing
 
 

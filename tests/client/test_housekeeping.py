@@ -13,9 +13,9 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.client import extents, housekeeping
-from dataplane.client.bell import Bell
-from dataplane.client.extents import Leftovers
+from dataplane.client.session import extents, housekeeping
+from dataplane.client.session.bell import Bell
+from dataplane.client.session.extents import Leftovers
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Claim,
@@ -178,7 +178,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_undone(
         peer.connections[-1].recv(1)
         return bytes(encode(Reply(request.rid, claimed(request, body))))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("dataplane.client.outgoing.GRACE_S", 0.01)
+    monkeypatch.setattr("dataplane.client.session.outgoing.GRACE_S", 0.01)
     peer.scripts[Claim] = too_late
     with pytest.raises(dataplane.DeadlineExceeded):
         part.claim("s", rows=2, timeout=0.01)

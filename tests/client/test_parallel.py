@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dataplane.client.parallel import MAX_THREADS, Copy, carry_out, populate
+from dataplane.client.write.parallel import MAX_THREADS, Copy, carry_out, populate
 from dataplane.memory import mapping
 from dataplane.memory.mapping import WriteMaps
 

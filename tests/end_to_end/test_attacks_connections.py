@@ -15,7 +15,7 @@ import pytest
 
 import dataplane
 from dataplane import Plane, aio
-from dataplane.client.opening import join
+from dataplane.client.session.opening import join
 from tests.end_to_end.attacks import no_leaks, used_bytes
 from tests.end_to_end.conftest import PLANE, Cluster, until
 from tests.end_to_end.proxy import Proxy

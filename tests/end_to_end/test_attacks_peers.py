@@ -17,7 +17,7 @@ import pytest
 
 import dataplane
 from dataplane import DataplaneError, Partition, Plane
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster.roster import Roster
 from tests.end_to_end.attacks import no_leaks
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
 

@@ -12,8 +12,8 @@ import pytest
 
 import dataplane
 from dataplane import DataplaneError, Plane
-from dataplane.client.connection import Connection, answer, frame_of
-from dataplane.client.handshake import further
+from dataplane.client.session.connection import Connection, answer, frame_of
+from dataplane.client.session.handshake import further
 from dataplane.wire.messages import Body, Claim, Claimed, Finish, Request, Unpin, Want
 from tests.end_to_end.attacks import Planes, clients_of_three, no_leaks
 from tests.end_to_end.conftest import Cluster, line, until

@@ -17,8 +17,8 @@ import pytest
 import dataplane
 import dataplane.aio
 from dataplane import CheckpointCorrupt, CheckpointFailed, DataplaneError, PartitionConflict, Plane
-from dataplane.client import arrow_out
-from dataplane.client.archive import FILES
+from dataplane.client.checkpoint import arrow_out
+from dataplane.client.checkpoint.archive import FILES
 from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.end_to_end.hosts import held, running
 
@@ -319,7 +319,7 @@ def test_a_directory_that_is_there_is_not_written_over(
 
 HALF_WAY = """
     import sys, dataplane
-    from dataplane.client.arrow_out import PartFiles
+    from dataplane.client.checkpoint.arrow_out import PartFiles
     write = PartFiles.write
     def slow(*args):
         write(*args)
@@ -407,7 +407,7 @@ def test_a_partition_dropped_meanwhile_is_left_out(
         if saved.table.columns[0].field == "tokens":
             part.drop()
 
-    monkeypatch.setattr("dataplane.client.checkpoint.SAVE_BYTES", 1 << 20)
+    monkeypatch.setattr("dataplane.client.checkpoint.save.SAVE_BYTES", 1 << 20)
     monkeypatch.setattr(arrow_out.PartFiles, "write", then_drop)
     one.checkpoint(tmp_path / "c")
     assert left_over(tmp_path / "c") == ["0000", "0001", "manifest.json"]
@@ -420,7 +420,7 @@ def test_rows_freed_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.M
     with running("a", "b") as cluster, cluster.connect("a") as plane:
         with cluster.connect("b") as other:
             part = put_groups(other, 8, nbytes=100_000)
-            monkeypatch.setattr("dataplane.client.checkpoint.SAVE_BYTES", 1 << 18)
+            monkeypatch.setattr("dataplane.client.checkpoint.save.SAVE_BYTES", 1 << 18)
             write = arrow_out.PartFiles.write
 
             def then_drop(*args: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane, tag
-from dataplane.metadata.claim_queue import NEAR_TURNS, WITHHELD_UNITS
+from dataplane.metadata.shard.claim_queue import NEAR_TURNS, WITHHELD_UNITS
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 Hosts = tuple[Plane, Plane]

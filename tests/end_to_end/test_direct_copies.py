@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import dataplane
-from dataplane.client import direct
-from dataplane.client.direct import DirectCopies, Landing, Runs
+from dataplane.client.session import direct
+from dataplane.client.session.direct import DirectCopies, Landing, Runs
 from dataplane.errors import DeviceMissing
 from dataplane.memory.device_twin import TwinDevice
 from tests.end_to_end.conftest import Cluster, until

@@ -10,8 +10,8 @@ import pytest
 
 import dataplane
 from dataplane.client.core import Operation
-from dataplane.client.outgoing import Call
-from dataplane.metadata.roster import Roster
+from dataplane.client.session.outgoing import Call
+from dataplane.metadata.roster.roster import Roster
 from dataplane.wire.messages import Body, Put
 from dataplane.wire.records import KEY, VALUE
 from dataplane.wire.tables import Column, Rows, Spec

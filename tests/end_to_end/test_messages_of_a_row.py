@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from dataplane import Plane
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster.roster import Roster
 from tests.end_to_end.conftest import Cluster, until
 
 BY_THE_CLOCK = {"Beat", "Rostered", "Stats", "StatsDone"}

@@ -12,7 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster.roster import Roster
 from tests.end_to_end.conftest import until
 from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts, in_sync, incarnation
 

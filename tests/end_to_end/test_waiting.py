@@ -13,7 +13,7 @@ import pytest
 
 import dataplane
 from dataplane import Plane, aio, cli, tag
-from dataplane.metadata.reasons import FIRST_S
+from dataplane.metadata.shard.reasons import FIRST_S
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import bench.traces.load
 from bench.traces import TASKS, generate, parquet
 from bench.traces.parquet import TraceError
-from dataplane.client import archive
+from dataplane.client.checkpoint import archive
 from dataplane.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
@@ -28,7 +28,7 @@ from dataplane.errors import (
     InvalidCall,
     ProtocolError,
 )
-from dataplane.metadata import where
+from dataplane.metadata.tables import where
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, objects, peering, records
 

@@ -9,7 +9,7 @@ import pytest
 
 import dataplane
 from dataplane import cli
-from dataplane.client import opening
+from dataplane.client.session import opening
 from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch import embedded, rundir, settings, values
 from dataplane.launch.settings import PeerConfig

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.metadata.leases import Plan
-from dataplane.metadata.replay import apply
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.leases import Plan
+from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op, decode_ops, encode_ops
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import VALUE

@@ -21,8 +21,8 @@ from dataplane.errors import (
     PartitionSealed,
     RowsDropped,
 )
-from dataplane.metadata import names
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables import names
 from dataplane.wire.limits import ABSENT, NO_GROUP
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec, Table

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.metadata import names
-from dataplane.metadata.store import Store
-from dataplane.metadata.takes import Taken
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.takes import Taken
+from dataplane.metadata.tables import names
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import LimitExceeded
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.roster import NO_BACKUP, Roster
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.wire.tables import Owner
 
 A, B, C, D, E = (f"tcp://10.0.0.{n}:7101" for n in range(1, 6))
@@ -64,7 +64,7 @@ def test_a_backup_that_is_not_in_sync_is_not_promoted() -> None:
 
 
 def test_a_plane_has_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.metadata.authority.MAX_MEMBERS", 3)
+    monkeypatch.setattr("dataplane.metadata.roster.authority.MAX_MEMBERS", 3)
     made = authority(A, B)
     made.beat(Owner(C, 3), (3, 1))
     with pytest.raises(LimitExceeded, match="at most 3 peers"):

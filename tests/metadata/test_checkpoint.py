@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from dataplane.errors import DataplaneError, PartitionConflict, ProtocolError
-from dataplane.metadata import checkpoint
-from dataplane.metadata.dump import dump
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard import checkpoint
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
 from dataplane.wire.journal import Op, decode_ops, encode_ops
 from dataplane.wire.messages import Want

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.claim_queue import (
+from dataplane.metadata.shard.claim_queue import (
     NEAR_TURNS,
     WITHHELD_UNITS,
     ClaimQueue,
@@ -14,7 +14,7 @@ from dataplane.metadata.claim_queue import (
     Over,
     Waiting,
 )
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.store import Store
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Owner
 from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values

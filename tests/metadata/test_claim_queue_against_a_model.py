@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dataplane.metadata.claim_queue import WITHHELD_UNITS, ClaimQueue, Over, Waiting
+from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS, ClaimQueue, Over, Waiting
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Owner
 from tests.metadata.stores import SPECS, keys_of, named, store, values

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from dataplane.metadata.columns import Ids, Ragged
-from dataplane.metadata.index import KeyIndex, pairs, repeated
-from dataplane.metadata.names import hash_names, mint_many
-from dataplane.metadata.tombstones import Tombstones
-from dataplane.metadata.units import ACKED, LEASED, PENDING, READY, Units
+from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY, Units
+from dataplane.metadata.tables.columns import Ids, Ragged
+from dataplane.metadata.tables.key_index import KeyIndex, pairs, repeated
+from dataplane.metadata.tables.names import hash_names, mint_many
+from dataplane.metadata.tables.tombstones import Tombstones
 
 SEEDS = pytest.mark.parametrize("seed", range(5))
 

@@ -12,9 +12,9 @@ from dataplane.errors import (
     RowsDropped,
     StageUndefined,
 )
-from dataplane.metadata import names
-from dataplane.metadata.dump import dump
-from dataplane.metadata.store import Store, check_definition
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.store import Store, check_definition
+from dataplane.metadata.tables import names
 from dataplane.wire.journal import Op, Sealed, Wrote
 from dataplane.wire.limits import MAX_STAGES
 from dataplane.wire.tables import Definition, Owner

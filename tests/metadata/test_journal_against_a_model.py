@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from dataplane.metadata.dump import dump
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.tables import Definition
 from tests.metadata.observed import carried_over, observed

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRows, LimitExceeded
-from dataplane.metadata import names
+from dataplane.metadata.tables import names
 
 NAMES = st.text(min_size=1).filter(lambda text: not text.startswith("~")) | st.integers(
     -(1 << 63), (1 << 64) - 1

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
-from dataplane.metadata.dump import dump
-from dataplane.metadata.names import hash_name
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.names import hash_name
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name, Owner

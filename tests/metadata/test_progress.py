@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import FieldExists, InvalidRows, LeaseExpired
-from dataplane.metadata.credit import PullCredit
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.pull_credit import PullCredit
+from dataplane.metadata.shard.store import Store
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Want
 from dataplane.wire.records import RANGE, VALUE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.metadata.reasons import (
+from dataplane.metadata.shard.reasons import (
     FIRST_S,
     MOST_S,
     Facts,

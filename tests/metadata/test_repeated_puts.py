@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import PartitionSealed, RowsDropped
-from dataplane.metadata import names
-from dataplane.metadata.dump import dump
-from dataplane.metadata.puts import PutOutcome
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.puts import PutOutcome
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables import names
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.errors import RosterMismatch
-from dataplane.metadata.roster import NO_BACKUP, Roster
+from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.wire.limits import SHARDS
 from dataplane.wire.records import KEY
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.metadata.silence import (
+from dataplane.metadata.roster.silence import (
     ALONE_S,
     DOUBT_S,
     FRESH_S,

@@ -17,8 +17,8 @@ from dataplane.errors import (
     ProtocolError,
     StageUndefined,
 )
-from dataplane.metadata import names
-from dataplane.metadata.index import pairs
+from dataplane.metadata.tables import names
+from dataplane.metadata.tables.key_index import pairs
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Rows

@@ -11,10 +11,10 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
 )
-from dataplane.metadata import names
-from dataplane.metadata.credit import PullCredit
-from dataplane.metadata.store import Store
-from dataplane.metadata.takes import NEAR_TURNS, Taken
+from dataplane.metadata.shard.pull_credit import PullCredit
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
+from dataplane.metadata.tables import names
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE

@@ -14,7 +14,7 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
 )
-from dataplane.metadata import names
+from dataplane.metadata.tables import names
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, ProtocolError
-from dataplane.metadata.tags import Tags
-from dataplane.metadata.where import Where, parse, tag
-from dataplane.metadata.where import test as holds
+from dataplane.metadata.tables.tags import Tags
+from dataplane.metadata.tables.where import Where, parse, tag
+from dataplane.metadata.tables.where import test as holds
 
 SCALARS = (
     st.none()

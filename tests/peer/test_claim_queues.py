@@ -20,14 +20,14 @@ from dataplane.errors import (
     StaleEpoch,
     StreamEnd,
 )
-from dataplane.metadata.claim_queue import WITHHELD_UNITS
-from dataplane.metadata.dump import dump
-from dataplane.metadata.replay import apply
-from dataplane.metadata.roster import Roster
-from dataplane.metadata.store import Store
-from dataplane.peer import claim_queues
-from dataplane.peer.claim_queues import ClaimQueues
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS
+from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.shards import claim_queues
+from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.wire.messages import Body, Claim, Done, Wait, Want
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Definition, Owner

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dataplane.errors import ClaimTimeout, LeaseExpired, StaleEpoch, StreamEnd, Unavailable
-from dataplane.metadata.reasons import Notices
-from dataplane.metadata.roster import Roster
-from dataplane.peer import claims as claims_module
-from dataplane.peer.claims import Claims
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.reasons import Notices
+from dataplane.peer.requests import claims as claims_module
+from dataplane.peer.requests.claims import Claims
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Rows, Table

@@ -7,7 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from dataplane.peer.door import Connection
+from dataplane.peer.door.client_door import Connection
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames
 from dataplane.wire.messages import Done, Request, Unpin

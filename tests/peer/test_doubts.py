@@ -14,13 +14,13 @@ from dataplane.errors import DataplaneError, PartitionGone, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.heirs import Heirs
-from dataplane.metadata.operations import Operations
-from dataplane.metadata.roster import Roster
-from dataplane.peer.doubts import Doubts
+from dataplane.metadata.roster.heirs import Heirs
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.host import Caller
-from dataplane.peer.once import Once, part_of
+from dataplane.peer.net.once import Once, part_of
 from dataplane.peer.sessions import caller_of
+from dataplane.peer.shards.doubts import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone
 from dataplane.wire.records import EXTENT
 from dataplane.wire.rosters import Void

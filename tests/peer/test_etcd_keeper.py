@@ -11,8 +11,8 @@ import pytest
 from bench.ports import free_addresses
 from dataplane.errors import Unavailable
 from dataplane.launch.values import parse_address
-from dataplane.metadata.roster import Roster
-from dataplane.peer.etcd_keeper import EtcdKeeper
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.membership.etcd import EtcdKeeper
 from dataplane.transport.etcd import Kept
 from dataplane.wire.tables import Owner
 

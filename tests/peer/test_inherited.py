@@ -16,12 +16,12 @@ from dataplane.errors import LimitExceeded
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.heirs import Heirs
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.heirs import Heirs
+from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.progress import Progress
-from dataplane.peer.references import References
+from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Release
 from dataplane.wire.records import EXTENT

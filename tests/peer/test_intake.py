@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 
-from dataplane.peer.intake import REQUEST_BYTES, Intake
-from dataplane.peer.sockets import Context, Socket
+from dataplane.peer.net.intake import REQUEST_BYTES, Intake
+from dataplane.peer.net.sockets import Context, Socket
 from dataplane.wire import peering
 from dataplane.wire.messages import Failed, Stats
 from dataplane.wire.peering import PeerRequest

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.roster import Roster
-from dataplane.metadata.store import Store
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.replicas import TOLD_S, Replicas, _Copy, _Origin
-from dataplane.peer.shipping import MOST_LESSEES
+from dataplane.peer.shards.appends import MOST_LESSEES
+from dataplane.peer.shards.backup import TOLD_S, Replicas, _Copy, _Origin
 from dataplane.wire.journal import Ended, encode_ops
 from dataplane.wire.messages import Done, Want
 from dataplane.wire.peering import AddStage

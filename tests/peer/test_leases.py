@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import LeaseExpired
-from dataplane.peer.leases import Leases
+from dataplane.peer.requests.leases import Leases
 from dataplane.wire.messages import Claimed
 from dataplane.wire.tables import Rows, Table
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.roster import Roster
-from dataplane.peer import leaving
-from dataplane.peer.acquaintance import Acquaintances
-from dataplane.peer.leaving import FATE_S, Leaving
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.membership import leaving
+from dataplane.peer.membership.leaving import FATE_S, Leaving
+from dataplane.peer.net.known_peers import Acquaintances
 from dataplane.wire.tables import Owner
 
 HERE, HEIR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))

@@ -13,10 +13,10 @@ from dataplane.errors import BackPressure, LeaseExpired
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
-from dataplane.metadata.reasons import Notices
-from dataplane.peer.finishing import Finishing
-from dataplane.peer.grants import Grants
-from dataplane.peer.room import Room
+from dataplane.metadata.shard.reasons import Notices
+from dataplane.peer.requests.finishes import Finishing
+from dataplane.peer.requests.grants import Grants
+from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U8, VALUE
 from dataplane.wire.tables import Column, Owner

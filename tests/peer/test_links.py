@@ -15,11 +15,11 @@ import pytest
 import zmq
 
 from dataplane.errors import Unavailable
-from dataplane.peer.gate import Gate
 from dataplane.peer.host import Caller
-from dataplane.peer.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
-from dataplane.peer.mesh import Mesh
-from dataplane.peer.sockets import Context
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.sockets import Context
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done, Failed, Put
 from dataplane.wire.peering import PeerHello, PeerReply

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dataplane.errors import StaleEpoch
-from dataplane.metadata.store import Store
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.losses import LossReports
+from dataplane.peer.shards.losses import LossReports
 from dataplane.wire.messages import Losses
 from dataplane.wire.tables import Definition
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.roster import Roster, proposed
-from dataplane.peer.membership import Membership
-from dataplane.peer.serving import Serving
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster, proposed
+from dataplane.peer.membership.membership import Membership
+from dataplane.peer.net.serving import Serving
 from dataplane.wire.rosters import Beat, Rostered
 from dataplane.wire.tables import Owner
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dataplane.errors import ShardFull
-from dataplane.metadata.roster import Roster
-from dataplane.metadata.store import Store
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller
-from dataplane.peer.metadata_share import MetadataShare
+from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Vacancy
 from dataplane.wire.tables import Definition

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dataplane.errors import ClaimTimeout, DataplaneError, DeadlineExceeded
-from dataplane.peer.overdue import AFTER_S, LATE_S, Overdue, limit_s
+from dataplane.peer.door.overdue import AFTER_S, LATE_S, Overdue, limit_s
 from dataplane.wire.messages import Body, Claim, Request, Stats, Want
 
 

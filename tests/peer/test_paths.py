@@ -7,8 +7,8 @@ import pytest
 
 from dataplane.errors import InvalidConfig, TransportMissing
 from dataplane.launch.values import AUTO, parse_transport
-from dataplane.peer.paths import candidates, chosen
-from dataplane.peer.sampling import Trial, pattern
+from dataplane.peer.pull.paths import candidates, chosen
+from dataplane.peer.pull.sampling import Trial, pattern
 
 FAST, SLOW = Trial(2.0, 80.0, True), Trial(0.5, 80.0, True)
 

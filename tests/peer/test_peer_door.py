@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.metadata.roster import Roster
-from dataplane.peer.gate import Gate
+from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
-from dataplane.peer.peer_door import PeerDoor
-from dataplane.peer.serving import Serving
-from dataplane.peer.sockets import Context
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.peer_door import PeerDoor
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.net.sockets import Context
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal

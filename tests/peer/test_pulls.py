@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane.memory.space import Space
-from dataplane.peer.pulls import Pulls
+from dataplane.peer.pull.pulls import Pulls
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner

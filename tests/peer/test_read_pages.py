@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import StaleEpoch
-from dataplane.metadata.roster import Roster
-from dataplane.peer.reading import Reading
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.requests.reads import Reading
 from dataplane.wire.messages import Read
 from dataplane.wire.peering import Found
 from dataplane.wire.tables import Rows, Table

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
-from dataplane.metadata.roster import Roster
-from dataplane.metadata.store import Store
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
-from dataplane.peer.shipping import Shipping
+from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.messages import Want
 from dataplane.wire.rosters import Append
 from dataplane.wire.tables import Definition, Owner

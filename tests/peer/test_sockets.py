@@ -10,7 +10,7 @@ import pytest
 import uvloop
 import zmq
 
-from dataplane.peer.sockets import Context, Socket, SocketClosed
+from dataplane.peer.net.sockets import Context, Socket, SocketClosed
 
 MESSAGES = 3_000
 LIMIT_S = 60

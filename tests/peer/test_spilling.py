@@ -15,9 +15,9 @@ import pytest
 from dataplane.errors import RowsGone, TransferFailed
 from dataplane.memory.space import Space
 from dataplane.memory.spilled import Move
-from dataplane.peer.credit import Credit
-from dataplane.peer.room import Room
-from dataplane.peer.spilling import Spilling
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.room.spilling import Spilling
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink
 from dataplane.wire.records import RANGE, U8

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.peer.standstill import is_standstill
+from dataplane.peer.watch.deadlock import is_standstill
 from dataplane.wire.rosters import Stirring
 
 FULL = Stirring(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)

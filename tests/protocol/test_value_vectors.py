@@ -15,8 +15,8 @@ import xxhash
 
 from dataplane.errors import TicketRefused
 from dataplane.launch.token import Token
-from dataplane.metadata import names
-from dataplane.metadata.roster import Roster
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.tables import names
 from dataplane.transport import tickets
 from dataplane.transport.bulk_frames import Ticket
 from dataplane.wire import objects

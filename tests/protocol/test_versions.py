@@ -17,7 +17,7 @@ import msgpack
 import pytest
 
 from dataplane import VersionMismatch
-from dataplane.client import handshake
+from dataplane.client.session import handshake
 from dataplane.testing import hosts
 from dataplane.transport import connections
 from dataplane.transport.connections import Connections

@@ -16,10 +16,12 @@ from unittest import mock
 
 from dataplane.launch.settings import PeerConfig
 from dataplane.memory.arena import Arena
-from dataplane.peer import office, paths, sockets
 from dataplane.peer import peer as peer_module
-from dataplane.peer.door import Door
+from dataplane.peer.door.client_door import Door
+from dataplane.peer.membership import authority
+from dataplane.peer.net import sockets
 from dataplane.peer.peer import Peer
+from dataplane.peer.pull import paths
 from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
@@ -106,7 +108,7 @@ class Cluster:
                 # what this machine has installed, or in memory of another run, is no part of it
                 (paths, "candidates", lambda choice: [TCP]),
                 (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
-                (office, "refuses", network.refuses),
+                (authority, "refuses", network.refuses),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from dataplane.memory.admission import Admission
-from dataplane.metadata.copies import Copies
-from dataplane.metadata.references import ids_of
+from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.peer import Peer
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Owner

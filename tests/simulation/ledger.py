@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dataplane.metadata.names import KEY_BYTES, hash_name
-from dataplane.metadata.store import Store
-from dataplane.metadata.tombstones import of_groups
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.names import KEY_BYTES, hash_name
+from dataplane.metadata.tables.tombstones import of_groups
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Name, Owner
 

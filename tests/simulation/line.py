@@ -11,7 +11,7 @@ import itertools
 from typing import Any, TypeVar, cast
 
 from dataplane.errors import ClientClosed, DeadlineExceeded, PeerLost, from_wire
-from dataplane.peer.door import Connection
+from dataplane.peer.door.client_door import Connection
 from dataplane.peer.peer import Peer
 from dataplane.wire import frames, limits
 from dataplane.wire import messages as m

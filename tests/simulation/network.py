@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from dataplane.peer.sockets import SocketClosed
+from dataplane.peer.net.sockets import SocketClosed
 from tests.simulation.loop import Machine, VirtualLoop
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Network:
         self.loop.call_on(wire.dealer.machine, self.delay(), wire.dealer.disconnected, wire)
 
     async def refuses(self, address: str) -> bool:
-        """As `peer.links.refuses`. Only the machine of a host that died is not there at all."""
+        """As `peer.net.links.refuses`. Only the machine of a host that died is not there at all."""
         asks = self.loop.current
         await asyncio.sleep(self.delay())
         return (
@@ -176,7 +176,7 @@ class Network:
 
 
 class Socket:
-    """As `peer.sockets.Socket`; what a socket does with options means nothing here."""
+    """As `peer.net.sockets.Socket`; what a socket does with options means nothing here."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -289,7 +289,7 @@ class Router(Socket):
 
 
 class Context:
-    """Stands where `peer.sockets.Context` does."""
+    """Stands where `peer.net.sockets.Context` does."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

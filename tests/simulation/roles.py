@@ -33,7 +33,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
-from dataplane.metadata.names import KEY_BYTES, hash_name, mint
+from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
 from dataplane.wire import messages as m
 from dataplane.wire.limits import INLINE_LIMIT_BYTES
 from dataplane.wire.records import EXTENT, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, U8, VALUE, column

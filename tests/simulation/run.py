@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 from dataplane.errors import DataplaneError
-from dataplane.metadata.authority import Authority
-from dataplane.metadata.drops import Lost
-from dataplane.metadata.store import Store
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.shard.drops import Lost
+from dataplane.metadata.shard.store import Store
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.cluster import Cluster, described

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.client.filling import inline_of
-from dataplane.client.layout import Parcel, fill, plan
-from dataplane.client.values import Prepared, prepare
-from dataplane.client.views import ColumnView, same
+from dataplane.client.read.views import ColumnView, same
+from dataplane.client.write.filling import inline_of
+from dataplane.client.write.layout import Parcel, fill, plan
+from dataplane.client.write.values import Prepared, prepare
 from dataplane.memory.placement import place
 from dataplane.wire.records import EXTENT, PLACE, PLACE_INLINE
 from dataplane.wire.tables import Column

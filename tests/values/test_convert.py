@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataplane.client.convert import to_arrow, to_numpy
-from dataplane.client.views import ColumnView, same
+from dataplane.client.read.convert import to_arrow, to_numpy
+from dataplane.client.read.views import ColumnView, same
 from dataplane.errors import InvalidValue
 from dataplane.wire.records import PLACE_ABSENT
 from dataplane.wire.tables import Column, Spec
@@ -171,7 +171,8 @@ def test_a_row_that_lacks_the_field_is_null(arena: Any) -> None:
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys, dataplane.client.convert, dataplane.client.layout, dataplane.client.values\n"
+        "import sys, dataplane.client.read.convert, dataplane.client.write.layout, "
+        "dataplane.client.write.values\n"
         "assert not {'torch', 'pyarrow', 'cupy', 'jax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

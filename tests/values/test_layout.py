@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client import copies, layout
-from dataplane.client.few import lay_few
-from dataplane.client.filling import inline_of
-from dataplane.client.layout import Parcel, join, plan, plan_beside
-from dataplane.client.values import Prepared, prepare
-from dataplane.client.views import same
+from dataplane.client.read.views import same
+from dataplane.client.write import dedup, layout
+from dataplane.client.write.few import lay_few
+from dataplane.client.write.filling import inline_of
+from dataplane.client.write.layout import Parcel, join, plan, plan_beside
+from dataplane.client.write.values import Prepared, prepare
 from dataplane.errors import LimitExceeded
 from dataplane.wire.limits import (
     ALIGNMENT_BYTES,
@@ -269,7 +269,7 @@ def test_rows_of_a_dense_column_are_found_equal_too() -> None:
 
 
 def test_hash_collisions_share_nothing(arena: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies.xxhash, "xxh3_128_digest", lambda _: bytes(16))
+    monkeypatch.setattr(dedup.xxhash, "xxh3_128_digest", lambda _: bytes(16))
     columns = {"x": [image(1), image(2), image(1)]}
     (parcel,) = plan(prepare(columns, dedup=["x"]))
     assert len(parcel.sizes) == 2 and len(parcel.digests) == 1

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client.views import same
+from dataplane.client.read.views import same
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
 from dataplane.wire.objects import decode, encode, encode_many

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dataplane
-from dataplane.client.schema import canonical
-from dataplane.client.values import prepare
+from dataplane.client.write.schema import canonical
+from dataplane.client.write.values import prepare
 
 
 def put(value: Any, form: str) -> None:

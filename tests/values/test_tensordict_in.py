@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 import dataplane
-from dataplane.client.values import by_name, prepare
-from dataplane.client.views import same
+from dataplane.client.read.views import same
+from dataplane.client.write.values import by_name, prepare
 from dataplane.errors import InvalidRows, InvalidValue, ProtocolError
 from dataplane.wire import objects
 from dataplane.wire.tables import Spec

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane
-from dataplane.client.ragged import Offsets, Padding
-from dataplane.client.tensors import Form, padding_mask, to_tensordict, to_torch
-from dataplane.client.values import by_name
-from dataplane.client.views import same
+from dataplane.client.read.ragged import Offsets, Padding
+from dataplane.client.read.tensors import Form, padding_mask, to_tensordict, to_torch
+from dataplane.client.read.views import same
+from dataplane.client.write.values import by_name
 from dataplane.errors import FieldUnknown, InvalidCall, InvalidValue
 
 DTYPES = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint8]

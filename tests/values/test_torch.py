@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.client.convert import to_numpy
-from dataplane.client.ragged import Padding
-from dataplane.client.tensors import place_named, to_torch
+from dataplane.client.read.convert import to_numpy
+from dataplane.client.read.ragged import Padding
+from dataplane.client.read.tensors import place_named, to_torch
 from dataplane.errors import InvalidValue
 
 DTYPES = [

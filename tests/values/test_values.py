@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.client.values import prepare
+from dataplane.client.write.values import prepare
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
 from dataplane.wire.limits import MAX_FIELDS
 from dataplane.wire.tables import Spec

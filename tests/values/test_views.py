@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.client.views import ColumnView, same
+from dataplane.client.read.views import ColumnView, same
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.wire.records import PLACE, PLACE_ABSENT
 from dataplane.wire.tables import Column, Spec

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
-from dataplane.client.admission import Admitting
 from dataplane.client.aio.driver import Run
 from dataplane.client.core import Handle
+from dataplane.client.operations.admission import Admitting
 from dataplane.errors import DataplaneError
 
 log = logging.getLogger(__name__)

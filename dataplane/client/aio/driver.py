@@ -15,18 +15,18 @@ from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from dataplane.client import handshake
-from dataplane.client.connection import LOOK_S, Connection, answer, no_answer, unwrap
 from dataplane.client.core import Offload, Operation
-from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.lease import Lease
-from dataplane.client.leased import LeasedRows
-from dataplane.client.loader import Loading
-from dataplane.client.plan import Feed
-from dataplane.client.selection import Selection as Fetching
-from dataplane.client.session import Session
-from dataplane.client.stopped import is_stopped
-from dataplane.client.tensors import place_named, settled
+from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.loader import Loading
+from dataplane.client.operations.plan import Feed
+from dataplane.client.read.selection import Selection as Fetching
+from dataplane.client.read.tensors import place_named, settled
+from dataplane.client.session import handshake
+from dataplane.client.session.connection import LOOK_S, Connection, answer, no_answer, unwrap
+from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.session import Session
+from dataplane.client.session.stopped import is_stopped
 from dataplane.errors import StreamEnd
 from dataplane.wire.messages import Body
 

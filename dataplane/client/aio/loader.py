@@ -1,4 +1,5 @@
-"""What a loader is to its caller: something to iterate over. `client/loader.py` has its rules."""
+"""What a loader is to its caller: something to iterate over. `client/operations/loader.py` has its
+rules."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 from dataplane.client.aio.batch import Batch
 from dataplane.client.aio.driver import Prefetch
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.lease import Lease
-from dataplane.client.loader import Loading, refuse_workers
+from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.loader import Loading, refuse_workers
 from dataplane.errors import StreamEnd
 
 

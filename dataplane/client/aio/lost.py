@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from dataplane.client.aio.driver import Run
 from dataplane.client.core import Handle
-from dataplane.client.losses import Losing
+from dataplane.client.operations.losses import Losing
 from dataplane.errors import StreamEnd
 from dataplane.wire.tables import Name
 

@@ -1,4 +1,5 @@
-"""What a plan is to its caller: mini-batches of micro-batches. `client/plan.py` has its rules."""
+"""What a plan is to its caller: mini-batches of micro-batches. `client/operations/plan.py` has its
+rules."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from dataplane.client.aio.batch import Converting
 from dataplane.client.aio.driver import Prefetch, Run
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
+from dataplane.client.operations.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
 from dataplane.errors import DataplaneError, LeaseExpired
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""What a stream is to its caller: something to iterate over. Its rule is in `client/stream.py`."""
+"""What a stream is to its caller: something to iterate over. Its rule is in
+`client/operations/stream.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 
 from dataplane.client.aio.batch import Batch
-from dataplane.client.stream import Looping, Streaming
+from dataplane.client.operations.stream import Looping, Streaming
 from dataplane.errors import DataplaneError, StreamEnd
 
 

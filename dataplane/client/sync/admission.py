@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
-from dataplane.client.admission import Admitting
 from dataplane.client.core import Handle
+from dataplane.client.operations.admission import Admitting
 from dataplane.client.sync.driver import Run
 from dataplane.errors import DataplaneError
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from dataplane.client import arguments, convert
+from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.leased import LeasedRows
-from dataplane.client.ragged import Padding, Side
-from dataplane.client.reads import read_rows
-from dataplane.client.rows import Names, TagValues
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.reads import read_rows
+from dataplane.client.read import convert
+from dataplane.client.read.ragged import Padding, Side
+from dataplane.client.read.tensors import Each, Form, Layout
 from dataplane.client.sync.driver import Fetching, Run, conversion
-from dataplane.client.tensors import Each, Form, Layout
+from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError
 from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claimed

@@ -9,8 +9,8 @@ import time
 from typing import Any, TypeVar
 
 from dataplane.client.core import Operation, Step
-from dataplane.client.outgoing import Call, Outgoing
-from dataplane.client.session import Session
+from dataplane.client.session.outgoing import Call, Outgoing
+from dataplane.client.session.session import Session
 from dataplane.client.sync.driver import exchange, further, offload
 from dataplane.errors import PeerLost
 from dataplane.wire.messages import Body

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.client.aio.calls import Calls
-from dataplane.client.connection import Connection
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Offload, Operation
-from dataplane.client.handshake import further
-from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.lease import Lease
-from dataplane.client.leased import LeasedRows
-from dataplane.client.loader import Loading
-from dataplane.client.plan import Feed
-from dataplane.client.selection import Selection
+from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.loader import Loading
+from dataplane.client.operations.plan import Feed
+from dataplane.client.read.selection import Selection
+from dataplane.client.session.connection import Connection
+from dataplane.client.session.handshake import further
+from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.errors import StreamEnd
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""What a loader is to its caller: something to iterate over. `client/loader.py` has its rules.
+"""What a loader is to its caller: something to iterate over. `client/operations/loader.py` has its
+rules.
 
 Made of dataplane/client/aio/loader.py, which is the one to change.
 """
@@ -11,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.lease import Lease
-from dataplane.client.loader import Loading, refuse_workers
+from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.loader import Loading, refuse_workers
 from dataplane.client.sync.batch import Batch
 from dataplane.client.sync.driver import Prefetch
 from dataplane.errors import StreamEnd

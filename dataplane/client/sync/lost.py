@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dataplane.client.core import Handle
-from dataplane.client.losses import Losing
+from dataplane.client.operations.losses import Losing
 from dataplane.client.sync.driver import Run
 from dataplane.errors import StreamEnd
 from dataplane.wire.tables import Name

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dataplane.client import admission, arguments, changes, core, reads
-from dataplane.client.changes import Dropped
+from dataplane.client import arguments, core
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.lease import Demand, claim
-from dataplane.client.plan import join, shape_of
-from dataplane.client.putting import put
+from dataplane.client.operations import admission, changes, reads
+from dataplane.client.operations.changes import Dropped
+from dataplane.client.operations.lease import Demand, claim
+from dataplane.client.operations.plan import join, shape_of
+from dataplane.client.operations.put import put
 from dataplane.client.ref import Ref
-from dataplane.client.rows import Names, TagValues
 from dataplane.client.sync.admission import Admission
 from dataplane.client.sync.batch import Batch, Rows
 from dataplane.client.sync.driver import Run
@@ -24,7 +24,8 @@ from dataplane.client.sync.loader import Loader
 from dataplane.client.sync.lost import Lost
 from dataplane.client.sync.plan import Micro, Plan
 from dataplane.client.sync.stream import Stream
-from dataplane.metadata.where import Where
+from dataplane.client.write.rows import Names, TagValues
+from dataplane.metadata.tables.where import Where
 from dataplane.wire.messages import Defined
 from dataplane.wire.tables import Name, Scalar
 

@@ -1,4 +1,5 @@
-"""What a plan is to its caller: mini-batches of micro-batches. `client/plan.py` has its rules.
+"""What a plan is to its caller: mini-batches of micro-batches. `client/operations/plan.py` has its
+rules.
 
 Made of dataplane/client/aio/plan.py, which is the one to change.
 """
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
-from dataplane.client.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
+from dataplane.client.operations.plan import Feed, Fetching, Part, Planned, PlannedRows, Steps
 from dataplane.client.sync.batch import Converting
 from dataplane.client.sync.driver import Prefetch, Run
 from dataplane.errors import DataplaneError, LeaseExpired

@@ -12,12 +12,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from dataplane.client import arguments, checkpoint, core, reads, restore
+from dataplane.client import arguments, core
+from dataplane.client.checkpoint import restore, save
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.devices import wish_of
-from dataplane.client.housekeeping import Housekeeper
-from dataplane.client.opening import open_session, reconnect
+from dataplane.client.operations import reads
 from dataplane.client.ref import Ref
+from dataplane.client.session.devices import wish_of
+from dataplane.client.session.housekeeping import Housekeeper
+from dataplane.client.session.opening import open_session, reconnect
 from dataplane.client.sync.batch import Rows
 from dataplane.client.sync.calls import Calls
 from dataplane.client.sync.driver import Connecting, leave
@@ -141,7 +143,7 @@ class Plane(Calls):
         ones. timeout None: each request to a peer has its 30 s, all together have no limit. Raises
         CheckpointFailed, and leaves nothing of that name, where it cannot be finished.
         """
-        self.run(checkpoint.checkpoint(self._session, directory, timeout))
+        self.run(save.checkpoint(self._session, directory, timeout))
 
     def restore(
         self, directory: str | os.PathLike[str], *, timeout: float | None = None

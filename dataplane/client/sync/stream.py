@@ -1,4 +1,5 @@
-"""What a stream is to its caller: something to iterate over. Its rule is in `client/stream.py`.
+"""What a stream is to its caller: something to iterate over. Its rule is in
+`client/operations/stream.py`.
 
 Made of dataplane/client/aio/stream.py, which is the one to change.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
-from dataplane.client.stream import Looping, Streaming
+from dataplane.client.operations.stream import Looping, Streaming
 from dataplane.client.sync.batch import Batch
 from dataplane.errors import DataplaneError, StreamEnd
 

@@ -178,7 +178,7 @@ def test_a_client_on_another_device_of_the_host_gets_copies_made_by_that_device(
     with cluster.connect("a") as first:
         part = first.partition("p", stages={"s": ["x"], "t": ["y"]})
         part.put({"x": given(device, arrays)}, key=list(range(4)))
-        monkeypatch.setattr("dataplane.client.devices._current_gpu", lambda: 1)
+        monkeypatch.setattr("dataplane.client.session.devices._current_gpu", lambda: 1)
         with dataplane.connect("a", run=PLANE, devices="required") as second:
             batch = second.partition("p").claim("s", rows=4, timeout=10)
             entry = batch["x"][0]

@@ -1,0 +1,136 @@
+"""`plane.restore`: the rows of a checkpoint, put into a plane of any number of peers.
+
+Every file is verified before anything is put. Rows and bytes go to this host, as if this client had
+put them; ready ones are claimable as they come. What failed half-way is dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
+from dataplane.client.checkpoint.save import filing, path_of, within
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Operation, ask
+from dataplane.client.session.session import Session
+from dataplane.errors import DataplaneError, PartitionConflict
+from dataplane.memory.placement import place, remainder
+from dataplane.wire import messages
+from dataplane.wire.checkpoint import Census, CensusDone, Progress, Restore
+from dataplane.wire.messages import Done, Drop, PutDone, Reserve, Reserved, Seal
+from dataplane.wire.records import EXTENT, U8, column
+from dataplane.wire.tables import Rows
+
+if TYPE_CHECKING:
+    from dataplane.client.checkpoint.arrow_in import Portion
+
+PORTION_BYTES = 32 << 20
+"""Values that go with one message; no more than a quarter of what may be put at once."""
+_WAITING = "waiting for room in the arena"
+_RESTORING = "the restore"
+
+
+def restore(session: Session, directory: Any, timeout: float | None) -> Operation[list[str]]:
+    deadline = Deadline(timeout)
+    path = path_of(directory)
+    manifest: Manifest = yield filing(lambda: verified(path))
+    names = [note.name for note in manifest.partitions]
+    census = yield from ask(Census(), CensusDone, within(deadline, _RESTORING))
+    there = sorted({*names} & {*census.partitions})
+    if there:
+        raise PartitionConflict(
+            f"{len(there)} of {len(names)} partitions of this checkpoint are in plane "
+            f"{session.plane!r} already, such as {there[0]!r}; drop them, or restore into another "
+            "plane",
+            partitions=there,
+        )
+    begun: list[Handle] = []
+    try:
+        for number, note in enumerate(manifest.partitions):
+            begun.append(Handle(session, note.name))
+            part = path / directory_name(number)
+            yield from _partition(begun[-1], note, part, deadline)
+    except Exception as exc:
+        yield from _undo(begun, exc)
+        raise
+    return names
+
+
+def _undo(begun: list[Handle], failure: Exception) -> Operation[None]:
+    """Drop what was restored so far, so that it can be restored again."""
+    for handle in begun:
+        if handle.defined is None:
+            continue
+        try:
+            body = Drop(handle.name, handle.defined.generation)
+            yield from ask(body, messages.Dropped, Deadline(DEFAULT_TIMEOUT_S))
+        except DataplaneError as exc:
+            failure.add_note(f"partition {handle.name!r} stays behind, in part: {exc}; drop it")
+
+
+def _partition(
+    handle: Handle, note: PartitionNote, part: Path, deadline: Deadline
+) -> Operation[None]:
+    from dataplane.client.checkpoint.arrow_in import PartReader
+
+    yield from handle.define(note.definition, within(deadline, _RESTORING))
+    reader: PartReader = yield filing(lambda: PartReader(part))
+    try:
+        most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
+        portions: Iterator[Portion] = reader.portions(most)
+        while True:
+            portion: Portion | None = yield filing(lambda: next(portions, None))
+            if portion is None:
+                break
+            yield from _put(handle, reader, portion, deadline)
+    finally:
+        reader.close()
+    generation = yield from handle.attach(deadline)
+    if note.closed_groups:
+        body = Restore(
+            handle.name, generation, Rows(b""), [], [], {}, Progress(), note.closed_groups
+        )
+        yield from ask(body, PutDone, within(deadline, _RESTORING))
+    if note.sealed:
+        yield from ask(
+            Seal(handle.name, generation, keep_short=True), Done, within(deadline, _RESTORING)
+        )
+
+
+def _put(handle: Handle, reader: Any, portion: Portion, deadline: Deadline) -> Operation[None]:
+    """Copy the values of a portion into the arena, and say what they are."""
+    session = handle.session
+    generation = yield from handle.attach(deadline)
+    sizes, ranges = portion.sizes.astype(U8), np.zeros(len(portion.sizes), EXTENT)
+    if len(sizes):
+        unit = Reserve(handle.name, generation, [sizes.tobytes()])
+        reserved = yield from ask(unit, Reserved, within(deadline, _WAITING), _WAITING)
+        extents = column(reserved.extents, EXTENT)
+        try:
+            ranges["offset"], ranges["length"] = place(sizes, extents), sizes
+            yield filing(lambda: _fill(session, reader, portion, ranges))
+        except BaseException:
+            session.keep(extents)
+            raise
+        session.keep(remainder(sizes, ranges["offset"].copy(), extents))
+    body = Restore(
+        handle.name,
+        generation,
+        portion.rows,
+        portion.columns,
+        portion.specs,
+        portion.tags,
+        portion.progress,
+        ranges=ranges.tobytes(),
+    )
+    done = yield from ask(body, PutDone, within(deadline, _RESTORING))
+    session.keep(column(done.extents, EXTENT))
+
+
+def _fill(session: Session, reader: Any, portion: Portion, ranges: Any) -> None:
+    for block, (offset, length) in zip(portion.blocks, ranges.tolist(), strict=True):
+        if length:
+            reader.read(block, memoryview(session.writes.view(offset, length)))  # type: ignore[arg-type]

@@ -1,0 +1,212 @@
+"""`plane.checkpoint`: all rows of a plane, group by group, into a directory.
+
+Runs in the client, as a generator like all operations. Values that lie on other hosts are pulled to
+this one on the way; at most one answer of the peer is under way, whatever the plane holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataplane.client.checkpoint.archive import (
+    FILES,
+    Archive,
+    FileNote,
+    PartitionNote,
+    directory_name,
+)
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Deadline, Handle, Offload, Operation, ask
+from dataplane.client.session.session import Session
+from dataplane.errors import (
+    CheckpointFailed,
+    InvalidCall,
+    PartitionGone,
+    PartitionUndefined,
+    RowsGone,
+)
+from dataplane.metadata.tables.key_index import pairs, repeated
+from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
+from dataplane.wire.records import KEY
+
+if TYPE_CHECKING:
+    from dataplane.client.checkpoint.arrow_out import PartFiles
+
+SAVE_BYTES = 32 << 20
+"""Values that are asked for at once; no more than a quarter of what the peer may pull."""
+MAX_UNITS = 4096
+"""Groups, or rows without one, that are asked for at once."""
+ATTACH_S = 5.0
+_FILE_WORK = 1 << 62
+"""Work on files always leaves an event loop."""
+_TRIES = 16
+_ROSTERS = 3
+"""How often it is begun where the peers change meanwhile."""
+
+
+def path_of(directory: Any) -> Path:
+    """The directory that a user named."""
+    given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(given, str) or "\0" in given:
+        raise InvalidCall(f"{directory!r:.80} is no directory: give a path")
+    return Path(os.path.abspath(given))
+
+
+def filing(work: Callable[[], Any]) -> Offload:
+    """A step that works on files."""
+    return Offload(work, _FILE_WORK)
+
+
+def within(deadline: Deadline, doing: str) -> Deadline:
+    """For one request: a peer that does not answer is noticed, however long the whole may take."""
+    left = deadline.left(doing)
+    return Deadline(DEFAULT_TIMEOUT_S if left is None else min(left, DEFAULT_TIMEOUT_S))
+
+
+def checkpoint(session: Session, directory: Any, timeout: float | None) -> Operation[None]:
+    deadline = Deadline(timeout)
+    work = _Checkpoint(session, Archive(path_of(directory)), deadline)
+    yield filing(work.archive.begin)
+    try:
+        yield from work.write()
+    except BaseException:
+        work.archive.discard()
+        raise
+
+
+class _Checkpoint:
+    """One checkpoint under way."""
+
+    def __init__(self, session: Session, archive: Archive, deadline: Deadline) -> None:
+        self.session = session
+        self.archive = archive
+        self.deadline = deadline
+        self.notes: list[PartitionNote] = []
+
+    def write(self) -> Operation[None]:
+        for _ in range(_ROSTERS):
+            before = yield from self._census()
+            for name in before.partitions:
+                yield from self._partition(name)
+            after = yield from self._census()
+            if after.placement == before.placement:
+                yield filing(lambda: self.archive.commit(self.session.plane, self.notes))
+                return
+            self.notes = []
+            yield filing(self.archive.clear)
+        raise CheckpointFailed(
+            "peers joined or left, and rows moved with them, whenever the checkpoint was nearly "
+            "done; call checkpoint again",
+            path=str(self.archive.target),
+        )
+
+    def _limit(self) -> Deadline:
+        return within(self.deadline, "the checkpoint")
+
+    def _census(self) -> Operation[CensusDone]:
+        return ask(Census(), CensusDone, self._limit())
+
+    def _partition(self, name: str) -> Operation[None]:
+        """One that was dropped meanwhile is left out."""
+        from dataplane.client.checkpoint.arrow_out import PartFiles
+
+        handle, number = Handle(self.session, name), len(self.notes)
+        try:
+            self.deadline.left("the checkpoint")
+            yield from handle.define(None, Deadline(ATTACH_S))
+        except PartitionUndefined:
+            return
+        archive = self.archive
+        files: PartFiles = yield filing(
+            lambda: PartFiles(archive.directory(number), archive.target)
+        )
+        try:
+            closed = yield from self._rows(handle, files)
+            notes: list[FileNote] = yield filing(files.finish)
+        except PartitionGone:
+            files.close()
+            yield filing(lambda: archive.abandon(number))
+            return
+        except BaseException:
+            files.close()
+            raise
+        self.notes.append(_note(handle, closed))
+        for file, note in zip(FILES, notes, strict=True):
+            archive.files[f"{directory_name(number)}/{file}"] = note
+
+    def _rows(self, handle: Handle, files: PartFiles) -> Operation[int]:
+        """Returns the groups that closed and are gone."""
+        groups, rows, closed = yield from self._survey(handle)
+        groups, rows = _each_once([groups, rows])
+        return closed + (yield from self._save_all(handle, files, groups, rows))
+
+    def _survey(self, handle: Handle) -> Operation[tuple[bytes, bytes, int]]:
+        """The keys of all groups, and of rows without one, and how many groups closed and went."""
+        groups, rows, closed, cursor = [], [], None, 0
+        generation = yield from handle.attach(self.deadline)
+        while True:
+            body = Survey(handle.name, generation, cursor)
+            found = yield from ask(body, SurveyDone, self._limit())
+            groups.append(found.groups)
+            rows.append(found.rows)
+            closed = found.closed_groups if closed is None else closed
+            cursor = found.cursor
+            if not cursor:
+                return b"".join(groups), b"".join(rows), closed
+
+    def _save_all(
+        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
+    ) -> Operation[int]:
+        width = KEY.itemsize
+        ended, many, tries, at = 0, MAX_UNITS, 0, 0
+        while at < len(groups) + len(rows):
+            some = groups[at : at + many * width]
+            first = max(0, at - len(groups))
+            others = rows[first : first + many * width - len(some)]
+            try:
+                units, more = yield from self._save(handle, files, some, others)
+            except RowsGone:  # freed before they were read: now they are not there
+                many, tries = max(1, many // 4), tries + 1
+                if tries > _TRIES:
+                    raise
+                continue
+            many, tries = MAX_UNITS, 0
+            ended += more
+            at += units * width
+        return ended
+
+    def _save(
+        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
+    ) -> Operation[tuple[int, int]]:
+        session = self.session
+        nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
+        generation = yield from handle.attach(self.deadline)
+        body = Save(handle.name, generation, groups, rows, nbytes)
+        found = yield from ask(body, SaveDone, self._limit())
+        arena = session.reads.base_array(session.pinned(found.pin))
+        yield filing(lambda: files.write(found, arena))
+        return found.units, found.ended_groups
+
+
+def _each_once(columns: list[bytes]) -> list[bytes]:
+    """A name that was freed and put again meanwhile was told twice: where it is now counts."""
+    joined = pairs(b"".join(columns))
+    again = len(joined) - 1 - repeated(np.ascontiguousarray(joined[::-1]))
+    if not len(again):
+        return columns
+    keep = np.ones(len(joined), np.bool_)
+    keep[again] = False
+    ends = np.cumsum([len(column) // KEY.itemsize for column in columns])
+    parts = zip(np.split(joined, ends[:-1]), np.split(keep, ends[:-1]), strict=True)
+    return [part[kept].tobytes() for part, kept in parts]
+
+
+def _note(handle: Handle, closed: int) -> PartitionNote:
+    assert handle.defined is not None
+    given = {f: getattr(handle.definition, f) for f in handle.definition.__struct_fields__}
+    sealed = handle.defined.phase != "open"
+    return PartitionNote(handle.name, **given, sealed=sealed, closed_groups=closed)

@@ -1,0 +1,1 @@
+"""What a user may call, as generators without I/O: they yield steps, `aio` and `sync` do them."""

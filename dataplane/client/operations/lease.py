@@ -1,0 +1,481 @@
+"""A lease and what was added under it, until ack, release or drop. Operations without I/O.
+
+Positions of rows are those of the claim and stay so when some rows were dropped. Added values lie
+in the arena at once and travel with the ack of their rows, in one message for all rows to which the
+same was added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client import arguments
+from dataplane.client.core import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    Handle,
+    Operation,
+    ask,
+    expect,
+    milliseconds,
+    wait_for,
+)
+from dataplane.client.operations.inlining import landed
+from dataplane.client.operations.write import write_columns
+from dataplane.client.session.outgoing import Call
+from dataplane.client.write.rows import Names, TagValues, group_positions, tag_columns, take_tags
+from dataplane.client.write.written import Written, beside
+from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired, ShardFull
+from dataplane.metadata.tables.where import Where
+from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.wire.messages import (
+    Body,
+    Claim,
+    Claimed,
+    Done,
+    Fetch,
+    Fetched,
+    Finish,
+    PutDone,
+    Want,
+)
+from dataplane.wire.records import EXTENT, KEY, PLACE, U4, VALUE
+from dataplane.wire.tables import Scalar, Table, volume
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["ack", "release", "drop"]
+Index = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a claim's arguments ask for; `want` checks them."""
+
+    rows: int | None
+    groups: int | None
+    budget: Mapping[str, float] | None
+    minimum: int | None
+    where: Where | None
+    unit: str | None
+
+    def want(self, default_unit: str) -> Want:
+        """The demand as it travels. InvalidCall unless it is exactly one of the three."""
+        if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
+            raise InvalidCall("a claim takes exactly one of rows=, groups=, budget={tag: sum}")
+        where = arguments.filter_of(self.where)
+        if self.budget is not None:
+            return self._budget(self.budget, self.unit or default_unit, where)
+        kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
+        count = arguments.count(self.rows if self.rows is not None else self.groups, kind)
+        if self.unit not in (None, kind):
+            raise InvalidCall(f"unit={self.unit!r} goes with budget=; {kind}= says the unit itself")
+        least = count if self.minimum is None else arguments.count(self.minimum, "min")
+        if least > count:
+            raise InvalidCall(f"min={least!r}: it must be from 1 to {kind}={count}")
+        return Want(kind, count, least, where)
+
+    def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
+        shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
+        if len(budget) != 1:
+            raise InvalidCall(f"budget={shown!r}: give one tag and the sum that it may reach")
+        if self.minimum is not None:
+            raise InvalidCall("min= does not go with budget=: a budget takes what fits")
+        if unit not in ("rows", "groups"):
+            raise InvalidCall(f"unit={unit!r}: it is 'rows' or 'groups'")
+        ((tag, amount),) = budget.items()
+        if not isinstance(amount, Real) or not amount > 0:
+            raise InvalidCall(f"budget={shown!r}: the sum must be a positive number")
+        arguments.text(tag, "a tag")
+        return Want(unit, 0, 0, where, tag, float(amount))
+
+
+def claim(
+    handle: Handle,
+    stage: str,
+    demand: Demand,
+    fields: Sequence[str] | None,
+    timeout: float | None,
+    lease_s: float | None,
+) -> Operation[Claimed]:
+    """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`."""
+    session = handle.session
+    if handle.defined is None:  # else it is checked below, before anything is sent
+        demand.want("rows")
+    arguments.text(stage, "a stage")
+    wanted = arguments.optional_texts(fields, "fields")
+    timeout, lease_s = arguments.seconds(timeout, "timeout"), arguments.seconds(lease_s, "lease")
+    if lease_s is not None and lease_s <= 0:
+        raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
+    generation = yield from handle.attach_to_wait(timeout)
+    want = demand.want(handle.unit)
+    body = Claim(
+        handle.name,
+        generation,
+        stage,
+        want,
+        wanted,
+        declare=None if stage in handle.definition.stages else wanted,
+        timeout_ms=milliseconds(timeout),
+        lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
+    )
+    began = time.monotonic()
+    try:
+        claimed = yield from wait_for(body, Claimed, timeout)
+    finally:
+        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+    session.leased(claimed.lease)
+    rows, nbytes = claimed.table.rows, volume(claimed.table.columns, PLACE)
+    session.tally.of_stage(stage, claims=1, rows=len(rows.keys) // KEY.itemsize, bytes=nbytes)
+    session.familiar.note(rows.group_keys or rows.keys)
+    return claimed
+
+
+@dataclass(slots=True, eq=False)
+class Added:
+    """Values that wait for the ack of their rows."""
+
+    at: Index
+    """positions of the rows, ascending"""
+    written: Written
+
+
+class Lease:
+    """What a claim handed out. Its rows go back when it dies without ack."""
+
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
+        self.handle = handle
+        self.stage = stage
+        self.id = claimed.lease
+        self.n = len(claimed.table.rows.keys) // KEY.itemsize
+        self.state = "leased"
+        self._open: npt.NDArray[np.bool_] | None = None
+        """per row whether it was neither finished nor dropped; None: all are open"""
+        self._added: list[Added] = []
+        self._lost: list[tuple[Index, set[str]]] = []
+        """rows and fields of acks that failed"""
+        self._refused: set[str] = set()
+        """fields that others had set: whoever adds anything after being told has settled them"""
+        self._abandoned = False
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that were neither finished nor dropped."""
+        if self.state != "leased":
+            return 0
+        return self.n if self._open is None else int(self._open.sum())
+
+    @property
+    def added(self) -> list[str]:
+        """Fields that wait for the ack."""
+        return list(dict.fromkeys(name for one in self._added for name in one.written.fields))
+
+    def open_among(self, rows: Index | None) -> Index:
+        """Those of these rows (None: of all) that are open."""
+        rows = np.arange(self.n, dtype=np.intp) if rows is None else rows
+        if self.state != "leased":
+            return rows[:0]
+        return rows if self._open is None else rows[self._open[rows]]
+
+    def check(self) -> None:
+        if self.state != "leased":
+            raise LeaseExpired(
+                f"this batch was {self.state}: nothing can be added to it or finished any more; "
+                "claim again",
+                stage=self.stage,
+            )
+
+    def add(
+        self, columns: Mapping[str, Any], timeout: float | None, rows: Index | None = None
+    ) -> Operation[None]:
+        """Copy new fields of all rows, or of those at `rows`, into the arena. They are there for
+        others after the ack."""
+        self.check()
+        at = np.arange(self.n, dtype=np.intp) if rows is None else np.sort(rows)
+        there = (one.written.fields for one in self._added if _meet(one.at, at))
+        twice = set(columns) & {name for names in there for name in names}
+        if twice:
+            raise FieldExists(
+                f"{', '.join(sorted(twice))} was already added to this batch: fields are "
+                "write-once",
+                fields=sorted(twice),
+            )
+        if (devices := self.handle.session.devices) is not None:
+            devices.tell_of_host_copies(columns, "what is added to a batch always is")
+        deadline = Deadline(timeout)
+        written = yield from write_columns(self.handle, columns, len(at), deadline)
+        parts = [*(one.written for one in self._added), written]
+        self._check_size(parts, written)
+        if rows is not None:  # values are in the order of the rows as they were given
+            written, _ = written.take(np.argsort(rows, kind="stable"))
+        self._tally(written)
+        self._added.append(Added(at, written))
+        for lost, names in self._lost:
+            if _meet(lost, at):
+                names.difference_update(columns, self._refused)
+
+    def _check_size(self, parts: list[Written], written: Written) -> None:
+        size = sum(map(part_bytes, parts))
+        if size > MAX_FRAME_BYTES // 2:
+            self.handle.session.keep(written.ranges)
+            raise InvalidRows(
+                f"what was added to these {self.n} rows needs a message of {size} bytes: claim "
+                "fewer rows at a time",
+                size=size,
+            )
+
+    def _tally(self, written: Written) -> None:
+        tally = self.handle.session.tally
+        tally.of_stage(self.stage, added_bytes=volume(written.columns(), VALUE))
+        tally.add("copy", bytes=written.copied_bytes)
+
+    def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
+        """More fields of the rows."""
+        body = Fetch(self.id, arguments.texts(fields, "fields"))
+        return (yield from ask(body, Fetched, Deadline(timeout)))
+
+    def finish(
+        self,
+        outcome: Outcome,
+        rows: Index | None = None,
+        tags: TagValues | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        values: Mapping[str, Any] | None = None,
+    ) -> Operation[None]:
+        """End the lease for all rows that are still open, or for those at `rows`. tags, values: of
+        all, or of those at `rows`.
+
+        Only ack takes what was added along, and only release `values`, as progress. Releasing a
+        lease that has ended already is no error, unless there is something to be told with it.
+        """
+        self.check()
+        given = tag_columns(tags, self.n if rows is None else len(rows))
+        at = self.open_among(rows)
+        order = None
+        if rows is None:
+            order = None if len(at) == self.n else at
+        else:
+            order = np.argsort(rows)
+            order = order[np.isin(rows[order], at)]
+            at = rows[order]
+        given = take_tags(given, order)
+        body = self._finish_of(outcome, at, given)
+        if not len(at):
+            if rows is None:
+                self._end("finished")
+            return
+        if outcome == "ack":
+            yield from self._ack(at, timeout)
+        elif values:
+            many = self.n if rows is None else len(rows)
+            yield from self._release_with(body, values, many, order, timeout)
+        elif outcome == "release" and not given:
+            with contextlib.suppress(LeaseExpired):  # its rows went back before
+                yield from self._send(body, timeout)
+        else:
+            yield from self._send(body, timeout)
+        self._closed_rows(outcome, rows)
+
+    def _release_with(
+        self,
+        body: Finish,
+        values: Mapping[str, Any],
+        many: int,
+        order: Index | None,
+        timeout: float | None,
+    ) -> Operation[None]:
+        """Rows and the progress that was made with them go back in one message. order: which of
+        `many` values are of its rows."""
+        session, deadline = self.handle.session, Deadline(timeout)
+        if session.devices is not None:
+            session.devices.tell_of_host_copies(values, "what is given back always is")
+        written = yield from write_columns(self.handle, values, many, deadline)
+        self._check_size([written], written)
+        if order is not None:
+            written, unused = written.take(order)
+            session.keep(unused)
+        self._tally(written)
+        done = yield from self._send_with(body, written, deadline.left("release"))
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
+
+    def _finish_of(self, outcome: Outcome, at: Index, tags: dict[str, list[Scalar]]) -> Finish:
+        index = None if len(at) == self.n else at.astype(U4).tobytes()
+        return Finish(self.id, outcome, index, tags=tags)
+
+    def _ack(self, at: Index, timeout: float | None) -> Operation[None]:
+        """One message for all rows to which the same was added; rows of one that failed stay."""
+        lost = {name for rows, names in self._lost if _meet(rows, at) for name in names}
+        if lost:
+            raise InvalidCall(
+                f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
+                "add it again, what exists already under another name, or release the batch",
+                fields=sorted(lost),
+            )
+        apart = self._alike(at)
+        for rows in apart:
+            yield from self._ack_alike(rows, timeout)
+            if len(apart) > 1:
+                self._closed_rows("ack", rows)
+
+    def _alike(self, at: Index) -> list[Index]:
+        """These rows, by what was added to them."""
+        has = np.array([np.isin(at, one.at) for one in self._added])
+        if not len(has) or has.all():
+            return [at]
+        _, which = np.unique(has, axis=1, return_inverse=True)
+        return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
+
+    def _ack_alike(self, at: Index, timeout: float | None) -> Operation[None]:
+        session, parts = self.handle.session, []
+        for one in [one for one in self._added if _meet(one.at, at)]:
+            local = np.searchsorted(one.at, at)
+            left = np.setdiff1d(self.open_among(one.at), at)
+            self._added.remove(one)
+            written, unused = one.written, np.zeros(0, EXTENT)
+            if len(left):
+                written, rest, copied = one.written.divide(local, session.writes.view)
+                kept = np.setdiff1d(one.at, at)
+                self._added.append(Added(kept, rest))
+                if copied:
+                    written = yield from self._landed(written, timeout)
+            elif len(local) < len(one.at):
+                written, unused = one.written.take(local)
+            parts.append(written)
+            session.keep(unused)
+        body = self._finish_of("ack", at, {})
+        if parts:
+            # From here on the values belong to this one message, whatever becomes of it; should
+            # it fail, an ack without them must not pass for one with them.
+            written = beside(parts)
+            going = (at, set(written.fields))
+            self._lost.append(going)
+            try:
+                done = yield from self._send_with(body, written, timeout)
+            except FieldExists as exc:
+                self._refused.add(str(exc.details.get("field")))
+                raise
+            self._lost = [one for one in self._lost if one is not going]
+        else:
+            done = yield from self._send(body, timeout)
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
+            if done.kept:
+                log.info(
+                    "stage %r of %r was delivered again; values that were there stayed: %s",
+                    self.stage,
+                    self.handle.name,
+                    done.kept,
+                )
+
+    def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+        """Once more where the shard has no room for what is inline."""
+        try:
+            return (yield from self._send(_with(body, written), timeout))
+        except ShardFull as full:
+            if not written.inline:
+                raise
+            self.handle.shard_is_full()
+            pin = self.handle.session.pinned(full.details.get("pin", 0))
+            written = yield from self._landed(written, timeout, full)
+            done = yield from self._send(_with(body, written), timeout)
+            del pin  # what it holds has another holder now
+            return done
+
+    def _landed(
+        self, written: Written, timeout: float | None, full: ShardFull | None = None
+    ) -> Operation[Written]:
+        deadline = Deadline(timeout)
+        generation = yield from self.handle.attach(deadline)
+        return (yield from landed(self.handle, generation, written, lambda: True, deadline, full))
+
+    def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
+        """Finish is answered with PutDone where values came along, else Done will do."""
+        deadline = Deadline(timeout)
+        try:
+            reply = yield Call(body, deadline.left(body.outcome))
+        except LeaseExpired:
+            self._end("expired")
+            raise
+        return reply if isinstance(reply, PutDone) else expect(reply, Done, body)
+
+    def _closed_rows(self, outcome: Outcome, rows: Index | None) -> None:
+        if rows is not None:
+            if self._open is None:
+                self._open = np.ones(self.n, np.bool_)
+            self._open[rows] = False
+        if self._open is None or rows is None or not self._open.any():
+            ended = {"ack": "acked", "release": "released", "drop": "dropped"}
+            self._end(ended[outcome])
+
+    def _end(self, state: str) -> None:
+        session = self.handle.session
+        self.state = state
+        session.leases.discard(self.id)
+        for one in self._added:
+            session.keep(one.written.ranges)
+        self._added = []
+
+    def give_back(self, timeout: float | None) -> Operation[None]:
+        """Release what is held; the rows are back when this returns, also where `abandon` has
+        only just said that they are to go."""
+        if self.state == "leased":
+            yield from self.finish("release", timeout=timeout)
+        elif self._abandoned:
+            self._abandoned = False
+            self.handle.session.leases.discard(self.id)
+            with contextlib.suppress(LeaseExpired):  # it was told already
+                yield Call(Finish(self.id, "release"), Deadline(timeout).left("release"))
+
+    def abandon(self) -> None:
+        """Give the rows back without a call: from a finalizer."""
+        if self.state == "leased":
+            self.state, self._abandoned = "released", True
+            self.handle.session.abandon(self.id, [one.written.ranges for one in self._added])
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
+    """Which rows of n `drop(rows=…)` or `drop(groups=…)` means."""
+    if rows is not None and groups is not None:
+        raise InvalidCall("give rows= or groups=, not both")
+    if groups is not None:
+        return group_positions(table, groups)
+    index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
+    if len(index) and (index[0] < 0 or index[-1] >= n):
+        raise InvalidRows(f"rows={rows!r}: positions in this batch are 0 to {n - 1}")
+    return index
+
+
+def _meet(one: Index, other: Index) -> bool:
+    return bool(np.isin(one, other).any())
+
+
+def _with(body: Finish, written: Written) -> Finish:
+    return msgspec.structs.replace(
+        body,
+        columns=written.columns(),
+        specs=written.specs,
+        ranges=written.ranges.tobytes(),
+        shared=written.shared.tobytes(),
+        want_bytes=written.nbytes,
+        inline=written.inline,
+    )
+
+
+def part_bytes(written: Written) -> int:
+    """What these values add to a message."""
+    cells = sum(c.values.nbytes + c.leaves.nbytes + 4 * len(c.values) for c in written.cells)
+    return cells + len(written.inline) + written.ranges.nbytes + 64 * len(written.specs)

@@ -1,0 +1,142 @@
+"""A loader: a stage's batches for a training loop, of which the next is claimed while one trains.
+
+Runs in the client. The rule is that of streams: a batch is acked when the loop asks for the next
+one; whatever else ends the loop releases it, and what was prefetched. Without I/O: `aio.loader` and
+`sync.loader` are what users iterate over, and their drivers claim ahead.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from dataplane.client import arguments
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.operations.lease import Demand, claim
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.errors import InvalidCall
+from dataplane.wire.messages import Claimed
+from dataplane.wire.tables import Name
+
+STATE_VERSION = 1
+
+B = TypeVar("B", bound=LeasedRows)
+
+
+class Loop(Protocol):
+    """One loop over a loader, as the loader sees it."""
+
+    batch: Any
+    over: bool
+
+
+L = TypeVar("L", bound=Loop)
+
+
+class Loading(Generic[B, L]):
+    """What is to be claimed again and again, and how far that has come."""
+
+    _kind = "Loader"
+
+    def __init__(
+        self,
+        run: Any,
+        make: Callable[[Claimed], B],
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        collate: Callable[[B], Any] | None,
+        prefetch: int,
+        batches: int | None,
+        **how: Any,
+    ) -> None:
+        refuse_workers()
+        demand.want("rows")  # to be told here what is wrong with it, not in the loop
+        self.stage = stage
+        self._collate = collate
+        self._ahead = arguments.count(prefetch, "prefetch")
+        self._batches = None if batches is None else arguments.count(batches, "batches")
+        self._run, self._make, self._handle = run, make, handle
+        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(handle, stage, demand, **how)
+        self._given = 0
+        self._done: set[Name] = set()
+        self._latest: weakref.ref[L] | None = None  # which a `break` ends: nobody holds it then
+
+    @property
+    def _loop(self) -> L | None:
+        return None if self._latest is None else self._latest()
+
+    @property
+    def _wanted(self) -> int | None:
+        """Batches that a loop which begins now may give out."""
+        return None if self._batches is None else self._batches - self._given
+
+    @property
+    def batch(self) -> B | None:
+        """The batch that the loop has in hand."""
+        loop = self._loop
+        return None if loop is None else loop.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was given out so far, to be kept with the model and `plane.checkpoint`: the batch in
+        hand counts as done, what is only prefetched does not. Plain numbers, texts and lists."""
+        batch = self.batch
+        held = batch.keys if batch is not None and batch.state == "leased" else []
+        return {
+            "version": STATE_VERSION,
+            "partition": self._handle.name,
+            "stage": self.stage,
+            "batches": self._given,
+            "done": [*held, *self._done.difference(held)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind what `state_dict` said: its rows are acked when they come, and not given
+        out. InvalidCall for a state of another partition or stage."""
+        wanted = (STATE_VERSION, self._handle.name, self.stage)
+        given = tuple(state.get(name) for name in ("version", "partition", "stage"))
+        if given != wanted:
+            raise InvalidCall(
+                f"a state of (version, partition, stage) {given} is none of this loader, {wanted}"
+            )
+        loop = self._loop
+        if loop is not None and not loop.over:
+            raise InvalidCall("load_state_dict is for a loader whose loop has not begun")
+        self._given, self._done = state["batches"], set(state["done"])
+
+    def _fresh(self, batch: B) -> Operation[B | None]:
+        """Without rows that were done before; those are acked."""
+        if not self._done:
+            return batch
+        done = np.array([key in self._done for key in batch.keys])
+        if not done.any():
+            return batch
+        self._done.difference_update(batch.keys)
+        yield from batch.rows(done)._finish("ack", DEFAULT_TIMEOUT_S)
+        return None if done.all() else batch.rows(~done)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidCall(_WHY)
+
+    def __repr__(self) -> str:
+        held = "no batch in hand" if self.batch is None else repr(self.batch)
+        return f"<{self._kind} of {self._handle.name!r} for {self.stage!r}: {held}>"
+
+
+_WHY = (
+    "a loader belongs into the training process: in a DataLoader's worker it would lease batches "
+    "that nobody can ack when the training loop is done with them, and workers would wait for each "
+    "other's rows. Iterate over part.loader(…) itself, without a DataLoader: it prefetches by "
+    "itself, and collate= does there what workers did"
+)
+
+
+def refuse_workers() -> None:
+    """InvalidCall in a worker of torch's DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
+        raise InvalidCall(_WHY)

@@ -1,0 +1,382 @@
+"""A plan: a rank's part of all that a stage has left, in mini- and micro-batches, for several
+epochs.
+
+Runs in the client. All ranks lay the plan out alike (`balancing`) and fetch their rows, micro-batch
+by micro-batch, under one lease that ends when all of them have acked. Without I/O: `aio.plan` and
+`sync.plan` are what users iterate over, and their drivers fetch ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client import arguments
+from dataplane.client.core import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    Handle,
+    Operation,
+    ask,
+    milliseconds,
+    wait_for,
+)
+from dataplane.client.operations.balancing import Layout, Rows
+from dataplane.client.operations.lease import Demand, Lease
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.write import write_columns
+from dataplane.client.read.selection import Selection
+from dataplane.client.write.values import by_name
+from dataplane.errors import (
+    InvalidCall,
+    InvalidRows,
+    LeaseExpired,
+    ProtocolError,
+    RowsGone,
+    StreamEnd,
+    counted,
+)
+from dataplane.wire.limits import MAX_RANKS
+from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Finish, PutDone, Want
+from dataplane.wire.records import EXTENT, PLACE, U4, column
+from dataplane.wire.tables import Shape, volume
+
+log = logging.getLogger(__name__)
+
+Index = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+
+def shape_of(
+    rank: int,
+    ranks: int,
+    minibatches: int,
+    budget: Mapping[str, float] | None,
+    balance: str | None,
+    epochs: int,
+    seed: int,
+    remainder: str,
+    unit: str,
+) -> tuple[Shape, int]:
+    """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
+    rank, ranks = _whole(rank, "rank"), arguments.count(ranks, "ranks")
+    if ranks > MAX_RANKS:
+        raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS}")
+    if rank >= ranks:
+        raise InvalidCall(f"rank={rank} of ranks={ranks}: ranks are 0 to {ranks - 1}")
+    if remainder not in ("pad", "drop"):
+        raise InvalidCall(f"remainder={remainder!r:.40}: it is 'pad' or 'drop'")
+    if unit not in ("rows", "groups"):
+        raise InvalidCall(f"unit={unit!r:.40}: it is 'rows' or 'groups'")
+    tag, amount = None, 0.0
+    if budget is not None:
+        want = Demand(None, None, budget, None, None, None).want("rows")
+        tag, amount = want.budget_tag, want.budget
+    ways: dict[str, Literal["pad", "drop"]] = {"pad": "pad", "drop": "drop"}
+    units: dict[str, Literal["rows", "groups"]] = {"rows": "rows", "groups": "groups"}
+    shape = Shape(
+        ranks,
+        arguments.count(minibatches, "minibatches"),
+        tag,
+        amount,
+        tag if balance is None else arguments.text(balance, "a tag"),
+        arguments.count(epochs, "epochs"),
+        _whole(seed, "seed"),
+        ways[remainder],
+        units[unit],
+    )
+    return shape, rank
+
+
+def _whole(value: int, what: str) -> int:
+    try:
+        return arguments.count(value, what)
+    except InvalidCall:
+        if not isinstance(value, bool) and value == 0:
+            return 0
+        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more") from None
+
+
+class Part(Lease):
+    """A process's part in a plan: of all its rows, by their positions."""
+
+    def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
+        super().__init__(handle, stage, claimed)
+        self.n = rows
+        self.why = ""
+
+    def check(self) -> None:
+        if self.state != "leased":
+            raise LeaseExpired(
+                self.why or f"this plan was {self.state}: call part.plan(…) for another",
+                stage=self.stage,
+            )
+
+
+class Joined:
+    """What a process has that takes part in a plan."""
+
+    def __init__(self, part: Part, layout: Layout, rank: int, fields: list[str]) -> None:
+        self.part, self.layout, self.rank, self.fields = part, layout, rank, fields
+        self._minis: dict[tuple[int, int], list[Rows]] = {}
+
+    def mini(self, number: int) -> list[Rows]:
+        """The micro-batches of one of the mini-batches of all epochs."""
+        at = divmod(number, self.layout.shape.minibatches)
+        if at not in self._minis:
+            self._minis = {key: rows for key, rows in self._minis.items() if key[0] >= at[0] - 1}
+            self._minis[at] = self.layout.mini(self.rank, *at)
+        return self._minis[at]
+
+
+def join(
+    handle: Handle,
+    stage: str,
+    shape: Shape,
+    rank: int,
+    fields: Sequence[str] | None,
+    timeout: float | None,
+) -> Operation[Joined]:
+    """Take part. Waits until the partition is sealed and all that the stage has left is ready."""
+    session = handle.session
+    arguments.text(stage, "a stage")
+    wanted = arguments.optional_texts(fields, "fields")
+    timeout = arguments.seconds(timeout, "timeout")
+    generation = yield from handle.attach_to_wait(timeout)
+    body = Claim(
+        handle.name,
+        generation,
+        stage,
+        Want(shape.unit, 0, 0),
+        wanted,
+        declare=None if stage in handle.definition.stages else wanted,
+        timeout_ms=milliseconds(timeout),
+        plan=shape,
+        rank=rank,
+    )
+    began = time.monotonic()
+    try:
+        claimed = yield from wait_for(body, Claimed, timeout)
+    finally:
+        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+    session.leased(claimed.lease)
+    if claimed.plan is None:
+        raise ProtocolError("the peer answered a call for a plan with rows")
+    part = Part(handle, stage, claimed, claimed.plan.rows)
+    if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
+        yield from handle.define(None, Deadline(DEFAULT_TIMEOUT_S))
+    needed = handle.definition.stages[stage] if wanted is None else wanted
+    try:
+        layout = Layout(shape, claimed.plan)
+    except InvalidRows:
+        yield from part.give_back(DEFAULT_TIMEOUT_S)
+        raise
+    return Joined(part, layout, rank, needed)
+
+
+Fetching = tuple[Fetched, Index, Mask]
+"""Rows that came; the positions of a micro-batch's rows, and which of them are no padding."""
+
+
+def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
+    """The rows of a micro-batch. Those that were dropped or lost meanwhile become padding, so that
+    its rank stays in step with the others."""
+    wanted = np.array(rows, np.intp)
+    mask = wanted >= 0
+    positions = np.where(mask, wanted, ~wanted)
+    deadline = Deadline(DEFAULT_TIMEOUT_S)
+    done = yield from _fetched(part, fields, np.unique(positions), deadline)
+    there = column(done.index, U4).astype(np.intp)
+    if not len(there):
+        others = yield from _fetched(part, [], np.arange(part.n, dtype=np.intp), deadline)
+        there = column(others.index, U4).astype(np.intp)[:1]
+        if not len(there):
+            raise RowsGone("every row of this plan was dropped or lost", rows=part.n)
+        done = yield from _fetched(part, fields, there, deadline)
+    gone = ~np.isin(positions, there)
+    if gone.any():
+        log.warning(
+            "%s of the plan of stage %r of %r: dropped or lost meanwhile, padding stands for them",
+            counted(int((gone & mask).sum()), "row"),
+            part.stage,
+            part.handle.name,
+        )
+        mask &= ~gone
+        positions = np.where(gone, there[0], positions)
+    nbytes, tally = volume(done.table.columns, PLACE), part.handle.session.tally
+    tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
+    return done, positions, mask
+
+
+def _fetched(
+    part: Part, fields: Sequence[str], positions: Index, deadline: Deadline
+) -> Operation[Fetched]:
+    body = Fetch(part.id, list(fields), index=positions.astype(U4).tobytes())
+    try:
+        return (yield from ask(body, Fetched, deadline))
+    except LeaseExpired as exc:
+        part.why = exc.message
+        part._end("expired")
+        raise
+
+
+class PlannedRows(LeasedRows):
+    """What a micro-batch is without its methods that wait. `mask`: bool[n], False for padding."""
+
+    def __init__(self, part: Part, fetched: Fetching) -> None:
+        done, positions, mask = fetched
+        handle = part.handle
+        rows = Selection(handle, done.table, handle.session.pinned(done.pin))
+        self.__dict__.update(rows.__dict__)
+        self.lease = part
+        self._of = self._at = None
+        at = np.searchsorted(column(done.index, U4), positions)
+        if len(at) != len(rows) or (at != np.arange(len(at))).any():
+            Selection._become_part(self, rows, at)
+        self.mask = mask
+        self._positions = positions
+
+    def _become_part(self, of: Selection, at: Index) -> None:
+        Selection._become_part(self, of, at)
+        assert isinstance(of, PlannedRows)
+        self.mask, self._positions = of.mask[at], of._positions[at]
+
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
+        self.lease.check()
+        assert isinstance(self.lease, Part)
+        done = yield from _fetched(
+            self.lease, fields, np.unique(self._positions), Deadline(timeout)
+        )
+        self._admit(done.table, self._handle.session.pinned(done.pin))
+
+    def _add(
+        self, given: Mapping[str, Any] | None, named: dict[str, Any], timeout: float | None
+    ) -> Operation[None]:
+        """Stored at once, for the rows that are no padding."""
+        columns = {} if given is None else dict(by_name(given))
+        lease, session = self.lease, self._handle.session
+        lease.check()
+        columns |= named
+        if session.devices is not None:
+            session.devices.tell_of_host_copies(columns, "what is added to a plan's rows always is")
+        written = yield from write_columns(self._handle, columns, len(self), Deadline(timeout))
+        lease._check_size([written], written)
+        real = np.flatnonzero(self.mask)
+        if not len(real):
+            session.keep(written.ranges)
+            return
+        if len(real) < len(self):
+            written, unused = written.take(real)
+            session.keep(unused)
+        lease._tally(written)
+        body = Finish(lease.id, "keep", self._positions[real].astype(U4).tobytes())
+        done = yield from lease._send_with(body, written, timeout)
+        if isinstance(done, PutDone):
+            session.keep(np.frombuffer(done.extents, EXTENT))
+
+    def __repr__(self) -> str:
+        padding = len(self) - int(self.mask.sum())
+        said = f", of which {padding} padding" if padding else ""
+        fields = ", ".join(self.fields) or "no fields"
+        return (
+            f"<Micro {counted(len(self), 'row')} of {self.partition!r} for {self.stage!r}{said}: "
+            f"{fields}>"
+        )
+
+
+M = TypeVar("M", bound=PlannedRows)
+
+
+class Feed(Generic[M]):
+    """The micro-batches of a plan from one on, as a driver fetches them ahead. It does not know the
+    plan, which goes when nobody has it any more."""
+
+    _collate = None
+    _wanted = None
+
+    def __init__(self, plan: Planned[M], mini: int, at: int) -> None:
+        self._run, self._ahead = plan._run, plan._ahead
+        self._handle = plan._joined.part.handle
+        joined, make = plan._joined, plan._make
+        coming = _coming(joined, len(plan), mini, at)
+        self._claim: Callable[[], Operation[Fetching]] = lambda: _next(joined, coming)
+        self._make: Callable[[Fetching], M] = lambda fetched: make(joined.part, fetched)
+
+    def _fresh(self, micro: M) -> Operation[M]:
+        return micro
+        yield
+
+
+def _coming(joined: Joined, minis: int, mini: int, at: int) -> Iterator[Rows]:
+    yield from joined.mini(mini)[at:]
+    for number in range(mini + 1, minis):
+        yield from joined.mini(number)
+
+
+def _next(joined: Joined, coming: Iterator[Rows]) -> Operation[Fetching]:
+    rows = next(coming, None)
+    if rows is None:
+        raise StreamEnd("the plan has no more")
+    return (yield from fetch(joined.part, joined.fields, rows))
+
+
+class Planned(Generic[M]):
+    """What is to be gone through, mini-batch by mini-batch."""
+
+    _kind = "Plan"
+
+    def __init__(
+        self, run: Any, make: Callable[[Part, Fetching], M], joined: Joined, prefetch: int
+    ) -> None:
+        self._run, self._make, self._joined = run, make, joined
+        self._ahead = prefetch
+        self._upcoming = (-1, -1)
+        """what the prefetch gives next: mini- and micro-batch"""
+
+    @property
+    def rank(self) -> int:
+        return self._joined.rank
+
+    @property
+    def stage(self) -> str:
+        return self._joined.part.stage
+
+    @property
+    def state(self) -> str:
+        """`leased`, `acked`, `released` or `expired`."""
+        return self._joined.part.state
+
+    def __len__(self) -> int:
+        """Mini-batches, of all epochs."""
+        shape = self._joined.layout.shape
+        return shape.epochs * shape.minibatches
+
+    def __repr__(self) -> str:
+        part, shape = self._joined.part, self._joined.layout.shape
+        minis = counted(len(self), "mini-batch", "mini-batches")
+        return (
+            f"<{self._kind} of {part.handle.name!r} for {part.stage!r}, rank {self.rank} of "
+            f"{shape.ranks}, {counted(part.n, 'row')}, {minis}: {part.state}>"
+        )
+
+
+class Steps:
+    """A mini-batch: what one optimiser step is made of. epoch, number: which one of the plan it is,
+    and which one of its epoch."""
+
+    def __init__(self, plan: Planned[Any], at: int) -> None:
+        self._plan, self._number = plan, at
+        self.epoch, self.number = divmod(at, plan._joined.layout.shape.minibatches)
+
+    def __len__(self) -> int:
+        """Micro-batches, as many as at any other rank."""
+        return len(self._plan._joined.mini(self._number))
+
+    def __repr__(self) -> str:
+        micros = counted(len(self), "micro-batch", "micro-batches")
+        return f"<Mini {self.number} of epoch {self.epoch}, rank {self._plan.rank}: {micros}>"

@@ -1,0 +1,132 @@
+"""put: which way the values of a put go, and the handle on its rows. An operation without I/O.
+
+Whatever can be wrong with a put is found before its first byte leaves: an error behind the first
+message would leave rows that a second try puts twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dataplane.client.arguments import texts
+from dataplane.client.core import Deadline, Handle, Offload, Operation
+from dataplane.client.operations.on_device import DevicePart, OnDevice, take_located
+from dataplane.client.operations.write import AHEAD_BYTES, Putting, row_cost
+from dataplane.client.ref import Ref
+from dataplane.client.write import schema
+from dataplane.client.write.few import lay_few
+from dataplane.client.write.layout import plan_beside
+from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.rows import (
+    Names,
+    TagValues,
+    check_groups,
+    check_names_and_tags,
+    identify,
+    name_list,
+    row_names,
+    tag_columns,
+)
+from dataplane.client.write.values import Prepared, by_name, prepare
+from dataplane.errors import RowsGone, counted
+from dataplane.wire.tables import Name
+
+SHOWN_NAMES = 8
+"""How many names an error carries."""
+
+
+def put(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    key: Names | None,
+    group: Names | Sequence[Name | None] | None,
+    tags: TagValues | None,
+    dedup: Collection[str],
+    replace: bool,
+    reuse: bool,
+    timeout: float | None,
+) -> Operation[Ref]:
+    """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
+    session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
+    columns = by_name(columns)
+    if isinstance(columns, Mapping):
+        columns = dict(columns.items())  # its own way to iterate may be another one
+    dedup = texts(dedup, "dedup")
+    names = None if key is None else name_list(key, "key")
+    n = None if names is None else len(names)
+    prepared, on_devices = _prepare(handle, columns, n, dedup)
+    if handle.defined is None:
+        yield from handle.attach(deadline)
+        if handle.definition.fields:
+            prepared, on_devices = _prepare(handle, columns, n, dedup)
+    n = prepared.n
+    identity = identify(session, n, names, group)
+    tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
+    ref = partial(
+        Ref,
+        session.plane,
+        session.peer,
+        handle.name,
+        key_column=identity.keys.tobytes(),
+        names=None if identity.names is None else tuple(identity.names),
+        groups=tuple(identity.group_names or ()),
+        fields=tuple(columns),
+    )
+    inline = handle.takes_inline()
+    few = None if on_devices else lay_few(prepared, inline)
+    if few is not None:
+        generation = yield from handle.attach(deadline)
+        check_groups(identity, handle.definition.group_size)
+        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+        yield from work.put_few(few)
+    else:
+        everything = [prepared, *(one.prepared for one in on_devices)]
+        parts: list[list[Parcel]] = yield Offload(
+            lambda: plan_beside(everything, identity.group_index, inline),
+            (n << 6) + (AHEAD_BYTES if dedup else 0),
+        )
+        generation = yield from handle.attach(deadline)
+        check_groups(identity, handle.definition.group_size)
+        work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+        if len(parts[0]) > 1:
+            check_names_and_tags(identity, tagged)
+            work.check_units(parts[0])
+        work.elsewhere = [
+            DevicePart(one.opened, parcels)
+            for one, parcels in zip(on_devices, parts[1:], strict=True)
+        ]
+        yield from work.put_parcels(parts[0], row_cost(prepared, identity))
+    session.familiar.note(identity.familiar_keys())
+    session.tally.add("put", wait_s=time.monotonic() - began)
+    if work.gone == n:
+        raise RowsGone(
+            f"all {counted(n, 'row')} of this put were in partition {handle.name!r} before and "
+            "have been freed, as their keys or groups say: nothing was put. Give reuse=True where "
+            "these are new rows under old names",
+            keys=row_names(identity.wire(None))[:SHOWN_NAMES],
+        )
+    return ref(generation=generation, kept=work.gone)
+
+
+def _prepare(
+    handle: Handle, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+) -> tuple[Prepared, list[OnDevice]]:
+    """The fields that go to the host arena, and those of values that lie on a device. All are as
+    the schema has them, as far as that is known."""
+    session, fields = handle.session, handle.definition.fields
+    if session.devices is None:
+        return prepare(columns, n, dedup, fields), []
+    on_devices = take_located(session.devices, columns, n, dedup)
+    taken = {column.field for one in on_devices for column in one.prepared.columns}
+    if isinstance(columns, Mapping):
+        rest = {name: column for name, column in columns.items() if name not in taken}
+        session.devices.tell_of_host_copies(rest, "not all of this field are arrays on one device")
+    if not on_devices:
+        return prepare(columns, n, dedup, fields), []
+    n = on_devices[0].prepared.n
+    for one in on_devices:
+        schema.check(one.prepared, fields)
+    return prepare(rest, n, dedup, fields) if rest else Prepared(n, [], []), on_devices

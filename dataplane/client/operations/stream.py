@@ -1,0 +1,115 @@
+"""Streams: a stage's batches one after the other, until the partition is sealed and drained.
+
+One rule: a batch is acked when the body asks for the next one, or by `ack()`; whatever else ends
+the loop releases it. Without I/O: `aio.stream` and `sync.stream` are what users iterate over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
+
+from dataplane.client import arguments
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
+from dataplane.client.operations.lease import Demand, Lease, claim
+from dataplane.client.operations.leased import LeasedRows
+from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.wire.messages import Claimed
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=LeasedRows)
+
+
+class Streaming(Generic[B]):
+    """What is to be claimed again and again, and what loops over it have in hand."""
+
+    _kind = "Stream"
+
+    def __init__(
+        self,
+        run: Any,
+        make: Callable[[Claimed], B],
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        batches: int | None = None,
+        **how: Any,
+    ) -> None:
+        demand.want("rows")  # to be told here what is wrong with it, not in the loop
+        self.batches = None if batches is None else arguments.count(batches, "batches")
+        self._run = run
+        self._make = make
+        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(handle, stage, demand, **how)
+        self._what = f"{handle.name!r} for {stage!r}"
+        self._loops: WeakSet[Looping[B]] = WeakSet()
+        self._left: list[Lease] = []
+        """what loops that are over had in hand, inside a `with`: its end sees that it is back"""
+        self._entered = False
+        self._closed = False
+
+    def _release(self) -> Operation[None]:
+        """What loops have, or had, in hand is back when this returns; they are over."""
+        self._closed = True
+        held = [loop.batch.lease for loop in list(self._loops) if loop.batch is not None]
+        yield from self._settle(held)
+
+    def _settle(self, held: list[Lease]) -> Operation[None]:
+        left, self._left = self._left, []
+        for lease in left + held:
+            yield from lease.give_back(DEFAULT_TIMEOUT_S)
+
+    def _failed(self, failure: DataplaneError, exc: BaseException | None) -> None:
+        """At the end of a `with`: the body's own exception is the one to see."""
+        if exc is None:
+            raise failure
+        log.warning("%r: a batch was not released: %s", self, failure)
+
+    def __repr__(self) -> str:
+        held = [loop.batch for loop in list(self._loops) if loop.batch is not None]
+        state = "ended" if self._closed else ", ".join(map(repr, held)) or "no batch in hand"
+        return f"<{self._kind} of {self._what}: {state}>"
+
+
+class Looping(Generic[B]):
+    """One loop over a stream, and the batch that its body has in hand."""
+
+    def __init__(self, stream: Streaming[B]) -> None:
+        self.batch: B | None = None
+        self._stream = stream
+        self._given = 0
+        self._over = False
+        stream._loops.add(self)
+
+    def _advance(self) -> Operation[B]:
+        """Ack, and claim the next. StreamEnd where there is none."""
+        stream, batch = self._stream, self.batch
+        if batch is not None and batch.state == "leased" and not stream._closed:
+            yield from batch.lease.finish("ack")
+        # its bytes are nobody's while the next one is waited for, unless the caller keeps it
+        batch = self.batch = None
+        yield from stream._settle([])
+        if self._over or stream._closed or self._given == stream.batches:
+            raise StreamEnd("this loop is over")
+        try:
+            batch = stream._make((yield from stream._claim()))
+        except StreamEnd:
+            self._over = True
+            raise
+        self.batch, self._given = batch, self._given + 1
+        if stream._closed:  # meanwhile, by another thread or task
+            self.batch = None
+            yield from batch.lease.give_back(DEFAULT_TIMEOUT_S)
+            raise StreamEnd("the stream was closed")
+        return batch
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception. The caller may still hold the batch, so that its
+        # own end cannot be waited for; and nothing may be waited for in here.
+        batch = self.batch
+        if batch is not None and batch.state == "leased":
+            batch.lease.abandon()
+            if self._stream._entered:
+                self._stream._left.append(batch.lease)

@@ -1,0 +1,410 @@
+"""The runs of a put, and the values that a batch adds: room, copy, message. Without I/O.
+
+A put goes parcel by parcel: as many as fit into one message and into what the peer grants. Room
+that was granted ahead is used first, so a steady producer needs one round trip. Extents that were
+named in a message belong to it, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
+from dataplane.client.operations.inlining import landed
+from dataplane.client.session.session import Session
+from dataplane.client.write import parcel as parcels_of
+from dataplane.client.write.few import Few, lay_few
+from dataplane.client.write.filling import fill, inline_of
+from dataplane.client.write.layout import plan
+from dataplane.client.write.parallel import populate
+from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.rows import (
+    Identity,
+    Index,
+    group_names,
+    row_names,
+    take_tags,
+)
+from dataplane.client.write.values import Prepared, prepare
+from dataplane.client.write.written import Written, beside, written_of
+from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge
+from dataplane.memory.placement import place, remainder
+from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
+from dataplane.wire.records import EXTENT, KEY, RANGE, U8, VALUE, column
+from dataplane.wire.tables import Scalar, volume
+
+RUN_BYTES = 256 << 20
+"""Values of about so many bytes go with one message, but no more than a quarter of the share. Long
+copies are worth it: from some length on (the C library's choice) they bypass the caches."""
+AHEAD_BYTES = 16 << 20
+"""The most that is asked for ahead; for larger runs a round trip is no cost."""
+MESSAGE_BYTES = 16 << 20
+"""A message of rows is kept to about this size."""
+
+_POPULATE_BYTES = 64 << 10
+_NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
+
+Records = npt.NDArray[Any]
+Continuing = Callable[[], bool]
+"""Whether room is asked for as `continuing`; only looked up where it is asked for."""
+
+
+class Elsewhere(Protocol):
+    """Fields of a put whose values go to other memory than the host arena, in the same parcels."""
+
+    def upto(self, first: int, last: int) -> int:
+        """How many of these parcels may go together, at least one."""
+
+    def write(
+        self, handle: Handle, generation: int, which: slice, continues: Continuing, until: Deadline
+    ) -> Operation[Written]:
+        """Find room for the values of these parcels, and copy them."""
+
+
+@dataclass(slots=True)
+class Putting:
+    """One put under way."""
+
+    handle: Handle
+    generation: int
+    identity: Identity
+    tags: dict[str, list[Scalar]]
+    replace: bool
+    deadline: Deadline
+    reuse: bool = False
+    gone: int = 0
+    """rows that were passed over, because they were there before and have been freed"""
+    committed_rows: list[Index] = field(default_factory=list)
+    elsewhere: Sequence[Elsewhere] = ()
+
+    def put_few(self, few: Few) -> Operation[None]:
+        """All in one message."""
+        written = yield from write_few(
+            self.handle, self.generation, few, self._continues, self.deadline
+        )
+        ahead = 0 if self.handle.session.leftovers.holds(few.nbytes) else few.nbytes
+        yield from self._send(written, None, ahead)
+
+    def check_units(self, parcels: list[Parcel]) -> None:
+        """ValueTooLarge where one of these can never be had, as the peer would say of the first."""
+        cap = self.handle.session.share_bytes[int(self._continues())]
+        needed = max(parcel.nbytes for parcel in parcels)
+        if needed > cap:
+            raise ValueTooLarge(
+                f"one row, or one group's part, of this put has {needed} bytes, and peer "
+                f"{self.handle.session.peer!r} takes at most {cap} at once: put less of it, or "
+                "give the peer a larger arena (DATAPLANE_ARENA, --arena); nothing was put",
+                needed_bytes=needed,
+                cap_bytes=cap,
+            )
+
+    def put_parcels(self, parcels: list[Parcel], cost: int | Records) -> Operation[None]:
+        """Run by run; PutIncomplete where one fails behind others."""
+        done = 0
+        while done < len(parcels):
+            try:
+                done += yield from self._run(
+                    next_run(self.handle, parcels, done, cost), parcels, done
+                )
+            except Exception as exc:
+                if not self.committed_rows:
+                    raise
+                raise self._incomplete(exc) from exc
+
+    def _run(self, run: list[Parcel], parcels: list[Parcel], done: int) -> Operation[int]:
+        """One message; the number of parcels that it committed."""
+        for other in self.elsewhere:
+            run = run[: other.upto(done, done + len(run))]
+        filled = yield from write_run(
+            self.handle, self.generation, run, self._continues, self.deadline
+        )
+        count, rows, written = filled.count, filled.parcel.rows, filled.written()
+        ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
+        if self.elsewhere:
+            written = yield from self._with_elsewhere(written, slice(done, done + count))
+        yield from self._send(written, whole(rows, len(self.identity)), ahead)
+        self.committed_rows.append(rows)
+        return count
+
+    def _with_elsewhere(self, written: Written, which: slice) -> Operation[Written]:
+        """With the values of these parcels that go to other memory."""
+        session, parts = self.handle.session, [written]
+        try:
+            for other in self.elsewhere:
+                part = yield from other.write(
+                    self.handle, self.generation, which, self._continues, self.deadline
+                )
+                parts.append(part)
+        except BaseException:
+            for part in parts:
+                session.keep(part.ranges)
+            session.pinned(written.pin)
+            raise
+        return beside(parts)
+
+    def _continues(self) -> bool:
+        """Whether this client put, or leased, the same group or row before: the first speaks."""
+        familiar = self.identity.familiar_keys()[: KEY.itemsize]
+        return self.handle.session.familiar.knows(familiar)
+
+    def _send(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
+        """The message of the rows at `index`; once more where the shard has no room for what is
+        inline."""
+        try:
+            yield from self._tell(written, index, ahead_bytes)
+        except ShardFull as full:
+            if not written.inline:
+                raise
+            self.handle.shard_is_full()
+            pin = self.handle.session.pinned(full.details.get("pin", 0))
+            written = yield from landed(
+                self.handle, self.generation, written, self._continues, self.deadline, full
+            )
+            yield from self._tell(written, index, ahead_bytes)
+            del pin  # what it holds has another holder now
+
+    def _tell(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
+        """The message of the rows at `index`, and what its answer grants."""
+        session = self.handle.session
+        body = Put(
+            self.handle.name,
+            self.generation,
+            self.identity.wire(index),
+            written.columns(),
+            written.specs,
+            take_tags(self.tags, index),
+            written.ranges.tobytes(),
+            written.shared.tobytes(),
+            written.pin,
+            self.replace,
+            written.digests.tobytes(),
+            written.digest_index.tobytes(),
+            ahead_bytes,
+            inline=written.inline,
+            continuing=self._continues(),
+            reuse=self.reuse,
+        )
+        try:
+            reply = yield from ask(body, PutDone, self.deadline)
+        except BaseException:
+            session.pinned(written.pin)  # nobody keeps it, so it is released
+            raise
+        session.keep(column(reply.extents, EXTENT))
+        self.gone += reply.gone
+        rows = len(self.identity) if index is None else len(index)
+        session.tally.add("put", rows=rows, bytes=volume(body.columns, VALUE))
+        session.tally.add("copy", bytes=written.copied_bytes)
+
+    def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
+        """How much to ask for ahead: what comes next in this put, else as much as this time."""
+        following = parcels[done + filled.count : done + 2 * filled.count]
+        nbytes = sum(p.nbytes for p in following) if following else filled.nbytes
+        if nbytes > AHEAD_BYTES or self.handle.session.leftovers.holds(nbytes):
+            return 0
+        return nbytes
+
+    def _incomplete(self, exc: Exception) -> PutIncomplete:
+        rows = np.concatenate(self.committed_rows)
+        there = self.identity.wire(rows)
+        message = exc.message if isinstance(exc, DataplaneError) else str(exc)
+        return PutIncomplete(
+            f"{len(rows)} of {len(self.identity)} rows are in partition {self.handle.name!r}, then "
+            f"the put failed ({type(exc).__name__}: {message}). Put the others again",
+            committed=row_names(there),
+            committed_groups=group_names(there),
+            rows=rows.tolist(),
+        )
+
+
+def write_columns(
+    handle: Handle, columns: Mapping[str, Any], n: int, deadline: Deadline
+) -> Operation[Written]:
+    """Copy new fields of n leased rows into the arena; nothing is committed yet."""
+    session = handle.session
+    generation = yield from handle.attach(deadline)
+    prepared = prepare(columns, n, (), handle.definition.fields, "the batch has")
+    inline = handle.takes_inline()
+    few = lay_few(prepared, inline)
+    if few is not None:
+        return (yield from write_few(handle, generation, few, lambda: True, deadline))
+    parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None, inline), n << 6)
+    ranges: list[Records] = []
+    brought: list[bytes] = []
+    done = 0
+    try:
+        while done < len(parcels):
+            run = next_run(handle, parcels, done, 0)
+            filled = yield from write_run(handle, generation, run, lambda: True, deadline)
+            ranges.append(filled.ranges())
+            brought.append(filled.inline)
+            done += filled.count
+    except BaseException:
+        for extents in ranges:
+            session.keep(extents)
+        raise
+    joined = parcels_of.join(parcels)
+    return written_of(joined, np.concatenate(ranges), inline=b"".join(brought))
+
+
+# runs
+
+
+@dataclass(slots=True)
+class Filled:
+    """Neighbouring parcels whose values lie in the arena. `count`: how many parcels they were."""
+
+    count: int
+    parcel: Parcel
+    offsets: Records
+    shared: Records
+    pin: int
+    nbytes: int
+    inline: bytes
+
+    def ranges(self) -> Records:
+        """EXTENT records of what was written."""
+        extents = np.empty(len(self.offsets), EXTENT)
+        extents["offset"], extents["length"] = self.offsets, self.parcel.sizes
+        return extents
+
+    def written(self) -> Written:
+        return written_of(self.parcel, self.ranges(), self.shared, self.pin, self.inline)
+
+
+def next_run(
+    handle: Handle, parcels: list[Parcel], start: int, cost: int | Records
+) -> list[Parcel]:
+    """The parcels from `start` that go together, at least one, and no more than may ever be there.
+
+    One that repeats what an earlier one writes waits until that is in and can be asked for.
+    """
+    if len(parcels) == 1:
+        return parcels
+    session = handle.session
+    most = min(RUN_BYTES, session.share_bytes[0] // 4)
+    return parcels[start : parcels[start].run(session.max_rows, most, cost, MESSAGE_BYTES)]
+
+
+def write_few(
+    handle: Handle, generation: int, few: Few, continuing: Continuing, deadline: Deadline
+) -> Operation[Written]:
+    """Find room for few values, and copy them."""
+    if not few.nbytes:
+        return few.written([])
+    session = handle.session
+    extents, fresh = session.leftovers.take(few.nbytes), _NO_EXTENTS
+    if extents is None:
+        unit = np.array(few.sizes, U8).tobytes()
+        body = Reserve(handle.name, generation, [unit], continuing())
+        reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
+        extents = fresh = column(reserved.extents, EXTENT)
+    offsets = few.offsets(extents)
+
+    def copy() -> None:
+        _populate(session, fresh)
+        few.copy(offsets, session.writes)
+
+    try:
+        yield Offload(copy, few.nbytes)
+    except BaseException:
+        session.keep(extents)
+        raise
+    written = few.written(offsets)
+    session.keep(remainder(written.ranges["length"], written.ranges["offset"], extents))
+    return written
+
+
+def write_run(
+    handle: Handle,
+    generation: int,
+    run: list[Parcel],
+    continuing: Continuing,
+    deadline: Deadline,
+) -> Operation[Filled]:
+    """Find room for the first of these parcels, share what is known, copy the rest."""
+    session = handle.session
+    joined = parcels_of.join(run)
+    digests, nbytes = joined.digests, joined.nbytes
+    extents, shared, pin = _NO_EXTENTS, _NO_RANGES, 0
+    found = None if len(digests) or not nbytes else session.leftovers.take(nbytes)
+    if found is not None:
+        extents = found
+    elif nbytes:
+        body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes())
+        reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
+        extents, pin = column(reserved.extents, EXTENT), reserved.pin
+        if reserved.units < len(run):
+            run = run[: reserved.units]
+            joined = parcels_of.join(run)
+    try:
+        if len(digests):
+            shared = yield Offload(lambda: share(session, run, reserved, len(digests)), nbytes)
+            joined = parcels_of.join(run)
+        offsets = place(joined.sizes, extents)
+        fresh = extents if found is None else extents[:0]
+        copied = joined.nbytes + joined.inline_bytes
+        inline = yield Offload(lambda: _copy(session, joined, offsets, fresh), copied)
+    except BaseException:
+        session.keep(extents)
+        session.pinned(pin)
+        raise
+    session.keep(remainder(joined.sizes, offsets, extents))
+    return Filled(len(run), joined, offsets, shared, pin, nbytes, inline)
+
+
+def _populate(session: Session, fresh: Records) -> None:
+    """Bring the pages of extents in that were just granted, where there are many."""
+    large = fresh[fresh["length"] >= _POPULATE_BYTES]
+    if len(large):
+        populate(session.writes, large.tolist(), int(large["length"].sum()))
+
+
+def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> bytes:
+    """Into the arena; what goes with the message."""
+    _populate(session, fresh)
+    fill(parcel, offsets, session.writes.view)
+    return inline_of(parcel)
+
+
+def share(session: Session, run: list[Parcel], reserved: Reserved, asked: int) -> Records:
+    """Make the parcels share what the peer has already, after comparing the bytes."""
+    known = column(reserved.known, RANGE, asked)
+    places = column(reserved.places, EXTENT, asked)
+    arena = session.reads.base_array(session.reads.pin(0))
+    shared, start = [], 0
+    for parcel in run:
+        count = len(parcel.digests)
+        here = slice(start, start + count)
+        start += count
+        same = known["generation"][here] != 0
+        for index in np.flatnonzero(same).tolist():
+            offset, length = places[here][index].tolist()
+            same[index] = np.array_equal(arena[offset : offset + length], parcel.bytes_of(index))
+        shared.append(known[here][same])
+        parcel.share(same)
+    return np.concatenate(shared)
+
+
+# messages
+
+
+def whole(rows: Index, n: int) -> Index | None:
+    """None where these are all n rows in their order."""
+    return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
+
+
+def row_cost(prepared: Prepared, identity: Identity) -> int | Records:
+    """About how many bytes each row adds to a message: one number, or one a row."""
+    cost = 64 + 28 * len(prepared.columns)
+    if identity.names is not None:
+        cost += sum(len(n) for n in identity.names if isinstance(n, str)) // len(identity.names)
+    leaves = [c.leaf_counts for c in prepared.columns if c.leaf_counts is not None]
+    if not leaves:
+        return cost
+    per_row: Records = cost + 24 * np.sum(leaves, axis=0)
+    return per_row

@@ -1,0 +1,1 @@
+"""Columns of fetched rows as numpy, torch and Arrow know them."""

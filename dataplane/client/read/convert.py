@@ -1,0 +1,114 @@
+"""What is asked of a column: one numpy array, or an Arrow table; tensors are in `tensors`.
+
+Runs in the client. pyarrow is imported when it is asked for, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.read.device_views import DeviceColumn
+from dataplane.client.read.views import ColumnView
+from dataplane.wire.arrays import Array, is_torch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
+    """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
+
+    The arrays are private and writable. view=True: read-only views, without a copy where rows lie
+    at a regular distance in host memory; of small values that came with their rows a private array.
+    Python numbers of one kind become bool, int64 or float64 (ints among floats are floats).
+    """
+    if isinstance(column, DeviceColumn):
+        column = column.on_host()
+    if column.uniform is not None:
+        dense = column.dense() if view else None
+        if dense is not None and column.came_along and not dense.flags.c_contiguous:
+            dense = None  # row by row: few bytes, which are quicker to read side by side
+        return _dense(column) if dense is None else dense
+    if column.holds_arrays or not len(column):
+        return list(column) if view else [row.copy() for row in column]
+    values = [column[row] if column.present(row) else None for row in range(len(column))]
+    numbers = numbers_of(values)
+    if numbers is not None:
+        return numbers
+    return values if view else [_owned(value) for value in values]
+
+
+def _owned(value: Any) -> Any:
+    """An object with private copies of the arrays in it."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if is_torch(value):
+        return value.clone()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_owned, value))
+    if isinstance(value, dict):
+        return {key: _owned(item) for key, item in value.items()}
+    return value
+
+
+def to_arrow(
+    fields: Mapping[str, ColumnView],
+    keys: Sequence[object] | None = None,
+    tags: Mapping[str, Sequence[object]] | None = None,
+) -> pa.Table:
+    """A table with `key`, the fields and the tags; a tag named like a field is `tag.NAME`.
+
+    Equal arrays are a fixed-shape tensor column, others nested lists. bfloat16, fp8 and other small
+    floats become float32, small ints int8 or uint8. A row that lacks a field is null.
+    """
+    from dataplane.client.read import arrow
+
+    columns: dict[str, Any] = {}
+    if keys is not None:
+        mixed = len(set(map(type, keys))) > 1
+        columns["key"] = arrow.from_values("key", [str(k) for k in keys] if mixed else list(keys))
+    for name, column in fields.items():
+        shown = "field.key" if name == "key" and keys is not None else name
+        columns[shown] = arrow.from_field(name, to_numpy(column, view=True))
+    for name, values in (tags or {}).items():
+        columns[f"tag.{name}" if name in columns else name] = arrow.from_values(name, list(values))
+    return arrow.table(columns)
+
+
+def numbers_of(values: list[Any]) -> Array | None:
+    """Numbers as one array; None where they are not all numbers of one kind."""
+    kinds = set(map(type, values))
+    try:
+        if kinds == {bool}:
+            return np.array(values, np.bool_)
+        if kinds == {int}:
+            return np.array(values, np.int64)
+        if kinds in ({float}, {int, float}):
+            return np.array(values, np.float64)
+    except OverflowError:
+        return None
+    if all(issubclass(kind, np.generic) for kind in kinds):
+        dtypes = {value.dtype for value in values}
+        return np.array(values, dtypes.pop()) if len(dtypes) == 1 else None
+    return None
+
+
+def _dense(column: ColumnView) -> Array:
+    """A private copy [n, ...] of a uniform column."""
+    assert column.uniform is not None
+    dtype, shape = column.uniform
+    array = np.empty((len(column), *shape), dtype)
+    if array.size:
+        column.pack(array.reshape(-1).view(np.uint8))
+    return array
+
+
+def packed(column: ColumnView) -> npt.NDArray[np.uint8]:
+    """A private copy of the rows' bytes, one behind the other."""
+    memory = np.empty(int(column.places["nbytes"].sum()), np.uint8)
+    column.pack(memory)
+    return memory

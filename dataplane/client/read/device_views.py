@@ -1,0 +1,156 @@
+"""Columns of fetched rows some of which lie on a device: entries there are arrays of the device.
+
+Runs in the client. An entry is made when asked, keeps the pin, and is nothing but a view of the
+device's memory; what wants host memory gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.read.views import ColumnView
+from dataplane.client.session.devices import Devices
+from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.wire.arrays import Array, dtype_of, shape_of
+from dataplane.wire.records import PLACE, PLACE_ABSENT, column
+from dataplane.wire.tables import Column, Spec
+
+Records = npt.NDArray[np.void]
+FETCH_S = 60.0
+"""How long a device may take to copy a column to the host."""
+
+
+def view_of(
+    source: Column,
+    specs: Sequence[Spec],
+    base: Array,
+    name_of: Callable[[int], object] | None,
+    devices: Devices,
+    inline: bytes,
+) -> ColumnView:
+    """The column, where none of it lies on a device a plain one."""
+    places = column(source.values, PLACE)
+    on_device = (places["offset"] >= devices.arena_bytes) & (places["flags"] == 0)
+    if not on_device.any():
+        return ColumnView(source, specs, base, name_of, inline)
+    return DeviceColumn(source, specs, base, name_of, devices, inline, places, on_device)
+
+
+class DeviceColumn(ColumnView):
+    """As `ColumnView`; entries that lie on a device are arrays of it: of cupy's and torch's kind
+    (`__cuda_array_interface__`), bfloat16 and fp8 as unsigned integers of their width. CUDA has no
+    read-only memory between processes: do not write to them. Of another device than the client's
+    each is a private copy on the client's, made when it is asked for."""
+
+    __slots__ = ("_devices", "_on_device", "_pin", "_there")
+
+    def __init__(
+        self,
+        source: Column,
+        specs: Sequence[Spec],
+        base: Array,
+        name_of: Callable[[int], object] | None,
+        devices: Devices,
+        inline: bytes,
+        places: Records,
+        on_device: npt.NDArray[np.bool_],
+    ) -> None:
+        here = places.copy()
+        here["flags"][on_device] |= PLACE_ABSENT
+        plain = Column(source.field, here.tobytes(), source.leaf_counts, source.leaves)
+        super().__init__(plain, specs, base, name_of, inline)
+        if (places["spec"][on_device] >= len(specs)).any():
+            raise ProtocolError(f"{self.field}: a value on a device that has no spec")
+        self._devices, self._there, self._on_device = devices, places, on_device
+        self._pin = base.base
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        row = range(len(self))[index]
+        return self._entry(row) if self._on_device[row] else super().__getitem__(row)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{self.field}: {len(self)} rows, {int(self._on_device.sum())} on a device>"
+
+    def present(self, row: int) -> bool:
+        return bool(self._on_device[row]) or super().present(row)
+
+    def take(self, rows: npt.ArrayLike) -> ColumnView:
+        chosen = np.asarray(rows, np.int64)
+        plain = super().take(chosen)
+        part = object.__new__(DeviceColumn)
+        for name in ColumnView.__slots__:
+            setattr(part, name, getattr(plain, name))
+        part._devices, part._pin = self._devices, self._pin
+        part._there, part._on_device = self._there[chosen], self._on_device[chosen]
+        return part
+
+    @property
+    def places(self) -> Records:
+        return self._there
+
+    @property
+    def device_kind(self) -> str | None:
+        """Of the device where all entries are; None where some are in host memory, or absent."""
+        if not self._on_device.all():
+            return None
+        return self._devices.at(int(self._there["offset"][0])).device.kind
+
+    def device_number(self, row: int) -> int:
+        """Of the device that has an entry, or gets a copy of it: by which libraries call it."""
+        return self._devices.at(int(self._there["offset"][row])).device.number
+
+    def dtype_at(self, row: int) -> np.dtype[Any]:
+        """Of an entry on a device, also where that has no such dtype."""
+        return self._form(int(self._there["spec"][row])).dtype
+
+    def on_host(self) -> ColumnView:
+        """The same column with a private copy of what is on a device; entries that are in host
+        memory are copied as well. DeviceMissing where the device fails."""
+        places = self._there.copy()
+        rows = np.flatnonzero(places["flags"] & PLACE_ABSENT == 0)
+        starts = np.zeros(len(rows) + 1, np.int64)
+        rooms = -(-places["nbytes"][rows].astype(np.int64) // 64) * 64
+        np.cumsum(rooms, out=starts[1:])
+        memory = np.empty(int(starts[-1]), np.uint8)
+        first = memory.__array_interface__["data"][0]
+        touched = {}
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=False):
+            offset, nbytes = int(places["offset"][row]), int(places["nbytes"][row])
+            if self._on_device[row]:
+                opened = self._devices.at(offset)
+                opened.device.copy(first + start, opened.place(offset), nbytes)
+                touched[opened.number] = opened.device
+            else:
+                flags = int(places["flags"][row])
+                memory[start : start + nbytes] = self._memory(offset, nbytes, flags)
+            places["offset"][row], places["flags"][row] = start, 0
+        for device in touched.values():
+            if not device.finish(FETCH_S):
+                raise DeviceMissing(f"{device} did not copy {self.field!r} within {FETCH_S:g} s")
+        return self._over(memory, places)
+
+    def _over(self, memory: Array, places: Records) -> ColumnView:
+        specs = [form if isinstance(form, Spec) else form.spec for form in self._forms]
+        if not self._leaves.size:
+            return ColumnView(Column(self.field, places.tobytes()), specs, memory, self._name_of)
+        raise ProtocolError(f"{self.field}: objects beside values on a device")
+
+    def _entry(self, row: int) -> Any:
+        offset, nbytes, number, _ = self._there[row].item()
+        form = self._form(number)
+        if form.spec.kind != "array":
+            raise ProtocolError(f"{self.field}: an object on a device")
+        opened = self._devices.at(offset)
+        shape = shape_of(form.spec, dtype_of(form.spec.dtype).itemsize, nbytes)
+        if opened.reached:
+            return opened.device.bring(opened.place(offset), form.dtype, shape)
+        return opened.pool.array(offset - opened.base, form.dtype, shape, self._pin)

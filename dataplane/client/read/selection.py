@@ -1,0 +1,343 @@
+"""Rows in hand: keys, groups, tags, and columns as zero-copy views of the arena.
+
+`Selection` is what reads return and what batches are made of; `Group` is one group of it. Views are
+made on first use, are read-only, and keep their bytes pinned for as long as any of them lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Self, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.core import Handle
+from dataplane.client.read import convert
+from dataplane.client.read.device_views import view_of
+from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
+from dataplane.client.read.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
+from dataplane.client.read.views import ColumnView
+from dataplane.client.ref import Ref
+from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
+from dataplane.errors import InvalidCall, InvalidRows, NotFetched
+from dataplane.memory.mapping import Pin
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
+from dataplane.wire.tables import Column, Name, Rows, Scalar, Table
+
+Index = npt.NDArray[np.intp]
+
+
+class Selection:
+    """Rows and what was fetched of them. `selection["field"]` has one entry a row.
+
+    Array entries are read-only views of shared memory.
+    """
+
+    def __init__(self, handle: Handle, table: Table, pin: Pin) -> None:
+        self._handle = handle
+        self._rows = table.rows
+        self._table = table
+        self._n = len(table.rows.keys) // KEY.itemsize
+        self._views: dict[str, ColumnView] = {}
+        self._fetched: dict[str, tuple[Column, Table, Pin]] = {}
+        self._offsets = Offsets()
+        self._admit(table, pin)
+
+    # what the rows are
+
+    def __len__(self) -> int:
+        return self._n
+
+    @cached_property
+    def keys(self) -> list[Name]:
+        """The key of each row, as it was given; minted ones are "~" and 32 hex digits."""
+        return row_names(self._rows)
+
+    @cached_property
+    def group_ids(self) -> list[Name | None]:
+        """The group of each row; None for a row without one."""
+        return row_groups(self._rows)
+
+    @cached_property
+    def tags(self) -> dict[str, list[Scalar]]:
+        """Per tag one value a row, as they were when the rows were read."""
+        return {name: tag_values(self._table, name, self._n) for name in self._table.tags}
+
+    @property
+    def ref(self) -> Ref:
+        """A handle on these rows for another process: `plane.get(ref)`."""
+        session, rows, defined = self._handle.session, self._rows, self._handle.defined
+        return Ref(
+            session.plane,
+            session.peer,
+            self._handle.name,
+            0 if defined is None else defined.generation,
+            rows.keys,
+            None if rows.names is None else tuple(rows.names),
+            tuple(group_names(rows)),
+            tuple(self.fields),
+        )
+
+    def __reduce__(self) -> Any:
+        what = f"a {type(self).__name__} does not go to another process"
+        raise TypeError(f"{what}: send its .ref, and read that there with plane.get(ref)")
+
+    @property
+    def partition(self) -> str:
+        """The name of the rows' partition."""
+        return self._handle.name
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields that are here."""
+        return list(self._fetched)
+
+    # values
+
+    @overload
+    def __getitem__(self, field: str) -> ColumnView: ...
+    @overload
+    def __getitem__(self, field: slice) -> Self: ...
+    def __getitem__(self, field: str | slice) -> Any:
+        """One entry a row; of a slice, the part that has only those rows. NotFetched where the
+        field is not here and cannot be had by waiting."""
+        if isinstance(field, slice):
+            return self.rows(np.arange(self._n)[field])
+        view = self._views.get(field)
+        if view is None:
+            if field not in self._fetched:
+                self._bring(field)
+            view = self._views[field] = self._view(field)
+        return view
+
+    def get(self, field: str, default: Any = None) -> list[Any]:
+        """A field's value a row, of what is here: `default` for rows that lack it, and for all
+        where it is not among `fields`."""
+        if field not in self:
+            return [default] * len(self)
+        view = self[field]
+        return [view[row] if view.present(row) else default for row in range(len(view))]
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._fetched
+
+    def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
+        """The part that has only the rows at these positions, in this order, without a copy.
+
+        A part of a batch is of the same lease: `add`, `ack`, `release` and `drop` are then of its
+        rows. InvalidRows for a position that is none, or is there twice.
+        """
+        at = np.asarray(positions)
+        at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
+        if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
+            raise InvalidRows(f"rows({positions!r:.80}): give positions in {self!r}")
+        at = at.astype(np.intp)
+        at = np.where(at < 0, at + self._n, at)
+        if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
+            raise InvalidRows(
+                f"rows({positions!r:.80}): positions are 0 to {self._n - 1}, each once"
+            )
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__)
+        for name in ("keys", "group_ids", "tags", "_group_rows"):
+            part.__dict__.pop(name, None)
+        part._become_part(self, at)
+        return part
+
+    def _become_part(self, of: Selection, at: Index) -> None:
+        """The rows at these positions of another, with what was fetched of them."""
+        self._rows, self._n = _rows_at(of._rows, at), len(at)
+        tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
+        self._table = Table(self._rows, [], [], [], tags)
+        self._views, self._offsets = {}, Offsets()
+        self._fetched = {
+            name: (_picked(source, at), table, pin)
+            for name, (source, table, pin) in of._fetched.items()
+        }
+
+    def groups(self) -> Iterator[Group]:
+        """The groups in order of their first rows, each with its own columns. A row without group
+        is a group of one, whose id is None."""
+        for name, rows in self._group_rows:
+            yield Group(self, name, rows)
+
+    @cached_property
+    def _group_rows(self) -> list[tuple[Name | None, Index]]:
+        everything = np.arange(self._n, dtype=np.intp)
+        if not self._rows.group_index:
+            return [(None, everything[i : i + 1]) for i in range(self._n)]
+        index = column(self._rows.group_index, U4, self._n)
+        names: list[Name | None] = list(group_names(self._rows))
+        # Rows without group get numbers of their own behind those of the groups.
+        alone = index == NO_GROUP
+        numbers = index.astype(np.intp)
+        numbers[alone] = len(names) + np.arange(int(alone.sum()))
+        order = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+        parts = np.split(order, cuts) if len(order) else []
+        parts.sort(key=lambda rows: int(rows[0]))
+        count = len(names)
+        return [(names[g] if (g := int(numbers[r[0]])) < count else None, r) for r in parts]
+
+    def _tensors(
+        self,
+        column: ColumnView,
+        layout: Layout,
+        padding: Padding,
+        view: bool,
+        device: str,
+        mask: bool,
+    ) -> Any:
+        """A column of these rows as torch tensors, and where `mask` asks for it its mask."""
+        if mask and layout != "padded":
+            raise InvalidCall(f"mask=True goes with layout='padded', not with {layout!r}")
+        direct = self._handle.session.direct
+        padding = RIGHT if padding == RIGHT else padding
+        made = to_torch(column, layout, padding, view, device, direct, self._offsets)
+        return (made, padding_mask(column, padding, device)) if mask else made
+
+    def _tensordict(self, columns: Mapping[str, ColumnView], form: Form, device: str) -> Any:
+        direct = self._handle.session.direct
+        return to_tensordict(columns, len(self), form, device, direct, self._offsets)
+
+    # where columns come from
+
+    def _bring(self, field: str) -> None:
+        """Make the field be here, or raise."""
+        raise NotFetched(
+            f"field {field!r} was not fetched; here are {self.fields}: name it in fields=, or "
+            "use `await rows.fetch(...)`",
+            field=field,
+        )
+
+    def _admit(self, table: Table, pin: Pin) -> None:
+        """Take the table's columns in. Its rows are those here, or some of them."""
+        if table.rows.keys != self._rows.keys:
+            table = _aligned(table, self._rows.keys)
+        for source in table.columns:
+            self._fetched[source.field] = (source, table, pin)
+            self._views.pop(source.field, None)
+
+    def _found(self, field: str) -> tuple[Table, Pin]:
+        """A fetched field as a table of its own."""
+        source, table, pin = self._fetched[field]
+        return Table(self._rows, [source], table.specs, table.owners, inline=table.inline), pin
+
+    def _view(self, field: str) -> ColumnView:
+        source, table, pin = self._fetched[field]
+        session = self._handle.session
+        base = session.reads.base_array(pin)
+        # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
+        name_of = partial(row_name, self._rows)
+        if session.devices is not None and session.devices.in_place:
+            return view_of(source, table.specs, base, name_of, session.devices, table.inline)
+        return ColumnView(source, table.specs, base, name_of, table.inline)
+
+    def nbytes(self, field: str) -> int:
+        """Bytes of a fetched field, without what objects hold besides their arrays."""
+        source = self._fetched[field][0]
+        return sum(int(column(c, PLACE)["nbytes"].sum()) for c in (source.values, source.leaves))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(self.fields) or "no fields"
+        return f"<{type(self).__name__} {self._n} rows of {self.partition!r}: {shown}>"
+
+
+class Group:
+    """One group of a selection: `group["field"]`, its id, keys, tags and positions."""
+
+    __slots__ = ("_of", "id", "rows")
+
+    def __init__(self, of: Selection, name: Name | None, rows: Index) -> None:
+        self._of = of
+        self.id = name
+        self.rows = rows
+        """positions in the selection"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, field: str) -> ColumnView:
+        """The group's entries of a field, one a row."""
+        return self._of[field].take(self.rows)
+
+    def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
+        """As `Selection.numpy`, of this group."""
+        return convert.to_numpy(self[field], view)
+
+    def torch(
+        self,
+        field: str,
+        layout: Layout = "auto",
+        padding: float = 0,
+        view: bool = False,
+        device: str = "cpu",
+        *,
+        side: Side = "right",
+        length: int | None = None,
+        multiple: int | None = None,
+        mask: bool = False,
+    ) -> Any:
+        """As `Selection.torch`, of this group."""
+        shape = Padding(padding, side, length, multiple)
+        return self._of._tensors(self[field], layout, shape, view, device, mask)
+
+    @property
+    def keys(self) -> list[Name]:
+        return [self._of.keys[int(row)] for row in self.rows]
+
+    @property
+    def tags(self) -> Mapping[str, list[Scalar]]:
+        return {
+            name: [values[int(row)] for row in self.rows] for name, values in self._of.tags.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"<Group {self.id!r}: {len(self)} rows of {self._of.partition!r}>"
+
+
+def _rows_at(rows: Rows, at: Index) -> Rows:
+    n = len(rows.keys) // KEY.itemsize
+    names = None if rows.names is None else [rows.names[i] for i in at.tolist()]
+    keys = column(rows.keys, KEY, n)[at].tobytes()
+    if not rows.group_index:
+        return Rows(keys, names)
+    index = column(rows.group_index, U4, n)[at]
+    used = np.unique(index[index != NO_GROUP])
+    renumbered = np.full(len(at), NO_GROUP, U4)
+    here = index != NO_GROUP
+    renumbered[here] = np.searchsorted(used, index[here])
+    group_keys = column(rows.group_keys, KEY)[used].tobytes()
+    group_ids = None if rows.group_names is None else [rows.group_names[i] for i in used.tolist()]
+    return Rows(keys, names, renumbered.tobytes(), group_keys, group_ids)
+
+
+def _aligned(table: Table, keys: bytes) -> Table:
+    """The table's columns in the order of `keys`; absent where it lacks a row."""
+    size = KEY.itemsize
+    here = {table.rows.keys[i : i + size]: i // size for i in range(0, len(table.rows.keys), size)}
+    at = np.array([here.get(keys[i : i + size], -1) for i in range(0, len(keys), size)], np.intp)
+    columns = [_picked(source, at) for source in table.columns]
+    return Table(table.rows, columns, table.specs, table.owners, table.tags, table.inline)
+
+
+def _picked(source: Column, at: Index) -> Column:
+    """The cells at these positions, -1 for an absent one."""
+    records = column(source.values, PLACE)
+    picked = np.zeros(len(at), PLACE)
+    picked["flags"] = PLACE_ABSENT
+    there = at >= 0
+    picked[there] = records[at[there]]
+    if not source.leaf_counts:
+        return Column(source.field, picked.tobytes())
+    counts = column(source.leaf_counts, U4, len(records)).astype(np.intp)
+    leaves = column(source.leaves, PLACE)
+    starts = np.cumsum(counts) - counts
+    taken = [leaves[starts[i] : starts[i] + counts[i]] for i in at[there].tolist()]
+    picked_counts = np.zeros(len(at), U4)
+    picked_counts[there] = counts[at[there]]
+    joined = b"".join(part.tobytes() for part in taken)
+    return Column(source.field, picked.tobytes(), picked_counts.tobytes(), joined)

@@ -1,0 +1,402 @@
+"""Columns as torch tensors, and rows as a TensorDict: private copies, unless views are asked for.
+
+Runs in the client. torch and tensordict are imported when they are asked for, never before. Rows
+that are side by side are gathered once, from where they lie in the arena to where they stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from dataplane.client.read.convert import numbers_of, packed
+from dataplane.client.read.device_tensors import copied, tensors_of
+from dataplane.client.read.device_views import DeviceColumn
+from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side, padded
+from dataplane.client.read.views import ColumnView
+from dataplane.client.session.direct import DirectCopies
+from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.wire.arrays import Array, is_torch, tensor_over
+
+Layout = Literal["auto", "dense", "padded", "jagged", "list"]
+_LAYOUTS = ("auto", "dense", "padded", "jagged", "list")
+
+T = TypeVar("T")
+
+
+def to_torch(
+    column: ColumnView,
+    layout: Layout = "auto",
+    padding: Padding = RIGHT,
+    view: bool = False,
+    device: str = "cpu",
+    direct: DirectCopies | None = None,
+    offsets: Offsets | None = None,
+) -> Any:
+    """The column as private, writable torch tensors, packed in one piece of memory.
+
+    auto: one tensor [n, ...] where all rows have one dtype and shape, else a list of tensors.
+    dense: one tensor, or InvalidValue that names a row of another shape. padded: one tensor, rows
+    filled up as `padding` says along the axis in which they differ (where they do in several, the
+    others behind). jagged: a nested tensor; rows differ along one axis only, and those of equal
+    lengths share their offsets. list: a tensor a row; objects keep their form, with tensors as
+    leaves. view=True: tensors over the arena itself; torch does not know read-only memory, so
+    writing to them ends the process. direct: the way to a GPU, see there; what is asked of it is
+    asked of torch's current stream of this thread, from pinned memory. InvalidValue where torch has
+    no such dtype or layout.
+    """
+    import torch
+
+    torch.device(device)  # what is none is told here
+    if layout not in _LAYOUTS:
+        raise InvalidValue(f"no layout: {layout!r}; it is auto, dense, padded, jagged or list")
+    offsets = offsets or Offsets()
+    if isinstance(column, DeviceColumn):
+        if column.device_kind == "cuda" and str(device).startswith("cuda"):
+            return tensors_of(column, layout, padding, view, device, offsets)
+        column, direct = column.on_host(), None
+    if not column.holds_arrays:
+        return _object_tensors(column, layout, view, device)
+    if view:
+        return _views(column, layout, device)
+    if direct is not None:
+        tensors = copied(column, layout, padding, device, direct, offsets)
+        if tensors is not None:
+            return tensors
+    uniform = column.uniform
+    if layout == "dense" and uniform is None:
+        raise _uneven(column)
+    if layout == "padded" and (uniform is None or padding is not RIGHT):
+        return _padded(column, padding, device)
+    if uniform is not None and layout in ("auto", "dense", "padded"):
+        dtype, shape = uniform
+        return _made((len(column), *shape), dtype, device, column.pack)
+    if layout != "jagged":
+        return [tensor_over(row).to(device) for row in _rows(column)]
+    ragged = column.ragged()
+    if ragged is None:
+        raise InvalidValue(f"{column.field}: jagged rows differ along one axis only")
+    if ragged.axis == 0:
+        values = _made(ragged.shape, ragged.dtype, device, column.pack)
+    else:
+        values = _filled(ragged.shape, ragged.dtype, device, _side_by_side(column, ragged.ends))
+    return offsets.nested(values, ragged)
+
+
+def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
+    """bool [n, length]: where a padded column has values. InvalidValue where its rows differ in
+    several axes, or have none."""
+    ragged = column.ragged()
+    if ragged is None:
+        raise InvalidValue(f"{column.field}: rows that differ along one axis have a mask")
+    mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
+    return tensor_over(mask).to(device)
+
+
+def place_named(device: str) -> str:
+    """The GPU that `cuda` means in this thread, by its number: in another it may mean another."""
+    torch: Any = sys.modules.get("torch")
+    if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
+        return device
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def settled(device: str, work: Callable[[], T]) -> T:
+    """For whoever goes on in another thread, where torch's streams are others: what the work made
+    is there when this returns."""
+    made = work()
+    if str(device).startswith("cuda"):
+        sys.modules["torch"].cuda.current_stream(device).synchronize()
+    return made
+
+
+# TensorDicts
+
+E = TypeVar("E")
+Each: TypeAlias = E | Mapping[str, E]
+"""One for all fields, or one a field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the fields of a TensorDict are laid out; a mapping names only those that differ."""
+
+    layout: Each[Layout] = "auto"
+    padding: Each[float] = 0
+    side: Each[Side] = "right"
+    length: Each[int | None] = None
+    multiple: Each[int | None] = None
+    mask: str | Mapping[str, str] | None = None
+
+    def checked(self, fields: Sequence[str]) -> None:
+        """InvalidCall for a mapping with a field that is not among these, or a layout of none."""
+        for name in ("layout", "padding", "side", "length", "multiple", "mask"):
+            given = getattr(self, name)
+            unknown = [f for f in given if f not in fields] if isinstance(given, Mapping) else []
+            if unknown:
+                raise InvalidCall(
+                    f"{name}= names {unknown[0]!r}, which is not among the fields {list(fields)}"
+                )
+        for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
+            if layout not in _LAYOUTS:
+                raise InvalidCall(
+                    f"no layout: {layout!r}; it is auto, dense, padded, jagged or list"
+                )
+        if "length" in self._named() and "multiple" in self._named():
+            raise InvalidCall("give length= or multiple=, not both")
+
+    def _named(self) -> list[str]:
+        return [n for n in ("length", "multiple") if isinstance(getattr(self, n), int)]
+
+    def layout_of(self, name: str, column: ColumnView) -> Layout:
+        """What is given for all fields leaves alone those to which it does not apply."""
+        if isinstance(self.layout, Mapping) and name in self.layout:
+            return self.layout[name]
+        layout: Layout = "auto" if isinstance(self.layout, Mapping) else self.layout
+        if layout == "list" or not column.holds_arrays:
+            return layout if layout == "list" else "auto"
+        if layout != "dense" and column.uniform is not None and not column.loose:
+            return "dense"
+        ragged = column.ragged()
+        if ragged is None and column.uniform is not None:
+            return "dense"  # one number a row
+        if layout == "auto":
+            return "list" if ragged is None else "jagged"
+        return layout
+
+    def padding_of(self, name: str) -> Padding:
+        return Padding(
+            _for_field(self.padding, name, 0),
+            cast(Side, _for_field(self.side, name, "right")),
+            _for_field(self.length, name, None),
+            _for_field(self.multiple, name, None),
+        )
+
+
+def _for_field(given: Any, name: str, default: Any) -> Any:
+    return given.get(name, default) if isinstance(given, Mapping) else given
+
+
+@dataclass(slots=True)
+class _Masks:
+    """The masks of a TensorDict, by their names, and of which field each is."""
+
+    form: Form
+    found: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, column: ColumnView, padding: Padding, device: str) -> None:
+        given = self.form.mask
+        named = given.get(name) if isinstance(given, Mapping) else given
+        if named is None:
+            return
+        mask = padding_mask(column, padding, device)
+        first, other = self.found.setdefault(named, (name, mask))
+        if other is not mask and not sys.modules["torch"].equal(other, mask):
+            raise InvalidCall(
+                f"mask={named!r} is of {first!r} and of {name!r}, whose rows are not of equal "
+                "lengths: give one for each, as in mask={" + f"{first!r}: 'a', {name!r}: 'b'" + "}"
+            )
+
+
+def to_tensordict(
+    columns: Mapping[str, ColumnView],
+    n: int,
+    form: Form,
+    device: str = "cpu",
+    direct: DirectCopies | None = None,
+    offsets: Offsets | None = None,
+) -> Any:
+    """The columns of n rows as a TensorDict with batch_size [n], of private tensors.
+
+    auto gives a field back as it was put: of an array or tensor [n, ...] a dense one; of a nested
+    tensor, or a list of arrays or of lists of numbers, a nested jagged one, ragged where it was;
+    numbers as a tensor [n]; everything else as a NonTensorStack. FieldUnknown names a row that
+    lacks a field; InvalidValue a field that cannot be laid out so.
+    """
+    import torch
+    from tensordict import NonTensorStack, TensorDict
+
+    torch.device(device)
+    form.checked(list(columns))
+    offsets, masks, found = offsets or Offsets(), _Masks(form), {}
+    for name, column in columns.items():
+        if not n:
+            continue
+        for row in np.flatnonzero(column.absent):
+            raise column.lacking(int(row))
+        layout, padding = form.layout_of(name, column), form.padding_of(name)
+        if column.holds_arrays and layout != "list":
+            found[name] = to_torch(column, layout, padding, False, device, direct, offsets)
+            if layout == "padded":
+                masks.add(name, column, padding, device)
+        else:
+            found[name] = _data(column, device, layout == "list", NonTensorStack)
+    for name, (_, mask) in masks.found.items():
+        if name in columns:
+            raise InvalidCall(f"mask={name!r}: a field has that name")
+        found[name] = mask
+    made = TensorDict(found, batch_size=[n], device=None if str(device) == "cpu" else device)
+    return made.unflatten_keys(".") if any("." in name for name in found) else made
+
+
+def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
+    """Numbers as a tensor; rows that make no tensor as a NonTensorStack."""
+    if column.holds_arrays:
+        return stack(*to_torch(column, "list", device=device))
+    values = list(column)
+    numbers = None if listed or column.loose else numbers_of(values)
+    return stack(*values) if numbers is None else tensor_over(numbers).to(device)
+
+
+# making tensors
+
+
+def _made(
+    shape: tuple[int, ...], dtype: np.dtype[Any], device: str, pack: Callable[[Array], None]
+) -> Any:
+    """As `_filled`, by who writes nothing but bytes."""
+
+    def fill(array: Array) -> None:
+        if array.size:
+            pack(array.reshape(-1).view(np.uint8))
+
+    return _filled(shape, dtype, device, fill)
+
+
+def _filled(
+    shape: tuple[int, ...], dtype: np.dtype[Any], device: str, fill: Callable[[Array], None]
+) -> Any:
+    """A tensor of what is written into an array; to a GPU from pinned memory, without waiting."""
+    torch: Any = sys.modules["torch"]
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        form = tensor_over(np.empty(0, dtype)).dtype
+        host = torch.empty(shape, dtype=form, pin_memory=True)
+        memory = host.reshape(-1).view(torch.uint8).numpy()
+        fill(memory.view(dtype).reshape(shape))
+        return host.to(device, non_blocking=True)
+    array = np.empty(shape, dtype)
+    fill(array)
+    return tensor_over(array).to(device)
+
+
+def _side_by_side(column: ColumnView, ends: Any) -> Callable[[Array], None]:
+    """Rows next to each other along the ragged axis, which is not their first."""
+
+    def fill(array: Array) -> None:
+        ragged = column.ragged()
+        assert ragged is not None
+        before = (slice(None),) * ragged.axis
+        bounds = ends.tolist()
+        for row, start, end in zip(column, bounds[:-1], bounds[1:], strict=True):
+            array[(*before, slice(start, end))] = row
+
+    return fill
+
+
+def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
+    rows = list(column)
+    if len({(row.dtype, row.ndim) for row in rows}) > 1:
+        raise InvalidValue(f"{column.field}: rows of different dtypes or ranks cannot be padded")
+    ragged = column.ragged()
+    axis = 0 if ragged is None else ragged.axis
+    shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
+    if shape:
+        lengths = np.array([row.shape[axis] for row in rows], np.int64)
+        shape[axis] = padding.width(column.field, lengths)
+
+    def fill(array: Array) -> None:
+        padded(column.field, rows, axis, padding, array)
+
+    return _filled((len(rows), *shape), rows[0].dtype, device, fill)
+
+
+def _rows(column: ColumnView) -> list[Array]:
+    """Private copies of the rows, in one piece where they have one dtype."""
+    views = list(column)
+    dtypes = {row.dtype for row in views}
+    if len(dtypes) > 1:
+        return [row.copy() for row in views]
+    memory = packed(column)
+    items, rows, at = memory.view(dtypes.pop()), [], 0
+    for view in views:
+        rows.append(items[at : at + view.size].reshape(view.shape))
+        at += view.size
+    return rows
+
+
+def _uneven(column: ColumnView) -> InvalidValue:
+    """What makes a dense tensor of this column impossible."""
+    first, row = column[0], 0
+    for row, value in enumerate(column):  # noqa: B007
+        if (value.dtype, value.shape) != (first.dtype, first.shape):
+            break
+    return InvalidValue(
+        f"{column.field}: row {row} is {value.dtype} {list(value.shape)} and row 0 {first.dtype} "
+        f"{list(first.shape)}, which make no dense tensor; use layout='jagged' or 'padded'",
+        field=column.field,
+        row=row,
+    )
+
+
+class _Writable:
+    """Says of read-only memory that it is writable: torch takes nothing else without a warning."""
+
+    def __init__(self, array: Array) -> None:
+        self._keeps_alive = array
+        described = array.dtype.isbuiltin == 1
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.dtype.str if described else f"<u{array.itemsize}",
+            "data": (array.__array_interface__["data"][0], False),
+        }
+
+
+def _view_of(array: Array) -> Array:
+    """The same memory under an array that claims to be writable, and keeps the pin."""
+    return np.asarray(_Writable(array)).view(array.dtype)
+
+
+def _views(column: ColumnView, layout: Layout, device: str) -> Any:
+    dense = column.dense()
+    if dense is not None and layout in ("auto", "dense", "padded"):
+        return tensor_over(_view_of(dense)).to(device)
+    if layout in ("dense", "padded", "jagged"):
+        raise InvalidValue(f"{column.field}: a {layout} tensor of these rows is a copy, no view")
+    return [tensor_over(_view_of(row)).to(device) for row in column]
+
+
+def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str) -> Any:
+    values = list(column)
+    numbers = numbers_of(values)
+    if numbers is not None and layout != "jagged":
+        tensor = tensor_over(numbers).to(device)
+        return list(tensor.unbind()) if layout == "list" else tensor
+    found: list[Any] = []
+
+    def lowered(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            found.append(tensor_over(_view_of(value) if view else value.copy()).to(device))
+            return found[-1]
+        if is_torch(value):
+            found.append(value.to(device))
+            return found[-1]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(lowered, value))
+        if isinstance(value, dict):
+            return {key: lowered(item) for key, item in value.items()}
+        return value
+
+    tensors = [lowered(value) for value in values]
+    if layout in ("auto", "list") and (found or not values):
+        return tensors
+    raise InvalidValue(
+        f"{column.field}: its rows are objects, which make no {layout} tensor; "
+        "layout='list' gives objects whose arrays are tensors",
+        field=column.field,
+    )

@@ -1,0 +1,1 @@
+"""One client's connections to its peer, what it holds there, and how it ends."""

@@ -1,0 +1,320 @@
+"""Connections to this host's peer: one call at a time on each, strictly request and reply.
+
+Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
+peer; a connection that breaks is PeerLost, and the shells send the call again on another. The event
+loop's side of the same sockets is in `client/aio.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from dataplane.client.session.stopped import is_stopped
+from dataplane.errors import (
+    ClientClosed,
+    DataplaneError,
+    DeadlineExceeded,
+    InvalidValue,
+    PeerLost,
+    ProtocolError,
+    from_wire,
+)
+from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
+from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""How long after a call's deadline the peer's own answer is still awaited, unless its process is
+stopped: longer than it needs to say that the time is up."""
+LOOK_S = 10.0
+"""After so long, and then less and less often, a call looks whether the peer runs at all. What a
+call waits for the peer says itself (`Notice`)."""
+
+_BUFFER_BYTES = 64 << 10
+_KEPT_BUFFER_BYTES = 1 << 20
+_IDLE_CONNECTIONS = 16
+
+Opener = Callable[[], socket.socket]
+
+
+class Inbox:
+    """Cuts what arrives into replies, in one buffer that grows to what a frame announces."""
+
+    __slots__ = ("_buffer", "_filled")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes go. Never empty."""
+        return memoryview(self._buffer)[self._filled :]
+
+    def arrived(self, count: int) -> None:
+        """`count` bytes were written into the room."""
+        self._filled += count
+
+    def reply(self) -> Reply | None:
+        """The next whole reply; None where more bytes are needed."""
+        if self._filled < HEADER_BYTES:
+            return None
+        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
+        if self._filled < end:
+            if end > len(self._buffer):
+                self._move(0, end)
+            return None
+        reply = decode_reply(memoryview(self._buffer)[HEADER_BYTES:end])
+        if self._filled > end or len(self._buffer) > _KEPT_BUFFER_BYTES:
+            self._move(end, _BUFFER_BYTES)
+        else:
+            self._filled = 0
+        return reply
+
+    def _move(self, start: int, size: int) -> None:
+        rest = bytes(memoryview(self._buffer)[start : self._filled])
+        # One byte more than what is there, so that room() is never empty.
+        self._buffer = bytearray(max(size, len(rest) + 1))
+        self._buffer[: len(rest)] = rest
+        self._filled = len(rest)
+
+
+class Connection:
+    """A joined socket with its inbox; borrowed by one call at a time.
+
+    The socket never blocks by itself: a call waits in `poll`, which costs half the system calls of
+    a socket with a time-out, and event loops want it so.
+    """
+
+    __slots__ = ("sock", "inbox", "peer", "left", "_complaint", "_readable", "_rid")
+
+    def __init__(self, sock: socket.socket, peer: str = "?") -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self.inbox = Inbox()
+        self.peer = peer
+        self.left = False
+        self._rid = 0
+        self._complaint: DataplaneError | None = None
+
+    def next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def ended(self) -> bool:
+        """Whether the peer's side is closed; asked between calls."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more. The peer sees the end and cancels the call; an
+        answer that is on its way already is read by the housekeeper, who undoes what it gives."""
+        self.left = True
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.sock.close()
+
+    def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
+        """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
+        started, look_s = time.monotonic(), LOOK_S
+        while True:
+            reply = self.arrived_reply()
+            if reply is not None:
+                return reply
+            turn_s = self._turn_s(time.monotonic() - started, limit_s, grace_s)
+            if self._readable.poll(turn_s * 1e3):
+                self.count(self.sock.recv_into(self.inbox.room()))
+            else:
+                look_s = self.look(time.monotonic() - started, look_s)
+
+    def look(self, waited_s: float, look_s: float) -> float:
+        """Say it in the log where the peer does not run; when to look the next time."""
+        if waited_s < look_s:
+            return look_s
+        if is_stopped(self.sock):
+            log.warning(
+                "peer %r is stopped (SIGSTOP, or a debugger), and a call has waited %.0f s for it",
+                self.peer,
+                waited_s,
+            )
+        return 2 * look_s
+
+    def _turn_s(self, waited_s: float, limit_s: float | None, grace_s: float) -> float:
+        """How long to wait now; DeadlineExceeded where that is over."""
+        if limit_s is None:
+            return LOOK_S
+        if waited_s >= limit_s + grace_s or waited_s >= limit_s and is_stopped(self.sock):
+            raise no_answer(self.peer, limit_s)
+        until_s = limit_s if waited_s < limit_s else limit_s + grace_s
+        return min(LOOK_S, until_s - waited_s)
+
+    def count(self, arrived: int) -> None:
+        """Bytes arrived in the inbox; none means that the peer closed the connection."""
+        if not arrived:
+            raise self._complaint or peer_lost(self.peer)
+        self.inbox.arrived(arrived)
+
+    def arrived_reply(self) -> Reply | None:
+        """A whole reply, if one is there. What the peer says about one-way frames is only logged:
+        their call is over. Where it then closes the connection, that was the reason."""
+        while (reply := self.inbox.reply()) is not None and reply.rid == 0:
+            if isinstance(reply.body, Notice):
+                log.warning("%s", reply.body.text)
+                continue
+            if not isinstance(reply.body, Failed):
+                return reply
+            failed = reply.body
+            log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
+            self._complaint = from_wire(failed.code, failed.message, failed.details)
+        return reply
+
+    def exchange(self, frame: bytearray, rid: int, limit_s: float | None, grace_s: float) -> Body:
+        """Send one request and wait for its answer, as `receive` does. Raises what the peer
+        answered as an error."""
+        try:
+            self.send(frame, None if limit_s is None else limit_s + grace_s)
+            body = answer(self.receive(limit_s, grace_s), rid)
+        except BaseException as exc:
+            self.fail(exc)
+            raise
+        return unwrap(body)
+
+    def fail(self, exc: BaseException) -> None:
+        """End the connection because of this error; PeerLost where the socket failed."""
+        if isinstance(exc, DeadlineExceeded) or not isinstance(exc, Exception):
+            self.leave()
+            return
+        self.close()
+        if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+            raise peer_lost(self.peer) from exc
+
+    def send(self, frame: bytearray, limit_s: float | None) -> None:
+        """All of it; DeadlineExceeded where the peer does not take it in time."""
+        try:
+            sent = self.sock.send(frame)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(frame):
+            self._send_slowly(memoryview(frame)[sent:], limit_s)
+
+    def _send_slowly(self, rest: memoryview, limit_s: float | None) -> None:
+        self.sock.settimeout(limit_s)
+        try:
+            self.sock.sendall(rest)
+        except TimeoutError as exc:
+            raise no_answer(self.peer, limit_s or 0.0) from exc
+        finally:
+            self.sock.setblocking(False)
+
+
+def answer(reply: Reply, rid: int) -> Body:
+    """The body of the reply to request `rid`."""
+    if reply.rid != rid:
+        raise ProtocolError(f"the peer answered request {reply.rid}, not {rid}")
+    return reply.body
+
+
+def unwrap(body: Body) -> Body:
+    """The body, unless it is an error: that is raised as its own type."""
+    if isinstance(body, Failed):
+        raise from_wire(body.code, body.message, body.details)
+    return body
+
+
+def frame_of(request: Request) -> bytearray:
+    """The request's frame; InvalidValue for a scalar that MessagePack cannot hold."""
+    try:
+        return encode(request)
+    except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
+        name = type(request.body).__name__
+        raise InvalidValue(
+            f"this {name} cannot be encoded: {exc}; tags and ids are str, bool, "
+            "float or an int of 64 bits"
+        ) from exc
+
+
+def peer_lost(peer: str) -> PeerLost:
+    return PeerLost(
+        f"peer {peer!r} went away in the middle of a call, which may or may not have taken effect; "
+        "connect again with dataplane.connect() and repeat it",
+        peer=peer,
+    )
+
+
+def no_answer(peer: str, limit_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"peer {peer!r} did not answer within {limit_s:.1f} s and the call was cancelled; see the "
+        "peer's log, or give a longer timeout=",
+        peer=peer,
+        limit_s=limit_s,
+    )
+
+
+class Connections:
+    """The idle connections of one session; more are opened as calls need them.
+
+    Idle sockets belong to no event loop, so threads and loops share one pool.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.opener = opener
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._closed: str | None = None
+        self.orphaned: Callable[[Connection], None] = Connection.close
+        """takes connections that were left with a call under way"""
+
+    def idle(self) -> Connection | None:
+        """The connection used last, which keeps a lone caller's one-way frames in order."""
+        with self._lock:
+            if self._closed is not None:
+                raise ClientClosed(self._closed)
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, connection: Connection) -> None:
+        if connection.sock.fileno() < 0:
+            return
+        if connection.left:
+            self.orphaned(connection)
+            return
+        with self._lock:
+            if self._closed is None and len(self._idle) < _IDLE_CONNECTIONS:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self, why: str) -> None:
+        with self._lock:
+            self._closed = why
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def drop(self) -> None:
+        """Close what is idle without a lock, for the collector; nobody refers to the client."""
+        self._closed = "nothing refers to this client any more"
+        while self._idle:
+            self._idle.pop().close()
+
+    def poison(self, why: str) -> None:
+        """In a forked child: the parent's lock may be held for ever, and its sockets are shared,
+        so they are closed without a word to the peer."""
+        self._lock = threading.Lock()
+        self.close(why)
+
+    def __len__(self) -> int:
+        return len(self._idle)

@@ -1,0 +1,126 @@
+"""The handshake: the peer speaks first, with its limits and the arena's descriptors."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Callable
+
+from dataplane.client.session.connection import (
+    GRACE_S,
+    Connection,
+    Opener,
+    answer,
+    no_answer,
+    peer_lost,
+    unwrap,
+)
+from dataplane.client.session.session import Session
+from dataplane.errors import DataplaneError, ProtocolError, VersionMismatch
+from dataplane.wire.frames import encode
+from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
+
+HANDSHAKE_S = 20.0
+
+
+def negotiate(welcome: Welcome) -> int:
+    """The highest protocol version that both sides speak."""
+    lowest, highest = welcome.versions
+    version = min(highest, PROTOCOL_VERSION)
+    if version < max(lowest, PROTOCOL_VERSION_MIN):
+        raise VersionMismatch(
+            f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, this client "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; install the same dataplane on both",
+            peer_versions=list(welcome.versions),
+        )
+    return version
+
+
+def open_connection(
+    opener: Opener,
+    session: Session | None = None,
+    limit_s: float = HANDSHAKE_S,
+    greet: Callable[[Welcome], list[int]] = lambda welcome: [],
+) -> tuple[Connection, Welcome, HelloDone, list[int]]:
+    """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
+    the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
+    hears what the peer is, and says which device arenas a new session reads in place.
+
+    PeerLost, also where another incarnation answers than the session's; DeadlineExceeded.
+    """
+    descriptors: list[int] = []
+    peer = "?" if session is None else session.peer
+    try:
+        connection = Connection(opener(), peer)
+    except OSError as exc:
+        if session is not None:
+            session.peer_is_gone()
+        raise peer_lost(peer) from exc
+    try:
+        connection.sock.settimeout(limit_s)
+        welcome = _receive_welcome(connection, descriptors if session is None else None)
+        connection.sock.setblocking(False)
+        if session is not None and welcome.incarnation != session.incarnation:
+            session.peer_is_gone()
+            raise peer_lost(peer)
+        joined = 0 if session is None else session.id
+        rid = connection.next_rid()
+        version = negotiate(welcome)
+        hello = Hello(version, joined, pools=greet(welcome) if session is None else [])
+        request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
+        connection.send(encode(request), limit_s)
+        done = unwrap(answer(connection.receive(limit_s), rid))
+        if not isinstance(done, HelloDone):
+            raise ProtocolError(f"the peer answered Hello with {type(done).__name__}")
+    except BaseException as exc:
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        failure = _typed(exc, connection.peer, limit_s)
+        if failure is exc:
+            raise
+        raise failure from exc
+    return connection, welcome, done, descriptors
+
+
+def _typed(exc: BaseException, peer: str, limit_s: float) -> BaseException:
+    """What a socket raised in a handshake, as an error of ours; any other as it is."""
+    if isinstance(exc, DataplaneError) or not isinstance(exc, OSError):
+        return exc
+    return no_answer(peer, limit_s) if isinstance(exc, TimeoutError) else peer_lost(peer)
+
+
+def further(session: Session, limit_s: float | None = None) -> Connection:
+    """One more connection of a session, for a call that has so much time left."""
+    most = HANDSHAKE_S if limit_s is None else min(HANDSHAKE_S, max(GRACE_S, limit_s))
+    return open_connection(session.connections.opener, session, most)[0]
+
+
+def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:
+    while (reply := connection.inbox.reply()) is None:
+        room = connection.inbox.room()
+        if descriptors is None:
+            connection.count(connection.sock.recv_into(room))
+        else:
+            connection.count(_receive_with_descriptors(connection.sock, room, descriptors))
+    body = unwrap(reply.body)
+    if not isinstance(body, Welcome):
+        raise ProtocolError(f"the peer opened with {type(body).__name__}, not Welcome")
+    if descriptors is not None and len(descriptors) != 2:
+        raise ProtocolError(f"Welcome brought {len(descriptors)} descriptors instead of 2")
+    connection.peer = body.peer
+    return body
+
+
+def _receive_with_descriptors(sock: socket.socket, room: memoryview, descriptors: list[int]) -> int:
+    count, ancillary, _, _ = sock.recvmsg_into(
+        [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            descriptors.extend(received)
+    return count

@@ -1,0 +1,258 @@
+"""What a client does without being asked: release pins, give grants back, say goodbye.
+
+One daemon thread a client, started when there is something to do. It owns the anchor: a connection
+that no call borrows, so that the session outlives cancelled calls. Also here: process exit, and
+forks, whose children must not touch what their parent has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+
+from dataplane.client.session.connection import Connection
+from dataplane.client.session.extents import IDLE_S
+from dataplane.client.session.handshake import further
+from dataplane.client.session.outgoing import REPEATS
+from dataplane.client.session.session import Session
+from dataplane.errors import DataplaneError, DeadlineExceeded
+from dataplane.wire.checkpoint import SaveDone
+from dataplane.wire.frames import encode
+from dataplane.wire.messages import (
+    Body,
+    Claimed,
+    Failed,
+    Fetched,
+    Finish,
+    GiveBack,
+    Goodbye,
+    PutDone,
+    ReadDone,
+    Request,
+    Reserved,
+    Unpin,
+)
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.2
+"""Releases are collected this long, so that a loop over batches sends few messages."""
+_SEND_S = 5.0
+_GOODBYE_S = 2.0
+
+_living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
+
+
+class Housekeeper:
+    """Keeps house for one session, on its anchor connection."""
+
+    def __init__(self, session: Session, anchor: Connection) -> None:
+        self.session = session
+        self._anchor: Connection | None = anchor
+        self._untold: list[Request] = []
+        """what the peer has not said yet that it heard"""
+        self._sending = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._deserted = False
+        session.tend, session.settle = self.start, self.settle
+        self._undoing = threading.Lock()
+        _living.add(self)
+        if session.devices is not None:
+            self.start()  # it closes them, whatever becomes of the plane
+
+    def start(self) -> None:
+        if self._thread is not None or self._closing.is_set():
+            return
+        with self._sending:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="dataplane-housekeeping", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        session = self.session
+        while self._anchor is not None and not self._over():
+            # The driver tells nobody when a copy from the arena is done: it is asked.
+            woken = session.bell.wait(GATHER_S if session.direct.pending else IDLE_S)
+            if woken and not self._deserted:
+                self._closing.wait(GATHER_S)
+            session.bell.heard()
+            if self._deserted and session.closed is None:
+                self.close("nothing refers to this client any more")
+            session.settle_devices()
+            with self._undoing:
+                due = self._undone() + session.parting()
+                idle = session.leftovers.take_idle()
+                if len(idle):
+                    due.append(GiveBack(idle.tobytes()))
+                self.tell(due)
+            if not woken:
+                self._look()
+        if self._closing.is_set():  # no view is left, or no peer
+            self._drop_anchor()
+
+    def _look(self) -> None:
+        """Whether the peer is there, while nobody calls it: the arena of one that died is let go,
+        so that its memory can go to the next."""
+        with self._sending:
+            if self._anchor is not None and self._anchor.ended():
+                self._anchor.close()
+                self._anchor = self._another()
+
+    def settle(self) -> None:
+        """What calls that nobody waits for any more were given is back when this returns."""
+        with self._undoing:
+            self.tell(self._undone())
+
+    def _undone(self) -> list[Body]:
+        """What takes back the answers that came when nobody waited for them any more."""
+        due: list[Body] = []
+        for connection in self.session.orphans():
+            try:
+                connection.sock.settimeout(_SEND_S)
+                while True:
+                    while (reply := connection.inbox.reply()) is not None:
+                        due += undo(reply.body)
+                    connection.count(connection.sock.recv_into(connection.inbox.room()))
+            except (OSError, DataplaneError):
+                connection.close()
+        return due
+
+    def _over(self) -> bool:
+        """After close() the anchor stays only for views that are still alive."""
+        return self._closing.is_set() and not self.session.pins
+
+    def tell(self, bodies: list[Body], limit_s: float = _SEND_S) -> None:
+        """Tell the peer, and hear that it was heard; on another anchor where the connection broke.
+        A peer that is gone needs no telling."""
+        with self._sending:
+            self._untold += [self.session.request(body, parting=True) for body in bodies]
+            for _ in range(1 + REPEATS):
+                if not self._untold or self._anchor is None:
+                    return
+                try:
+                    self._tell_all(self._anchor, limit_s)
+                except DeadlineExceeded as exc:
+                    log.info("what peer %r did not hear is told again: %s", self._peer, exc)
+                    return
+                except (OSError, DataplaneError) as exc:
+                    log.info("peer %r is told again: %s", self._peer, exc)
+                    self._anchor.close()
+                    self._anchor = self._another()
+
+    def _tell_all(self, anchor: Connection, limit_s: float) -> None:
+        """The peer carries out once what it is told twice."""
+        for request in self._untold:
+            anchor.send(encode(request), limit_s)
+        while (reply := anchor.receive(limit_s)).rid != self._untold[-1].rid:
+            if isinstance(reply.body, Failed):
+                log.info("peer %r: %s", self._peer, reply.body.message)
+        self.session.answered(*self._untold)
+        self._untold.clear()
+
+    def _another(self) -> Connection | None:
+        """Another anchor, where the peer is still the same."""
+        try:
+            return further(self.session)
+        except DataplaneError as exc:
+            log.info("peer %r is told nothing any more: %s", self._peer, exc)
+            return None
+
+    @property
+    def _peer(self) -> str:
+        return self.session.peer
+
+    def close(self, why: str) -> None:
+        """End the session in order; live views stay readable, their pins go when they do."""
+        session = self.session
+        if session.closed is not None:
+            return
+        session.closed = why
+        self._goodbye()
+        session.connections.close(why)
+        self._closing.set()
+        if session.pins and self._thread is not None and self._thread.is_alive():
+            session.bell.ring()
+            return
+        session.bell.ring()
+        self._drop_anchor()
+
+    def desert(self) -> None:
+        """The last reference to the plane died. Runs inside the collector, so it takes no lock:
+        the thread closes; without one nothing was ever held, and only sockets remain."""
+        self._deserted = True
+        if self._thread is not None:
+            self.session.bell.ring()
+            return
+        self.session.connections.drop()
+        if self._anchor is not None:
+            self._anchor.close()
+
+    def _goodbye(self) -> None:
+        session = self.session
+        leases, session.leases = list(session.leases), set()
+        session.settle_devices(_GOODBYE_S)
+        due = self._undone()
+        due += [Finish(lease, "release") for lease in leases]
+        due += session.parting()
+        grants = session.leftovers.take_idle(0)
+        if len(grants):
+            due.append(GiveBack(grants.tobytes()))
+        if session.waits_for_devices:
+            # What a device may still write into comes back when this process is proved gone.
+            self.tell(due, _GOODBYE_S)
+        else:
+            self.tell([*due, Goodbye()], _GOODBYE_S)
+
+    def _drop_anchor(self) -> None:
+        with self._sending:
+            anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.close()
+        self.session.direct.close()
+        if self.session.devices is not None:
+            self.session.devices.close()
+
+    def poison(self) -> None:
+        """In a forked child: close the copies of the sockets, silently."""
+        self._sending, self._undoing = threading.Lock(), threading.Lock()
+        self._thread = None
+        self._closing.set()
+        self.session.poison()
+        self._drop_anchor()
+
+
+def undo(body: Body) -> list[Body]:
+    """The messages that give back what an answer gave."""
+    due: list[Body] = []
+    if isinstance(body, Claimed):
+        due.append(Finish(body.lease, "release"))
+    if isinstance(body, Reserved | PutDone) and body.extents:
+        due.append(GiveBack(body.extents))
+    if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:
+        due.append(Unpin([body.pin]))
+    return due
+
+
+def close_all() -> None:
+    """At exit, every client leaves in order."""
+    started = time.monotonic()
+    for keeper in list(_living):
+        if time.monotonic() - started > _GOODBYE_S:
+            return
+        keeper.close("the process is exiting")
+
+
+def _poison_all() -> None:
+    for keeper in list(_living):
+        keeper.poison()
+
+
+atexit.register(close_all)
+os.register_at_fork(after_in_child=_poison_all)

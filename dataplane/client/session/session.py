@@ -1,0 +1,358 @@
+"""What one client knows and holds: ids, extents, pins, leases, and its connections.
+
+Runs in the client, shared by all its threads and event loops. One short lock guards the counters
+and is never held while waiting. Never talks to the peer itself: the shells do (`plane`, `aio`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.session.bell import Bell
+from dataplane.client.session.connection import Connection, Connections
+from dataplane.client.session.devices import Devices
+from dataplane.client.session.direct import DirectCopies
+from dataplane.client.session.extents import Leftovers
+from dataplane.client.session.tally import Tally
+from dataplane.errors import ClientClosed
+from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
+from dataplane.metadata.tables.names import mint_many
+from dataplane.wire.messages import (
+    Admit,
+    Body,
+    Claim,
+    Finish,
+    GiveBack,
+    HelloDone,
+    Losses,
+    Request,
+    Unpin,
+    Wait,
+    Welcome,
+)
+from dataplane.wire.records import KEY
+
+MAX_FAMILIAR = 65_536
+WAITING = (Claim, Wait, Losses, Admit)
+"""Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _With:
+    """open: how many `with` there are."""
+
+    open: int = 0
+    permits: list[int] = field(default_factory=list)
+
+
+class HeldPermits:
+    """Of one session, by partition and generation. Used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, int], _With] = {}
+
+    def take(self, of: tuple[str, int], permit: int) -> None:
+        with self._lock:
+            held = self._held.setdefault(of, _With())
+            held.open += 1
+            held.permits.append(permit)
+
+    def leave(self, of: tuple[str, int]) -> list[int]:
+        """One `with` ends. Returns what is to be given back."""
+        with self._lock:
+            held = self._held[of]
+            held.open -= 1
+            return self._held.pop(of).permits if not held.open else []
+
+
+class Session:
+    """One client's side of its session at the peer."""
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        done: HelloDone,
+        connections: Connections,
+        reads: ReadMap,
+        writes: WriteMaps,
+        devices: Devices | None = None,
+    ) -> None:
+        self.id = done.session
+        self.plane = welcome.plane
+        self.peer = welcome.peer
+        self.incarnation = welcome.incarnation
+        self.epoch = welcome.epoch
+        self.max_rows = welcome.max_rows
+        self.max_frame_bytes = welcome.max_frame_bytes
+        self.share_bytes = done.share_bytes
+        self.connections = connections
+        connections.orphaned = self._orphaned
+        self.reads = reads
+        self.writes = writes
+        self.arena_bytes = welcome.arena_bytes
+        self.devices = devices
+        """the device arenas of the peer, where it has some and this client looks at them"""
+        self.leftovers = Leftovers()
+        self.familiar = Familiar()
+        self.tally = Tally()
+        self.leases: set[int] = set()
+        self.permits = HeldPermits()
+        self.closed: str | None = None
+        self.bell = Bell()
+        """wakes the housekeeper"""
+        self.tend: Callable[[], None] = lambda: None
+        """starts the housekeeper; called where there is something to keep house for"""
+        self.settle: Callable[[], None] = lambda: None
+        """waits until what was given to calls that were given up is back"""
+        self.close_arena: Callable[[], object] = lambda: None
+        """closes the arena's descriptor, which is open for `writes`"""
+        self.direct = DirectCopies(reads, self._look_after_copies)
+        """what copies from the arena to GPUs without any other memory in between"""
+        self._lock = threading.Lock()
+        self._next_op = 1
+        self._unanswered: dict[int, None] = {}
+        self._minted = 0
+        self._released: SimpleQueue[int] = SimpleQueue()
+        self._abandoned: SimpleQueue[int] = SimpleQueue()
+        self._excess: SimpleQueue[bytes] = SimpleQueue()
+        self._orphans: SimpleQueue[Connection] = SimpleQueue()
+        self._pins = 0
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The run and the peer that it belongs to: what another process connects to."""
+        return self.plane, self.peer
+
+    # identity of requests and rows
+
+    def request(
+        self, body: Body, deadline_ms: int = 0, *, one_way: bool = False, parting: bool = False
+    ) -> Request:
+        """The envelope of a request under a new operation id, which also names the answer; one-way
+        bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
+        envelope may be sent again; not that of a call that may wait for days, or the peer would
+        have to remember all that was answered meanwhile. parting: a closed session may send it
+        too."""
+        with self._lock:
+            if self.closed is not None and not parting:
+                raise ClientClosed(self.closed)
+            op = self._next_op
+            self._next_op += 1
+            if not isinstance(body, WAITING):
+                self._unanswered[op] = None
+            # Ids are entered in increasing order, so the first is the lowest.
+            floor = next(iter(self._unanswered), op)
+        rid = 0 if one_way else op
+        return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
+
+    def answered(self, *requests: Request) -> None:
+        """These have their answer, or will never be repeated."""
+        with self._lock:
+            for request in requests:
+                self._unanswered.pop(request.op, None)
+
+    def mint_keys(self, n: int) -> npt.NDArray[np.void]:
+        """n new row keys (KEY records)."""
+        with self._lock:
+            first, self._minted = self._minted, self._minted + n
+        return np.frombuffer(mint_many(self.id, first, n), KEY)
+
+    # what ended without a call
+
+    def pinned(self, *pins: int) -> Pin:
+        """One object for the pins of an answer: when its last view dies, they are released."""
+        held = [p for p in pins if p]
+        pin = self.reads.pin(held[0] if held else 0)
+        if held:
+            with self._lock:
+                self._pins += len(held)
+            # SimpleQueue.put is reentrant, so the collector may call it anywhere.
+            devices = self.devices if self.devices is not None and self.devices.in_place else None
+            end = weakref.finalize(pin, _let_go, self._released, self.bell, held, devices)
+            end.atexit = False
+            self.tend()
+        return pin
+
+    def keep(self, extents: npt.NDArray[Any]) -> None:
+        """Granted extents that are not written: for the next put, or back to the peer. Those that
+        were written stay mapped, for as long as the peer is there."""
+        self.tend()
+        if self.devices is not None:
+            on_device = extents["offset"] >= self.arena_bytes
+            if on_device.any():
+                self._excess.put(extents[on_device].tobytes())
+                extents = extents[~on_device]
+                self.bell.ring()
+        if len(extents):
+            excess = self.leftovers.keep(extents)
+            if len(excess):
+                self._excess.put(excess.tobytes())
+            self.bell.ring()
+
+    def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
+        """Granted extents that a device may still write into go back when it does not any more.
+        copies: what keeps its sources."""
+        assert self.devices is not None
+        self.devices.ends([], extents, copies)
+        self.tend()
+        self.bell.ring()
+
+    def _look_after_copies(self) -> None:
+        self.tend()
+        self.bell.ring()
+
+    def settle_devices(self, timeout_s: float | None = None) -> None:
+        """What waited for the devices to be done is due, if they are. For the housekeeper."""
+        self.direct.settle()
+        if self.devices is None or not self.devices.ending:
+            return
+        for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
+            _put_all(self._released, pins)
+            if extents is not None:
+                self.keep(extents)
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether `settle_devices` is to be called again."""
+        return self.devices is not None and self.devices.ending
+
+    def leased(self, lease: int) -> None:
+        self.leases.add(lease)
+        self.tend()
+
+    def abandon(self, lease: int, extents: list[npt.NDArray[Any]]) -> None:
+        """A batch died without ack: its rows go back, and what was written for it. Callable from
+        a finalizer, so it takes no lock."""
+        self._abandoned.put(lease)
+        for part in extents:
+            self._excess.put(part.tobytes())
+        self.bell.ring()
+
+    def _orphaned(self, connection: Connection) -> None:
+        if self.closed is not None:
+            connection.close()
+            return
+        self._orphans.put(connection)
+        self.tend()
+        self.bell.ring()
+
+    def orphans(self) -> list[Connection]:
+        """Connections whose call was given up: their answers are to be undone."""
+        return _drain(self._orphans)
+
+    def parting(self) -> list[Body]:
+        """One-way messages that are due: abandoned leases, released pins."""
+        due: list[Body] = []
+        if not self._abandoned.empty():
+            for lease in _drain(self._abandoned):
+                if lease in self.leases:
+                    self.leases.discard(lease)
+                    due.append(Finish(lease, "release"))
+        due += [GiveBack(extents) for extents in _drain(self._excess) if extents]
+        if not self._released.empty():
+            pins = _drain(self._released)
+            if pins:  # another thread may have been faster
+                with self._lock:
+                    self._pins -= len(pins)
+                due.append(Unpin(pins))
+        return due
+
+    @property
+    def pins(self) -> int:
+        """Pins that this client holds."""
+        return self._pins
+
+    def peer_is_gone(self) -> None:
+        """The peer died, and its arena is nobody's: of that only what is under live views stays
+        mapped, so that its memory can go to the next peer."""
+        self.leftovers.take_idle(0)
+        self.direct.close()
+        self.writes.close()
+        self.reads.close()
+        self.close_arena()
+
+    def poison(self) -> None:
+        """In a forked child: nothing of the parent's session may be used. Its windows of granted
+        extents are not even mapped here, and its locks may be held for ever."""
+        self._lock = threading.Lock()
+        self.leftovers, self.familiar, self.tally = Leftovers(), Familiar(), Tally()
+        self.devices = None
+        self.direct.poison()
+        self.closed = (
+            "this client belongs to the parent of this forked process; "
+            "call dataplane.connect() in the child"
+        )
+        self.connections.poison(self.closed)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._pins} pins, {self.leftovers.nbytes} B granted"
+        return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
+
+
+class Familiar:
+    """Groups and keys that this client has put or leased: writing to them again is `continuing`.
+
+    Columns are noted as they come and only looked into when a reservation asks. Forgets the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._noted: deque[bytes] = deque(maxlen=1024)
+        self._keys: dict[bytes, None] = {}
+
+    def note(self, keys: bytes) -> None:
+        """keys: KEY records."""
+        if keys:
+            self._noted.append(keys)
+
+    def knows(self, keys: bytes) -> bool:
+        """Whether all of these were noted, and there are any."""
+        if not keys:
+            return False
+        with self._lock:
+            while self._noted:
+                column = self._noted.popleft()
+                self._keys.update(dict.fromkeys(split_keys(column)))
+            while len(self._keys) > MAX_FAMILIAR:
+                del self._keys[next(iter(self._keys))]
+            return all(key in self._keys for key in split_keys(keys))
+
+
+def split_keys(column: bytes) -> list[bytes]:
+    return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
+
+
+def _let_go(queue: SimpleQueue[int], bell: Bell, pins: list[int], devices: Devices | None) -> None:
+    """The views of these pins are gone; streams of this process may still read what they showed."""
+    if devices is None:
+        _put_all(queue, pins)
+    else:
+        devices.ends(pins)
+    bell.ring()
+
+
+def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:
+    for pin in pins:
+        queue.put(pin)
+
+
+def _drain(queue: SimpleQueue[T]) -> list[T]:
+    taken: list[T] = []
+    while not queue.empty():
+        try:
+            taken.append(queue.get_nowait())
+        except Empty:  # another thread was faster
+            break
+    return taken

@@ -1,0 +1,1 @@
+"""Values on their way into the arena: encoded, laid out, copied."""

@@ -1,0 +1,288 @@
+"""What a user calls rows, groups and tags, and the columns that say it on the wire.
+
+Names are given by the user (str or int) or minted here; either way a key is 16 bytes on the wire,
+and its name comes back as it was given. Pure functions over the arguments of calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, KeysView, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.session.session import Session
+from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, without_group
+from dataplane.metadata.tables.names import format_minted, format_minted_many, hash_names
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.tables import Name, Rows, Scalar, Table
+
+Index = npt.NDArray[np.intp]
+Names = Name | Sequence[Name] | npt.NDArray[Any]
+TagValues = Mapping[str, Any]
+
+_SCALARS = {bool, int, float, str, type(None)}
+
+
+@dataclass(slots=True)
+class Identity:
+    """The rows of one put: keys, and the group of each."""
+
+    keys: npt.NDArray[np.void]
+    names: list[Name] | None
+    group_index: npt.NDArray[np.uint32] | None = None
+    group_keys: npt.NDArray[np.void] | None = None
+    group_names: list[Name] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def wire(self, index: Index | None = None) -> Rows:
+        """These rows, or those at `index`, with just the groups that they are in."""
+        if index is None:
+            groups, used = self.group_index, None
+            names = self.names
+        else:
+            names = None if self.names is None else [self.names[i] for i in index.tolist()]
+            groups, used = _renumber(self.group_index, index)
+        keys = self.keys if index is None else self.keys[index]
+        if groups is None or self.group_keys is None or self.group_names is None:
+            return Rows(keys.tobytes(), names)
+        if used is None:
+            return Rows(
+                keys.tobytes(), names, groups.tobytes(), self.group_keys.tobytes(), self.group_names
+            )
+        group_names = [self.group_names[i] for i in used.tolist()]
+        return Rows(
+            keys.tobytes(), names, groups.tobytes(), self.group_keys[used].tobytes(), group_names
+        )
+
+    def familiar_keys(self) -> bytes:
+        """What tells whether this put goes on with something: its groups, else its given keys."""
+        if self.group_keys is not None:
+            return self.group_keys.tobytes()
+        return b"" if self.names is None else self.keys.tobytes()
+
+
+def _renumber(
+    groups: npt.NDArray[np.uint32] | None, index: Index
+) -> tuple[npt.NDArray[np.uint32] | None, Index | None]:
+    """The group of each row at `index`, and which groups these are."""
+    if groups is None:
+        return None, None
+    taken = groups[index]
+    here = taken != NO_GROUP
+    used, inverse = np.unique(taken[here], return_inverse=True)
+    renumbered = np.full(len(taken), NO_GROUP, U4)
+    renumbered[here] = inverse.astype(U4)
+    return renumbered, used.astype(np.intp)
+
+
+def identify(
+    session: Session, n: int, key: Names | None, group: Names | Sequence[Name | None] | None
+) -> Identity:
+    """The identity of n rows: their keys as given, else minted; their groups."""
+    if key is None:
+        identity = Identity(session.mint_keys(n), None)
+    else:
+        names = name_list(key, "key")
+        _check_length("key", len(names), n)
+        identity = Identity(key_column(names), names)
+    if group is None:
+        return identity
+    if isinstance(group, str | int | np.integer):
+        names = name_list(group, "group")
+        identity.group_index = np.zeros(n, U4)
+        identity.group_keys, identity.group_names = key_column(names), names
+        return identity
+    ids: list[Any] = name_list(group, "group", or_none=True)
+    _check_length("group", len(ids), n)
+    numbers: dict[Name, int] = {}
+    index = [NO_GROUP if i is None else numbers.setdefault(i, len(numbers)) for i in ids]
+    names = list(numbers)
+    identity.group_index = np.array(index, U4)
+    identity.group_keys, identity.group_names = key_column(names), names
+    return identity
+
+
+def check_groups(identity: Identity, group_size: int | None) -> None:
+    """InvalidRows for a new row without a group where groups have a size, as no claim of whole
+    groups would ever get it (of rows with given keys the peer knows whether they are new);
+    GroupClosed for a group of more rows."""
+    if group_size is None:
+        return
+    index = identity.group_index
+    counts = np.zeros(0, np.int64)
+    alone = len(identity)
+    if index is not None:
+        counts = np.bincount(index[index != NO_GROUP])
+        alone -= int(counts.sum())
+    if alone and identity.names is None:
+        raise without_group(alone, group_size)
+    if len(counts) and (most := int(counts.max())) > group_size:
+        name = (identity.group_names or [])[int(counts.argmax())]
+        raise GroupClosed(
+            f"the group {name!r} has {most} rows in this put, and the groups of this partition "
+            f"close with {group_size}; nothing was put",
+            groups=[name],
+        )
+
+
+def check_names_and_tags(identity: Identity, tags: dict[str, list[Scalar]]) -> None:
+    """What only the message would tell in which it goes, for puts of several messages."""
+    if identity.names is not None and len(set(identity.keys.tolist())) < len(identity):
+        twice = Counter(identity.names).most_common(1)[0][0]
+        raise InvalidRows(f"the key {twice!r} occurs twice in one call; a row is named once")
+    try:
+        msgspec.msgpack.encode([identity.names, identity.group_names, tags])
+    except (OverflowError, UnicodeEncodeError) as exc:
+        raise InvalidValue(
+            f"this put cannot be encoded: {exc}; tags and ids are str, bool, float or an int of "
+            "64 bits"
+        ) from exc
+
+
+def _check_length(what: str, given: int, n: int) -> None:
+    if given != n:
+        raise InvalidRows(
+            f"{counted(given, f'{what} id')} for {counted(n, 'row')}: give one per row"
+            + (", or a single one for all" if what == "group" else ""),
+            given=given,
+            rows=n,
+        )
+
+
+def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True) -> list[Any]:
+    """One id or several, as a list of str and int, and of None where a row may be without.
+
+    ordered: they belong to something in their order, which a set does not have.
+    """
+    if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
+        raise InvalidRows(f"{what} is a set, which has no order: give a list, one id a row")
+    if isinstance(names, str | int):
+        found: list[Any] = [names]
+    elif isinstance(names, np.ndarray | np.generic):
+        found = list(np.atleast_1d(names).tolist())
+    elif isinstance(names, Iterable) and not isinstance(names, bytes | Mapping):
+        found = [n.item() if isinstance(n, np.generic) else n for n in names]
+    else:
+        raise InvalidRows(
+            f"{what}={names!r:.80}: give one id, a str or an int, or a list of them, one a row"
+        )
+    wrong = {type(n) for n in found} - ({str, int, type(None)} if or_none else {str, int})
+    if wrong:
+        at = next(i for i, n in enumerate(found) if type(n) in wrong)
+        raise InvalidRows(
+            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int"
+        )
+    return found
+
+
+def key_column(names: list[Name]) -> npt.NDArray[np.void]:
+    """KEY records of these names."""
+    return np.frombuffer(hash_names(names), KEY)
+
+
+def named_rows(names: list[Name]) -> Rows:
+    """Rows by their keys alone, as calls address them."""
+    return Rows(hash_names(names), names)
+
+
+def chunks(names: list[Name], size: int) -> Iterable[list[Name]]:
+    """Runs of at most `size`."""
+    return (names[i : i + size] for i in range(0, len(names), size))
+
+
+def row_names(rows: Rows) -> list[Name]:
+    """The keys of these rows as the user knows them."""
+    if rows.names is not None:
+        return rows.names
+    return format_minted_many(rows.keys)
+
+
+def row_name(rows: Rows, row: int) -> Name:
+    """The key of one of these rows."""
+    if rows.names is not None:
+        return rows.names[row]
+    return format_minted(rows.keys[row * KEY.itemsize : (row + 1) * KEY.itemsize])
+
+
+def group_names(rows: Rows) -> list[Name]:
+    """The ids of the groups in `rows.group_keys`."""
+    if rows.group_names is not None:
+        return rows.group_names
+    return format_minted_many(rows.group_keys)
+
+
+def row_groups(rows: Rows) -> list[Name | None]:
+    """The group id of each row."""
+    n = len(rows.keys) // KEY.itemsize
+    if not rows.group_index:
+        return [None] * n
+    names: list[Name | None] = [*group_names(rows), None]
+    return [names[min(i, len(names) - 1)] for i in column(rows.group_index, U4, n).tolist()]
+
+
+def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
+    """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
+    columns: dict[str, list[Scalar]] = {}
+    if not isinstance(tags, Mapping | None):
+        raise InvalidRows(f"tags are a mapping of names to scalars, not {tags!r:.80}")
+    for name, given in (tags or {}).items():
+        if not isinstance(name, str):
+            raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
+        if hasattr(given, "tolist"):
+            given = given.tolist()
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            given = [given]
+        elif (given := list(given)) and len(given) != n:
+            raise InvalidRows(
+                f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: give "
+                "one per row, or a scalar",
+                tag=name,
+            )
+        values = given
+        if not set(map(type, values)) <= _SCALARS:
+            values = [v.item() if isinstance(v, np.generic) else v for v in given]
+            for at, value in enumerate(values):
+                if type(value) not in _SCALARS:
+                    raise InvalidRows(
+                        f"tag {name!r} of row {at} is a {type(value).__name__}: tags are bool, "
+                        "int, float, str or None; larger things are fields",
+                        tag=name,
+                    )
+        columns[name] = values
+    return columns
+
+
+def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str, list[Scalar]]:
+    """The tags of the rows at `index`; what holds for all rows stays one value."""
+    if index is None:
+        return columns
+    rows = index.tolist()
+    return {
+        name: values if len(values) == 1 else [values[i] for i in rows]
+        for name, values in columns.items()
+    }
+
+
+def group_positions(table: Table, groups: Names) -> Index:
+    """The rows of these groups; InvalidRows for a group that is not in the table."""
+    wanted = name_list(groups, "group", ordered=False)
+    here = {name: at for at, name in enumerate(group_names(table.rows))}
+    missing = [name for name in wanted if name not in here]
+    if missing:
+        raise InvalidRows(f"group {missing[0]!r} is not in this batch", groups=missing)
+    index = column(table.rows.group_index, U4)
+    return np.flatnonzero(np.isin(index, [here[name] for name in wanted]))
+
+
+def tag_values(table: Table, name: str, n: int) -> list[bool | int | float | str | None]:
+    """One value a row; None where a row lacks the tag."""
+    values = table.tags.get(name, [None])
+    return values * n if len(values) == 1 and n != 1 else values

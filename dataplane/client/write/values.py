@@ -1,0 +1,426 @@
+"""The columns of a put, brought into the two forms that travel: arrays and objects.
+
+Runs in the client, before any room is asked for. Everything stays a view of the caller's memory
+until the one copy into the arena; only encoded objects, flat lists of numbers and arrays that numpy
+cannot read in place (non-contiguous, byte-swapped, on a device) are made anew. Bytes are never
+looked at here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.client.write import schema
+from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded, counted
+from dataplane.wire import objects
+from dataplane.wire.arrays import (
+    Array,
+    as_array,
+    dtype_name,
+    is_jagged,
+    is_torch,
+    jagged_parts,
+    raw,
+    spec_of,
+)
+from dataplane.wire.limits import (
+    MAX_FIELDS,
+    MAX_NAME_BYTES,
+    MAX_SPECS_PER_MESSAGE,
+    PACK_LIMIT_BYTES,
+)
+from dataplane.wire.tables import Spec
+
+Buffer = Any
+"""bytes, or a contiguous array whose dtype the buffer protocol knows."""
+_OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
+_NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
+_nbytes, _dtype, _shape = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("shape")
+
+
+@dataclass(slots=True)
+class Strip:
+    """Values of one field in order: one a row, or the array leaves of its objects.
+
+    source: uint8 [count, row bytes] where all have one shape, else one contiguous buffer a value.
+    sizes, specs: a value each, or one number for all.
+    """
+
+    count: int
+    source: npt.NDArray[np.uint8] | list[Buffer]
+    sizes: int | npt.NDArray[np.int64]
+    specs: int | npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class PreparedColumn:
+    """One field: its values, and the leaves of its objects where there are any."""
+
+    field: str
+    values: Strip
+    leaf_counts: npt.NDArray[np.int64] | None = None
+    leaves: Strip | None = None
+    dedup: bool = False
+
+
+@dataclass(slots=True)
+class Prepared:
+    """The columns of one put. `specs` is what the spec numbers of the strips index."""
+
+    n: int
+    columns: list[PreparedColumn]
+    specs: list[Spec]
+
+
+class Kept:
+    """A value that is stored as the Python object that it is, or a whole column of such values.
+
+    `dataplane.object([1, 2])` comes back as that list, and not as an array; in a TensorDict it is
+    data that are no tensor.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"dataplane.object({self.value!r:.60})"
+
+
+class Specs:
+    """Numbers each spec of a put once."""
+
+    def __init__(self) -> None:
+        self.specs: list[Spec] = []
+        self._numbers: dict[Spec, int] = {}
+
+    def number(self, spec: Spec) -> int:
+        number = self._numbers.setdefault(spec, len(self.specs))
+        if number == len(self.specs):
+            self.specs.append(spec)
+        return number
+
+
+def prepare(
+    columns: Mapping[str, Any],
+    n: int | None = None,
+    dedup: Collection[str] = (),
+    fields: Mapping[str, str] | None = None,
+    whose: str = "key= names",
+) -> Prepared:
+    """Bring the columns of a put of `n` rows (None: as many as they have) into travelling form.
+
+    A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values, of which
+    flat lists of numbers of one kind are arrays. Arrays of one dimension are one 0-d value a row.
+    fields: the partition's schema. whose: who says n, for an error. InvalidRows where the columns
+    do not fit together, InvalidValue with field and row for a value that cannot travel or is not
+    as the schema says.
+    """
+    columns, fields = by_name(columns), fields or {}
+    if not isinstance(columns, Mapping):
+        raise InvalidRows(
+            "columns are a mapping of field names to columns with one entry a row, such as "
+            f"{{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
+        )
+    sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
+    rows = _common_length({name: len(column) for name, column in sized.items()}, n, whose)
+    if len(sized) > MAX_FIELDS:
+        raise LimitExceeded(f"{len(sized)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
+    for name in dedup:
+        if name not in sized:
+            raise FieldUnknown(f"dedup names {name!r}, which is no field of this put")
+    specs = Specs()
+    prepared = [_prepare(name, c, specs, fields.get(name)) for name, c in sized.items()]
+    if len(specs.specs) > MAX_SPECS_PER_MESSAGE:
+        raise LimitExceeded(
+            f"the values of this call have {len(specs.specs)} different dtypes and shapes, the "
+            f"limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
+            limit=MAX_SPECS_PER_MESSAGE,
+        )
+    for column in prepared:
+        column.dedup = column.field in dedup
+    made = Prepared(rows, prepared, specs.specs)
+    schema.check(made, fields)
+    return made
+
+
+def by_name(columns: Any) -> Any:
+    """A TensorDict as a mapping of names to columns: nested keys are joined with ".", data that are
+    no tensors keep their Python types. Other columns are returned as they are.
+
+    InvalidRows for one without a batch size, or with a "." in a key.
+    """
+    if not objects.is_tensordict(columns):
+        return columns
+    if not columns.batch_size:
+        raise InvalidRows("a TensorDict with batch_size [] has no rows: give it a batch_size [n]")
+    library, found = sys.modules["tensordict"], {}
+    for key, column in _leaves(columns, library):
+        if any("." in part for part in key):
+            raise InvalidRows(
+                f"the TensorDict's key {key[-1]!r} has a '.', which here stands between the keys "
+                "of nested TensorDicts; rename it"
+            )
+        found[".".join(key)] = column
+    return found
+
+
+def _leaves(tensordict: Any, library: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    n, keys = tensordict.batch_size[0], tensordict.keys()
+    for key in keys:
+        if isinstance(tensordict, library.LazyStackedTensorDict) and tensordict.stack_dim == 0:
+            rows = [one.get(key) for one in tensordict.tensordicts]
+            if all(map(is_torch, rows)):
+                yield (key,), rows
+                continue
+        column = tensordict.get(key)
+        if library.is_non_tensor(column):
+            yield (key,), Kept(_entries(column, n, library))
+        elif library.is_tensor_collection(column):
+            yield from (((key, *below), leaf) for below, leaf in _leaves(column, library))
+        else:
+            yield (key,), column
+
+
+def _entries(column: Any, n: int, library: Any) -> list[Any]:
+    """Of data that are no tensors, one a row. An array of n objects, which a TensorDict takes for
+    one value of all rows, has an item a row, as outside a TensorDict."""
+    if not isinstance(column, library.NonTensorData):
+        return list(column.tolist())
+    whole = column.data
+    of_rows = isinstance(whole, np.ndarray) and whole.dtype == object and whole.shape[:1] == (n,)
+    return list(whole) if of_rows else [whole] * n
+
+
+def checked_name(name: object) -> str:
+    """InvalidRows for what cannot name a field."""
+    if not isinstance(name, str) or not name or len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidRows(
+            f"a field is named by a text of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+        )
+    return name
+
+
+def _common_length(lengths: dict[str, int], n: int | None, whose: str) -> int:
+    if not lengths:
+        raise InvalidRows("nothing to write: there is no column; give at least one field")
+    expected = n if n is not None else next(iter(lengths.values()))
+    if any(length != expected for length in lengths.values()):
+        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
+        what = "columns of different lengths" if n is None else "columns of another length"
+        raise InvalidRows(
+            f"{what}: {told}{wanted}; give each one entry a row",
+            lengths=lengths,
+        )
+    if expected == 0:
+        raise InvalidRows("nothing to write: the columns have no rows; give at least one")
+    return expected
+
+
+def _column(name: str, column: Any) -> Sequence[Any] | Array:
+    """A column as a list, a tuple or a plain array whose first axis is the rows."""
+    if isinstance(column, (list, tuple)):
+        return column
+    if isinstance(column, Kept):
+        return [Kept(value) for value in _column(name, column.value)]
+    if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
+        kind = type(column).__name__
+        raise InvalidRows(f"{name}: a column has one entry a row, in order; a {kind} is none")
+    if isinstance(column, np.ndarray) and column.dtype == object and column.ndim:
+        return list(column)
+    if is_torch(column) and column.is_nested and not is_jagged(column):
+        unbound: tuple[Any, ...] = column.unbind()
+        return unbound
+    try:
+        array: Any = _JaggedRows(column) if is_jagged(column) else _rows_array(column)
+    except InvalidValue as exc:
+        raise InvalidValue(f"{name}: {exc.message}", field=name) from exc
+    if array is None:
+        try:
+            return list(column)
+        except TypeError:
+            pass
+    elif array.ndim:
+        rows: Sequence[Any] | Array = array
+        return rows
+    raise InvalidRows(f"{name}: a column is a sequence or an array [n, ...], not {column!r:.60}")
+
+
+def _rows_array(column: Any) -> Any:
+    """As `as_array`, but large rows that are contiguous one by one are left where they are."""
+    if (
+        type(column) is np.ndarray
+        and column.ndim > 1
+        and not column.flags.c_contiguous
+        and len(column)
+        and column[0].flags.c_contiguous
+        and column[0].nbytes >= PACK_LIMIT_BYTES
+    ):
+        return _Rows(column)
+    return as_array(column)
+
+
+class _Rows(list[Array]):
+    """The rows of an array of which each is contiguous, but not the whole."""
+
+    ndim = 2
+
+
+class _JaggedRows(list[Array]):
+    """The rows of a nested jagged tensor, and the axis of a row that is ragged."""
+
+    ndim = 2
+
+    def __init__(self, tensor: Any) -> None:
+        values, ends, self.axis = jagged_parts(tensor)
+        before = (slice(None),) * self.axis
+        bounds = ends.tolist()
+        spans = zip(bounds[:-1], bounds[1:], strict=True)
+        rows = (values[(*before, slice(start, end))] for start, end in spans)
+        super().__init__(rows if self.axis == 0 else map(np.ascontiguousarray, rows))
+
+
+def _prepare(
+    name: str, column: Sequence[Any] | Array, specs: Specs, form: str | None = None
+) -> PreparedColumn:
+    if isinstance(column, np.ndarray):
+        return PreparedColumn(name, _dense(column, specs))
+    if isinstance(column, _Rows):
+        return PreparedColumn(name, _ragged(column, specs))
+    if isinstance(column, _JaggedRows):
+        return PreparedColumn(name, _loose(column, specs, column.axis))
+    heads = objects.encode_many(column)
+    if heads is not None:
+        return PreparedColumn(name, _heads(heads, specs))
+    kinds = set(map(type, column))
+    if Kept in kinds:
+        column = [v.value if type(v) is Kept else v for v in column]
+        return _objects(name, column, specs, _LOOSE_OBJECT)
+    if list in kinds:
+        column = _without_flat_lists(column, schema.empty_dtype(form))
+    arrays = _arrays(name, column)
+    if arrays is not None:
+        return PreparedColumn(name, _loose(arrays, specs))
+    return _objects(name, column, specs)
+
+
+def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
+    """The column with arrays for flat lists of numbers of one kind; an empty one is of the dtype of
+    the others, where they are arrays, and of `empty_dtype` where all are empty."""
+    found = [_of_flat(value) if type(value) is list else value for value in column]
+    if not any(type(value) is list and not value for value in found):
+        return found
+    dtypes = {getattr(v, "dtype", None) for v in found if not (type(v) is list and not v)}
+    if all(isinstance(dtype, np.dtype) for dtype in dtypes) and len(dtypes) < 2:
+        empty = np.zeros(0, dtypes.pop() if dtypes else empty_dtype)
+        return [empty if type(value) is list and not value else value for value in found]
+    return found
+
+
+def _of_flat(values: list[Any]) -> Any:
+    """Numbers of one kind as an array: bool, int64 or float64, or the dtype of numpy's; else the
+    list."""
+    kinds = set(map(type, values))
+    if len(kinds) != 1:
+        return values
+    kind = kinds.pop()
+    try:
+        if kind in _NUMBERS:
+            return np.array(values, _NUMBERS[kind])
+        if issubclass(kind, np.generic) and dtype_name(values[0].dtype) is not None:
+            array = np.array(values)
+            return array if array.dtype == values[0].dtype else values
+    except OverflowError:
+        pass
+    return values
+
+
+def _dense(array: Array, specs: Specs) -> Strip:
+    n, shape = len(array), array.shape[1:]
+    spec = specs.number(spec_of(array.dtype, shape))
+    size = array.nbytes // n
+    if size == 0:
+        return Strip(n, np.empty((n, 0), np.uint8), 0, spec)
+    return Strip(n, array.reshape(n, -1).view(np.uint8), size, spec)
+
+
+def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
+    """The column as plain arrays; None where not every value is one."""
+    first = _array_at(name, 0, column[0])
+    if first is None:
+        return None
+    arrays = [first]
+    for index, value in enumerate(column[1:], 1):
+        array = _array_at(name, index, value)
+        if array is None:
+            return None
+        arrays.append(array)
+    return arrays
+
+
+def _array_at(name: str, index: int, value: object) -> Array | None:
+    try:
+        if objects.as_plain(value) is not value or is_jagged(value):
+            return None
+        return as_array(value)
+    except InvalidValue as exc:
+        path = f"{name}[{index}]"
+        raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
+
+
+def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Strip:
+    """Rows that were given one by one. ragged: the axis in which they differ, where it is known."""
+    if ragged is None:
+        shapes = set(map(_shape, arrays))
+        lengths = list(map(set, zip(*shapes, strict=False)))
+        differ = [axis for axis, some in enumerate(lengths) if len(some) > 1]
+        alike = len(set(map(len, shapes))) == 1
+        ragged = differ[0] if alike and len(differ) == 1 else 0
+    return _ragged(arrays, specs, True, ragged)
+
+
+def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int = 0) -> Strip:
+    count = len(arrays)
+    sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
+    forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
+    different = dict.fromkeys(forms)
+    numbers = {form: specs.number(spec_of(*form, loose, ragged)) for form in different}
+    if len(set(numbers.values())) == 1:
+        return Strip(count, [raw(array) for array in arrays], sizes, next(iter(numbers.values())))
+    each = np.fromiter(map(numbers.__getitem__, forms), np.uint32, count)
+    return Strip(count, [raw(array) for array in arrays], sizes, each)
+
+
+def _heads(heads: list[bytes], specs: Specs, spec: Spec = _OBJECT) -> Strip:
+    sizes = np.fromiter(map(len, heads), np.int64, len(heads))
+    return Strip(len(heads), heads, sizes, specs.number(spec))
+
+
+def _objects(
+    name: str, column: Sequence[Any], specs: Specs, spec: Spec = _OBJECT
+) -> PreparedColumn:
+    heads: list[bytes] = []
+    leaves: list[Array] = []
+    counts = np.zeros(len(column), np.int64)
+    for index, value in enumerate(column):
+        try:
+            head, own = objects.encode(value, f"{name}[{index}]")
+        except (InvalidValue, LimitExceeded) as exc:
+            exc.details.update(field=name, row=index)
+            raise
+        heads.append(head)
+        leaves += own
+        counts[index] = len(own)
+    values = _heads(heads, specs, spec)
+    if not leaves:
+        return PreparedColumn(name, values)
+    return PreparedColumn(name, values, counts, _ragged(leaves, specs))

@@ -1,0 +1,318 @@
+"""The authority: makes the next roster when peers join, leave, get in sync, or are lost.
+
+Sans-I/O: what peers say of themselves in, rosters out. Runs at one peer at a time: the first seed,
+or whoever a consensus store lets. A shard moves learner -> in sync -> swap, and only an in-sync
+copy is ever promoted; where there is none, the shard starts empty and its rows are lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataplane.errors import LimitExceeded
+from dataplane.metadata.roster.roster import (
+    MAX_TAKEOVERS,
+    NO_BACKUP,
+    Flags,
+    Roster,
+    U2Column,
+    buddy,
+    proposed,
+)
+from dataplane.wire.limits import MAX_MEMBERS
+from dataplane.wire.tables import Owner, Takeover
+
+log = logging.getLogger(__name__)
+
+FIRST = 1
+"""Number of the roster that a peer works under before it was ever let in."""
+MAX_GONE = 10_000
+"""Lost processes that are remembered, so that one which was only stopped is not let in again."""
+
+
+class Authority:
+    """`incarnation`: of the process that runs this. `roster` is the one in force. keeper: the peer
+    that hosts no shards where there are others, because nobody could take them over."""
+
+    def __init__(self, roster: Roster, incarnation: int, keeper: str = "") -> None:
+        self.roster = roster
+        self._keeper = keeper
+        self._incarnation = incarnation
+        self._number = roster.epoch[1]
+        self._gone: dict[Owner, None] = {}
+        self._inherits = False
+        self._followers: set[Owner] = set()
+        self._strays: set[Owner] = set()
+        """members that work under rosters of another authority, unknown to this one"""
+        self._clear: dict[str, set[str]] = {}
+        """what members said of the roster in force: another may have given them values to hold"""
+        self._spare: dict[str, Flags] = {}
+        """by member, its shards in which nothing lives, for peers that have none"""
+        self._ready: set[str] = set()
+        """members that want to leave and said so under the roster in force: what followed from it
+        is done there, and their backups have it"""
+
+    def __repr__(self) -> str:
+        return f"<Authority {self._incarnation} of {self.roster!r}>"
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the plane went on from a roster that nobody could tell this keeper when it asked:
+        what it makes now would undo that. It has to ask again."""
+        return bool(self._keeper) and 0 < len(self._strays) >= len(self._followers)
+
+    # events
+
+    def outrank(self, other: Roster) -> None:
+        """A member has a roster of an authority before this one: go on from the newest."""
+        if other.epoch[0] != self._incarnation and other.epoch[1] >= self._number:
+            self._number = other.epoch[1]
+            self._inherits |= other.epoch[1] > FIRST
+            self._publish(other)
+
+    def beat(
+        self,
+        peer: Owner,
+        epoch: tuple[int, int],
+        synced: bool = False,
+        leaving: bool = False,
+        clear: Sequence[str] = (),
+        spare: bytes = b"",
+    ) -> None:
+        """A peer lives, and works under the roster of `epoch`. synced: its backup in that roster
+        has all it has. clear: members at which none of its values lie. spare: one bit a shard,
+        those of it in which nothing lives and will before the next roster, where somebody has none.
+        LimitExceeded for one peer too many."""
+        if self._is_astray(peer, epoch):
+            return
+        if not self.roster.has(peer):
+            if peer in self._gone or epoch[1] > FIRST:
+                return  # the plane went on without it: the answer says so, it returns as a new one
+            if peer.peer in self.roster.members:
+                self._remove(peer.peer)
+            self._join(peer)
+        elif peer not in self.roster.owners:
+            self._see(peer)
+        backup, _ = self.roster.backup_of(peer.peer)
+        if epoch == self.roster.epoch and backup is not None:
+            self._sync(peer.peer, synced)
+        if leaving and peer.peer not in self.roster.leaving:
+            log.info("%s wants to leave", peer.peer)
+            going = self.roster.leaving | {peer.peer}
+            self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
+        if epoch == self.roster.epoch:
+            self._clear[peer.peer] = set(clear)
+            if leaving:
+                self._ready.add(peer.peer)
+            if spare and len(spare) * 8 == self.roster.shards:
+                self._spare[peer.peer] = np.unpackbits(np.frombuffer(spare, np.uint8)) > 0
+                self._give()
+        self._retire()
+
+    def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
+        """Few that went astray are outvoted: the next roster is newer than theirs."""
+        if epoch[0] == self._incarnation and peer.peer != self._keeper:
+            self._followers.add(peer)
+        ours = self.roster.epoch
+        known = epoch[0] == self._incarnation or epoch[1] <= FIRST
+        if known or (self._inherits and epoch[1] < ours[1]):
+            self._strays.discard(peer)
+            return False
+        self._strays.add(peer)
+        if not self.is_behind and epoch[1] >= ours[1]:
+            self._number = epoch[1]
+            self._publish(self.roster)
+        return peer not in self.roster.owners or self.is_behind
+
+    def lost(self, peer: Owner) -> None:
+        """The process is dead, or cut off: it is no member any more."""
+        if self.roster.has(peer):
+            self._gone[peer] = None
+            if len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+            self._followers.discard(peer)
+            self._strays.discard(peer)
+            self._remove(peer.peer)
+            self._retire()
+
+    # what follows from them
+
+    def _see(self, peer: Owner) -> None:
+        """A seed's process shows itself for the first time."""
+        at = self.roster.members.index(peer.peer)
+        incarnations = list(self.roster.incarnations)
+        incarnations[at] = peer.incarnation
+        seen = dataclasses.replace(self.roster, incarnations=tuple(incarnations))
+        self._publish(self._with_backups(seen))
+
+    def _join(self, peer: Owner) -> None:
+        """A new member gets shards as soon as those that have them say in which nothing lives."""
+        if len(self.roster.members) >= MAX_MEMBERS:
+            raise LimitExceeded(f"a plane has at most {MAX_MEMBERS} peers", limit=MAX_MEMBERS)
+        members = (*self.roster.members, peer.peer)
+        incarnations = (*self.roster.incarnations, peer.incarnation)
+        joined = dataclasses.replace(self.roster, members=members, incarnations=incarnations)
+        log.info("%s joins", peer.peer)
+        self._publish(self._with_backups(joined))
+
+    def _give(self) -> None:
+        """Once all have said which of their shards are empty, peers without any get of these."""
+        roster = self.roster
+        if not newcomers(roster, self._keeper) or not self._spare.keys() >= set(roster.hosts):
+            return
+        spare = np.zeros(roster.shards, np.bool_)
+        for address, bits in self._spare.items():
+            spare |= bits & (roster.primaries == roster.members.index(address))
+        primaries = moved(roster, self._keeper, spare)
+        given = int((primaries != roster.primaries).sum())
+        if given:
+            log.info("%d empty shards go to peers that have none", given)
+            unsynced = roster.in_sync & (primaries == roster.primaries)
+            after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
+            self._publish(self._with_backups(after))
+
+    def _sync(self, address: str, synced: bool) -> None:
+        """The learner has everything, and can be promoted from now on; or it lost the thread."""
+        mine = self.roster.shards_of(address)
+        if (self.roster.in_sync[mine] == synced).all():
+            return
+        in_sync = self.roster.in_sync.copy()
+        in_sync[mine] = synced
+        log.info("the backup of %s is %s", address, "in sync" if synced else "a learner again")
+        self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
+
+    def _remove(self, address: str) -> None:
+        """Its shards go to its backup if that is in sync, else they start empty elsewhere."""
+        roster = self.roster
+        at = roster.members.index(address)
+        rest = [i for i in range(len(roster.members)) if i != at]
+        if not rest:
+            return
+        primaries, backups = roster.primaries.copy(), roster.backups.copy()
+        mine, lost = roster.primaries == at, roster.lost
+        if roster.in_sync[mine].any():
+            # Shards that are not in sync yet came from another peer just now: what has arrived of
+            # them is no whole copy, so they begin empty there.
+            heir = int(backups[mine][0])
+            partly = int((mine & ~roster.in_sync).sum())
+            log.warning(
+                "%s is gone: %s takes its shards over%s",
+                address,
+                roster.members[heir],
+                f", {partly} of {int(mine.sum())} without their rows" if partly else "",
+            )
+            primaries[mine] = heir
+            lost |= set(np.flatnonzero(mine & ~roster.in_sync).tolist())
+        elif mine.any():
+            log.warning("%s is gone, and had no backup in sync: its shards start empty", address)
+            hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
+            primaries[mine] = proposed(roster.members, hosts)[mine]
+            lost |= set(np.flatnonzero(mine).tolist())
+        backups[mine | (backups == at)] = NO_BACKUP
+        renumber = np.full(NO_BACKUP + 1, NO_BACKUP, np.uint16)
+        renumber[rest] = np.arange(len(rest), dtype=np.uint16)
+        without = dataclasses.replace(
+            roster,
+            members=tuple(roster.members[i] for i in rest),
+            incarnations=tuple(roster.incarnations[i] for i in rest),
+            primaries=renumber[primaries],
+            backups=renumber[backups],
+            leaving=roster.leaving - {address},
+            lost=lost,
+        )
+        self._publish(self._with_backups(self._taken_over(address, without)))
+
+    def _retire(self) -> None:
+        """Whoever leaves hands its shards over when its backup is in sync, and it has done itself
+        what the last roster asked of it; it is let go when no member holds a value that lies
+        there."""
+        for address in sorted(self.roster.leaving):
+            backup, in_sync = self.roster.backup_of(address)
+            if backup is not None and in_sync:
+                if address not in self._ready:
+                    continue
+                log.info("%s leaves: %s takes its shards over", address, backup)
+                moved = self._taken_over(address, self._moved(address, backup))
+                self._publish(self._with_backups(moved))
+            elif not len(self.roster.shards_of(address)) and self._is_clear(address):
+                log.info("%s has left", address)
+                self._remove(address)
+
+    def _moved(self, address: str, backup: str) -> Roster:
+        primaries, backups = self.roster.primaries.copy(), self.roster.backups.copy()
+        mine = self.roster.shards_of(address)
+        primaries[mine] = self.roster.members.index(backup)
+        backups[mine] = NO_BACKUP
+        return dataclasses.replace(self.roster, primaries=primaries, backups=backups)
+
+    def _taken_over(self, address: str, then: Roster) -> Roster:
+        """It tells as well whose a member's shards are, and whether with what they hold."""
+        owner = next((o for o in self.roster.owners if o.peer == address), None)
+        heir = then.heir_of(self.roster, owner) if owner is not None else None
+        if owner is None or heir is None or heir == owner:
+            return then
+        in_sync = bool(self.roster.in_sync[self.roster.shards_of(address)].any())
+        one = Takeover(owner, heir, self._number + 1, in_sync)
+        takeovers = (*then.takeovers, one)[-MAX_TAKEOVERS:]
+        return dataclasses.replace(then, takeovers=takeovers)
+
+    def _is_clear(self, address: str) -> bool:
+        others = {owner.peer for owner in self.roster.owners} - {address}
+        return all(address in self._clear.get(other, ()) for other in others)
+
+    # who hosts, who backs up
+
+    def _hosts(self, roster: Roster) -> list[int]:
+        return hosts_of(roster, self._keeper)
+
+    def _with_backups(self, roster: Roster) -> Roster:
+        """A backup for every host that has none in sync, among the peers that were seen."""
+        hosts = self._hosts(roster)
+        seen = [h for h in hosts if roster.incarnations[h]]
+        backups, in_sync = roster.backups.copy(), roster.in_sync.copy()
+        in_sync &= backups != NO_BACKUP
+        for host in np.unique(roster.primaries).tolist():
+            mine = roster.primaries == host
+            kept = np.unique(backups[mine & in_sync]).tolist()
+            if len(kept) == 1 and kept[0] in hosts:
+                backups[mine] = kept[0]
+                continue
+            among = seen if set(seen) - {host} else hosts
+            backups[mine] = buddy(roster.members, among, host)
+            in_sync[mine] = False
+        return dataclasses.replace(roster, backups=backups, in_sync=in_sync)
+
+    def _publish(self, roster: Roster) -> None:
+        self._number += 1
+        self._clear.clear()
+        self._ready.clear()
+        self._spare.clear()
+        self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))
+
+
+def hosts_of(roster: Roster, keeper: str) -> list[int]:
+    """Members that may serve shards: not those that leave, nor the keeper among three or more,
+    unless it has shards from the time when there were fewer."""
+    stay = [i for i, m in enumerate(roster.members) if m not in roster.leaving]
+    apart = roster.members.index(keeper) if keeper in roster.members else -1
+    if len(stay) < 3 or (roster.primaries == apart).any():
+        return stay or list(range(len(roster.members)))
+    return [i for i in stay if i != apart]
+
+
+def newcomers(roster: Roster, keeper: str) -> list[int]:
+    """Members that may serve shards, were seen, and have none yet."""
+    serving = set(np.unique(roster.primaries).tolist())
+    return [h for h in hosts_of(roster, keeper) if h not in serving and roster.incarnations[h]]
+
+
+def moved(roster: Roster, keeper: str, spare: Flags) -> U2Column:
+    """The primaries once those of these shards that are newcomers' by right are theirs."""
+    hosts = hosts_of(roster, keeper)
+    by_right = proposed(roster.members, hosts, roster.shards)
+    theirs = spare & np.isin(by_right, newcomers(roster, keeper))
+    return np.where(theirs, by_right, roster.primaries)

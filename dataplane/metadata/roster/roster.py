@@ -1,0 +1,253 @@
+"""The numbered membership of a plane and the table shard -> primary, backup, in_sync.
+
+Sans-I/O. The first roster is a pure function of the ordered seeds, so that all peers compute the
+same table; from then on the authority (`metadata.roster.authority`) makes the next ones. A roster
+never changes, its epoch tells two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dataplane.errors import RosterMismatch
+from dataplane.wire.limits import MAX_MEMBERS, SHARDS
+from dataplane.wire.tables import Owner, RosterTable, Takeover
+
+NO_BACKUP = 0xFFFF
+MAX_TAKEOVERS = 64
+"""So many a roster tells again: more than happen while a peer is cut off and not called lost."""
+
+U2Column = npt.NDArray[np.uint16]
+Flags = npt.NDArray[np.bool_]
+U8Column = npt.NDArray[np.uint64]
+
+
+def canonical(seed: str) -> str:
+    """One spelling per address, so that equal seeds give equal rosters."""
+    return seed.strip().rstrip("/").lower().replace("://localhost:", "://127.0.0.1:")
+
+
+def _mix(values: U8Column) -> U8Column:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014): a hash of a column of u64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@lru_cache(maxsize=4096)
+def _hash(text: str) -> int:
+    """Asked again and again for the same few partitions and stages."""
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """members: addresses in order, the first keeps the roster. incarnations: the process of each
+    member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
+    backup has all that the primary answered for. leaving: those that hand over what they have.
+    takeovers: the last MAX_TAKEOVERS. lost: shards that began empty at some time, because both
+    copies of what they held were lost."""
+
+    members: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    epoch: tuple[int, int]
+    primaries: U2Column
+    backups: U2Column
+    in_sync: Flags
+    leaving: frozenset[str] = frozenset()
+    takeovers: tuple[Takeover, ...] = ()
+    lost: frozenset[int] = frozenset()
+
+    @staticmethod
+    def from_seeds(
+        seeds: Sequence[str], shards: int = SHARDS, keeps: bool = True, launch: str = ""
+    ) -> Roster:
+        """The first roster. Without seeds: one member, "", which is this peer alone.
+
+        keeps: with three or more members the first, which keeps the roster, hosts no shards.
+        launch: which began a run of this name anew; its roster is of another plane than those of
+        launches before.
+        """
+        members = tuple(canonical(seed) for seed in seeds) or ("",)
+        if len(set(members)) != len(members):
+            raise RosterMismatch(f"a seed is named twice: {', '.join(members)}", seeds=members)
+        hosts = list(range(1 if keeps and len(members) >= 3 else 0, len(members)))
+        primaries = proposed(members, hosts, shards)
+        backups = np.full(shards, NO_BACKUP, np.uint16)
+        for host in hosts:
+            mine = np.flatnonzero(primaries == host)
+            backups[mine] = buddy(members, hosts, host)
+        founders = (*members, *(() if keeps else ("",)), *((f"launch {launch}",) if launch else ()))
+        authority = _hash("\n".join(founders)) & (2**53 - 1)
+        unsynced = np.zeros(shards, np.bool_)
+        nobody = (0,) * len(members)
+        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced)
+
+    @staticmethod
+    def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
+        """A roster that a peer sent. RosterMismatch unless it fits together."""
+        primaries = np.frombuffer(table.primaries, "<u2").astype(np.uint16)
+        backups = np.frombuffer(table.backups, "<u2").astype(np.uint16)
+        in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8)).astype(np.bool_)
+        members = tuple(table.members)
+        columns = (primaries, backups, in_sync)
+        known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
+        if (
+            not 0 < len(members) <= MAX_MEMBERS
+            or len(set(members)) != len(members)
+            or not set(table.leaving) <= set(members)
+            or len(table.incarnations) != len(members)
+            or any(len(one) != shards for one in columns)
+            or not known.all()
+        ):
+            raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
+        incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
+        takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
+        marks = np.unpackbits(np.frombuffer(table.lost, np.uint8))
+        lost = frozenset(np.flatnonzero(marks[:shards]).tolist())
+        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers, lost)
+
+    @property
+    def table(self) -> RosterTable:
+        """The roster as it travels."""
+        return RosterTable(
+            list(self.members),
+            list(self.incarnations),
+            self.epoch,
+            self.primaries.astype("<u2").tobytes(),
+            self.backups.astype("<u2").tobytes(),
+            np.packbits(self.in_sync).tobytes(),
+            sorted(self.leaving),
+            list(self.takeovers),
+            self._lost_bits(),
+        )
+
+    def _lost_bits(self) -> bytes:
+        if not self.lost:
+            return b""
+        marks = np.zeros(self.shards, np.bool_)
+        marks[list(self.lost)] = True
+        return np.packbits(marks).tobytes()
+
+    def __repr__(self) -> str:
+        return f"<Roster of {len(self.members)} peers, {self.shards} shards, epoch {self.epoch}>"
+
+    @property
+    def shards(self) -> int:
+        return len(self.primaries)
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The members that host shards, in order: those that may hold rows."""
+        return [self.members[index] for index in np.unique(self.primaries)]
+
+    @cached_property
+    def others(self) -> list[str]:
+        """The members that host none, in order: who only keeps the roster, and who leaves."""
+        hosts = set(self.hosts)
+        return [member for member in self.members if member not in hosts]
+
+    def address(self, shard: int) -> str:
+        """Where this shard is served."""
+        return self.members[self.primaries.item(shard)]
+
+    def bucket(self, partition: str) -> int:
+        """The shard in which a partition lives."""
+        return _hash(partition) % self.shards
+
+    def home(self, partition: str) -> str:
+        """Where a partition is served: its rows, its claims, its definition and its phase."""
+        return self.address(self.bucket(partition))
+
+    def shards_of(self, address: str) -> U2Column:
+        """The shards that a member serves, ascending."""
+        return np.flatnonzero(self.primaries == self._index(address)).astype(np.uint16)
+
+    def backup_of(self, address: str) -> tuple[str | None, bool]:
+        """(who backs up this member's shards, whether it has everything). All go to one peer, so
+        that their operations are shipped as one sequence."""
+        known = self._backups.get(address)
+        if known is None:
+            known = self._backups[address] = self._backup_of(self.shards_of(address))
+        return known
+
+    @cached_property
+    def _backups(self) -> dict[str, tuple[str | None, bool]]:
+        """By member: asked with every request, and a roster never changes."""
+        return {}
+
+    def _backup_of(self, shards: U2Column) -> tuple[str | None, bool]:
+        if not len(shards) or self.backups[shards[0]] == NO_BACKUP:
+            return None, False
+        return self.members[int(self.backups[shards[0]])], bool(self.in_sync[shards].all())
+
+    def has(self, owner: Owner) -> bool:
+        """Whether this very process is a member, or one that was never seen has its address."""
+        if owner.peer not in self.members:
+            return False
+        return self.incarnations[self.members.index(owner.peer)] in (0, owner.incarnation)
+
+    def heir_of(self, old: Roster, owner: Owner) -> Owner:
+        """Who serves now what a member served under an older roster: partitions never move but with
+        all others of their peer. The member itself where it had none."""
+        held = old.shards_of(owner.peer)
+        if not len(held) or (self.has(owner) and len(self.shards_of(owner.peer))):
+            return owner
+        # Some of them may have gone on from there with nothing in them, to a peer that came.
+        at = int(np.bincount(self.primaries[held]).argmax())
+        heir = Owner(self.members[at], self.incarnations[at])
+        return owner if heir == Owner(owner.peer, 0) else heir
+
+    def places_like(self, old: Roster) -> bool:
+        """Whether everything is served where it was: at most, peers were seen or got in sync."""
+        lives = zip(old.incarnations, self.incarnations, strict=False)
+        return (
+            self.members == old.members
+            and all(before in (0, now) for before, now in lives)
+            and bool((self.primaries == old.primaries).all())
+        )
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The members that were seen, each in its present life."""
+        pairs = zip(self.members, self.incarnations, strict=True)
+        return [Owner(member, incarnation) for member, incarnation in pairs if incarnation]
+
+    def _index(self, address: str) -> int:
+        try:
+            return self.members.index(canonical(address))
+        except ValueError:
+            raise RosterMismatch(
+                f"{address} is not one of this plane's seeds: {', '.join(self.members)}",
+                address=address,
+                seeds=self.members,
+            ) from None
+
+
+def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS) -> U2Column:
+    """Rendezvous hashing: each shard goes to the host with the largest hash of (host, shard)."""
+    numbers = _mix(np.arange(1, shards + 1, dtype=np.uint64))
+    best = np.zeros(shards, np.uint64)
+    primaries = np.full(shards, hosts[0], np.uint16)
+    for host in hosts:
+        weights = _mix(numbers ^ np.uint64(_hash(members[host])))
+        wins = weights > best
+        best[wins] = weights[wins]
+        primaries[wins] = host
+    return primaries
+
+
+def buddy(members: Sequence[str], hosts: Sequence[int], host: int) -> int:
+    """Who backs up a host: its successor on the ring of hashed addresses; NO_BACKUP for one alone.
+
+    A ring and not a second rendezvous draw: every host then backs up exactly one other, so that
+    none needs memory for more."""
+    ring = sorted({*hosts, host}, key=lambda one: _hash(members[one]))
+    after = ring[(ring.index(host) + 1) % len(ring)]
+    return NO_BACKUP if after == host else after

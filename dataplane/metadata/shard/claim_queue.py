@@ -1,0 +1,334 @@
+"""The claims of one stage that wait at its partition's shard, and which of them is met next.
+
+Sans-I/O: claims come in, and what is ready is read from the store and leased there; who waits holds
+nothing. Claims with equal unit and filter form a lane. Within a lane: first come, first served, but
+that a claim on whose host all lies that it wants goes before one on whose host nothing does,
+NEAR_TURNS times at most. Heads of lanes take turns. A head that others took WITHHELD_UNITS past
+keeps what it matches from other lanes until it is met, unless somebody must go on for it to be met.
+Who asks for a part in the stage's plan is in no lane: all that is left must be ready for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal
+
+import msgspec
+
+from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.metadata.shard.counts import Counts
+from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.shard.pull_credit import PullCredit
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.takes import Kept, Taken
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Shape
+
+NEAR_TURNS = 8
+"""How often a lane's head lets a claim go first that lies nearer: where whoever writes and whoever
+reads share hosts, rows then stay where they are."""
+NEAR_CLAIMS = 64
+"""How far down the lane such a claim is looked for."""
+WITHHELD_UNITS = 8
+"""A head that other lanes took so many units past that it matched keeps the next for itself."""
+
+Lane = tuple[str, bytes]
+"""Unit, and the filter's MessagePack form, b"" without one."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A claim. number: no other one has it, wherever it comes from. address: of its peer, which can
+    have `most_bytes` pulled (0: any number). fields: what it fetches. since: when it was made.
+    plan: what it asks for is a part in such a plan, as this `rank`."""
+
+    number: int
+    want: Want
+    holder: int
+    address: str
+    fields: list[str] | None
+    most_bytes: int
+    since: float
+    plan: Shape | None = None
+    rank: int = 0
+    passed_over: int = 0
+    """units that it matched, which claims of other lanes got while it was the head"""
+    let_by: int = 0
+    """near claims that went before it"""
+    keeps: int = 0
+    """since which turn it keeps units for itself; 0: it does not"""
+    lane: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        where = self.want.where
+        self.lane = self.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
+
+    @property
+    def least(self) -> int:
+        """The size at which a claim by count may return before the partition is sealed."""
+        want = self.want
+        return want.minimum if 0 < want.minimum < want.count else want.count
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    claim: Waiting
+    taken: Taken
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """It takes part in the plan."""
+
+    claim: Waiting
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A claim that never can be met. ended: no row can come any more. too_large: what is next needs
+    more bytes at its host than can be. failed: so did looking for its units, with this error."""
+
+    claim: Waiting
+    why: Literal["ended", "too_large", "failed"]
+    needed_bytes: int = 0
+    error: DataplaneError | None = None
+
+
+Outcome = Met | Joined | Over
+
+
+class ClaimQueue:
+    def __init__(self, store: Store, stage: str) -> None:
+        self.store = store
+        self.stage = stage
+        self._lanes: OrderedDict[Lane, OrderedDict[int, Waiting]] = OrderedDict()
+        """the lane that was served last is last"""
+        self._claims: dict[int, Waiting] = {}
+        self._joining: dict[int, Waiting] = {}
+        """of them, those who ask for a part in the plan"""
+        self._turns = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<ClaimQueue of {self.stage!r}: {len(self)} claims in {len(self._lanes)} lanes>"
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(list(self._claims.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._claims
+
+    @property
+    def contended(self) -> bool:
+        """Claims of several forms wait for the same rows."""
+        return len(self._lanes) > 1
+
+    def add(self, claim: Waiting) -> None:
+        """It waits, where its age puts it. One of its number is replaced, and keeps its age.
+        ProtocolError where it asks for nothing, or by no filter."""
+        want = claim.want
+        if claim.plan is not None:
+            self._claims[claim.number] = self._joining[claim.number] = claim
+            return
+        if want.budget_tag is None and want.count < 1:
+            raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
+        if want.where is not None:
+            self.store.counts(self.stage, want.where)
+        before = self._claims.get(claim.number)
+        if before is not None and before.lane == claim.lane:
+            claim.since = min(claim.since, before.since)
+            claim.passed_over, claim.let_by = before.passed_over, before.let_by
+            claim.keeps = before.keeps
+            self._claims[claim.number] = self._lanes[claim.lane][claim.number] = claim
+            return
+        if before is not None:
+            self.withdraw(claim.number)
+        self._claims[claim.number] = claim
+        lane = self._lanes.setdefault(claim.lane, OrderedDict())
+        if not lane or next(reversed(lane.values())).since <= claim.since:
+            lane[claim.number] = claim
+            return
+        younger = list(takewhile(lambda one: one.since > claim.since, reversed(lane.values())))
+        lane[claim.number] = claim
+        for one in reversed(younger):
+            lane.move_to_end(one.number)
+
+    def withdraw(self, number: int) -> bool:
+        """The claim was given up. Whether it waited here."""
+        claim = self._claims.pop(number, None)
+        if claim is None:
+            return False
+        if self._joining.pop(number, None) is not None:
+            return True
+        lane = self._lanes[claim.lane]
+        del lane[number]
+        if not lane:
+            del self._lanes[claim.lane]
+        return True
+
+    def before(self, number: int) -> int:
+        """How many claims of its lane a claim that waits is behind."""
+        claim = self._claims.get(number)
+        if claim is None or claim.plan is not None:
+            return 0
+        return list(self._lanes[claim.lane]).index(number)
+
+    def waits_for(self, number: int) -> str:
+        """Why one that asks for a part in the plan waits, where rows are not the reason."""
+        claim = self._joining.get(number)
+        return "" if claim is None else self.store.plan_waits_for(self.stage, claim.rank)
+
+    def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
+        """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
+        heads may keep units from other lanes."""
+        outcomes = self._joined(now, sealed) if self._joining else []
+        served = bool(self._lanes)
+        while served and self._lanes:
+            served = False
+            for lane in list(self._lanes):
+                outcome = self._advance(lane, now, sealed, keep) if lane in self._lanes else None
+                if outcome is not None:
+                    outcomes.append(outcome)
+                    served = True
+        return outcomes
+
+    def _joined(self, now: float, sealed: bool) -> list[Outcome]:
+        """Who now takes part in the plan, or never will."""
+        outcomes: list[Outcome] = []
+        for claim in list(self._joining.values()):
+            assert claim.plan is not None
+            if sealed and not self.store.counts(self.stage).outstanding_rows:
+                outcomes.append(self._over(claim, "ended"))
+                continue
+            try:
+                member = self.store.join(
+                    self.stage, claim.plan, claim.rank, claim.holder, now, claim.number
+                )
+            except DataplaneError as exc:
+                outcomes.append(self._over(claim, "failed", error=exc))
+                continue
+            if member is not None:
+                self.withdraw(claim.number)
+                outcomes.append(Joined(claim, member))
+        return outcomes
+
+    def _advance(self, lane: Lane, now: float, sealed: bool, keep: bool) -> Outcome | None:
+        """Meet the claim whose turn it is in a lane."""
+        queue = self._lanes[lane]
+        head = next(iter(queue.values()))
+        counts = self.store.counts(self.stage, head.want.where)
+        unit = head.want.unit
+        if sealed and not counts.outstanding(unit):
+            return self._over(head, "ended")
+        if not counts.ready(unit):
+            return None
+        kept = self._kept(head) if keep and len(self._lanes) > 1 else []
+        near = self._near(head, queue, counts) if len(queue) > 1 else None
+        for claim in (near, head):
+            if claim is None or not _may_be_met(claim, counts, sealed):
+                continue
+            outcome = self._meet(claim, counts, now, sealed, kept)
+            if outcome is not None:
+                if claim is not head:
+                    head.let_by += 1
+                if lane in self._lanes:
+                    self._lanes.move_to_end(lane)
+                return outcome
+        return None
+
+    def _meet(
+        self, claim: Waiting, counts: Counts, now: float, sealed: bool, kept: list[Kept]
+    ) -> Outcome | None:
+        want = claim.want
+        remaining = counts.remaining(want.unit)
+        all_there = sealed and remaining == counts.ready(want.unit)
+        if want.budget_tag is None:
+            least = min(claim.least, remaining) if sealed else claim.least
+            if least != want.minimum:
+                want = Want(want.unit, want.count, least, want.where)
+        heads = self._other_heads(claim)
+        ready = [self._ready(head) for head in heads]
+        credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
+        last = all_there and want.budget_tag is not None and not kept
+        try:
+            taken = self.store.take(
+                self.stage, want, claim.holder, now, claim.number, credit, last, kept
+            )
+        except DataplaneError as exc:  # it would at every turn, and whoever put something be told
+            return self._over(claim, "failed", error=exc)
+        if taken.lease is not None:
+            self.withdraw(claim.number)
+            for head, before in zip(heads, ready, strict=True):
+                self._note_passed(head, before - self._ready(head))
+            return Met(claim, taken)
+        if taken.needed_bytes:
+            return self._over(claim, "too_large", taken.needed_bytes)
+        return None
+
+    def _over(
+        self,
+        claim: Waiting,
+        why: Literal["ended", "too_large", "failed"],
+        needed_bytes: int = 0,
+        error: DataplaneError | None = None,
+    ) -> Over:
+        self.withdraw(claim.number)
+        return Over(claim, why, needed_bytes, error)
+
+    # who goes before whom
+
+    def _near(
+        self, head: Waiting, queue: OrderedDict[int, Waiting], counts: Counts
+    ) -> Waiting | None:
+        """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
+        head's."""
+        if head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
+            return None
+        near = self.store.near(self.stage, head.want.unit, head.want.where)
+        if near.get(head.address):
+            return None
+        ready = counts.ready(head.want.unit)
+        for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
+            enough = min(ready, near.get(other.address, 0)) >= other.least
+            if enough and other.want.budget_tag is None:
+                return other
+        return None
+
+    def _other_heads(self, claim: Waiting) -> list[Waiting]:
+        if len(self._lanes) == 1:
+            return []
+        mine = claim.lane
+        return [next(iter(queue.values())) for lane, queue in self._lanes.items() if lane != mine]
+
+    def _ready(self, claim: Waiting) -> int:
+        return self.store.counts(self.stage, claim.want.where).ready(claim.want.unit)
+
+    def _note_passed(self, head: Waiting, units: int) -> None:
+        head.passed_over += max(0, units)
+        if head.passed_over >= WITHHELD_UNITS and not head.keeps:
+            head.keeps = next(self._turns)
+
+    def _kept(self, head: Waiting) -> list[Kept]:
+        """What claims of this lane may not have: what heads of others keep, those that keep some
+        for longer than this one does."""
+        return [
+            (other.want.unit, other.want.where)
+            for other in self._other_heads(head)
+            if other.keeps and (not head.keeps or other.keeps < head.keeps)
+        ]
+
+
+def _may_be_met(claim: Waiting, counts: Counts, sealed: bool) -> bool:
+    """By the figures alone; of a budget one has to look."""
+    want = claim.want
+    if want.budget_tag is not None:
+        return True
+    least = min(claim.least, counts.remaining(want.unit)) if sealed else claim.least
+    return counts.ready(want.unit) >= least

@@ -1,0 +1,245 @@
+"""How far producers run ahead of the trainer: permits to open groups, and the trainer's version.
+
+Sans-I/O, a part of a store's state. A group takes one of (max_lag + 1) · per_version places from
+when it is permitted until the trainer goes on to another version after having finished it. While a
+group that was begun at a version is not all there yet, none that was finished since then gives its
+place back: that is what bounds the lag, whoever overtakes whom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
+from dataplane.metadata.shard.units import ACKED, PENDING
+from dataplane.metadata.tables.columns import Array, grow
+
+if TYPE_CHECKING:
+    from dataplane.metadata.shard.state import State
+
+DONE = (1 << 63) - 1
+"""In place of the version at which it was begun: the group is finished, and still here."""
+MAX_PLACES = 1 << 31
+SHOWN = 3
+"""Names of groups in a message."""
+
+
+@dataclass(slots=True)
+class Permit:
+    """left: how many groups may still be opened with it. version: the trainer's, when it was given
+    out: at which whatever is opened with it was begun."""
+
+    number: int
+    holder: int
+    version: int
+    left: int
+
+
+class Permits:
+    """Of one partition. Keeps account of groups from when the first permit is asked for, or the
+    trainer first says its version. limits: (max_lag, per_version), once somebody asked."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.limits: tuple[int, int] | None = None
+        self.given: dict[int, Permit] = {}
+        self.trained: dict[int, int] = {}
+        """version → groups that were finished while the trainer was at it, so far as they may
+        still take places"""
+        self.begun: Array = np.zeros(0, np.int64)
+        """per group at which of the trainer's versions it was begun, or `DONE`; empty until it
+        counts"""
+        self.done = 0
+        """groups that are here and `DONE`"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.begun.nbytes
+
+    @property
+    def counts(self) -> bool:
+        return len(self.begun) > 0
+
+    @property
+    def left(self) -> int:
+        """Groups that may still be opened with permits."""
+        return sum(permit.left for permit in self.given.values())
+
+    @property
+    def places(self) -> int:
+        return 0 if self.limits is None else (self.limits[0] + 1) * self.limits[1]
+
+    def of(self, holder: int) -> list[int]:
+        return [number for number, permit in self.given.items() if permit.holder == holder]
+
+    # what becomes of groups
+
+    def begin(self, state: State) -> None:
+        """Keep account from now on; what is here was begun at the version that is."""
+        if self.counts:
+            return
+        self.begun = np.full(max(1, state.groups.capacity), self.version, np.int64)
+        live = state.groups.live()
+        if state.definition.free == "drop":
+            self._finish(live[_acked(state, live)])
+
+    def opened(self, groups: Array, capacity: int) -> None:
+        if capacity > len(self.begun):
+            grow(self.begun, capacity)
+        self.begun[groups] = self.version
+
+    def use(self, holder: int, groups: Array) -> None:
+        """New groups were opened by a session: with its permits, the oldest first."""
+        for number in self.of(holder):
+            permit = self.given[number]
+            mine, groups = groups[: permit.left], groups[permit.left :]
+            self.begun[mine] = permit.version
+            permit.left -= len(mine)
+            if not permit.left:
+                del self.given[number]
+            if not len(groups):
+                return
+
+    def acked(self, state: State, groups: Array) -> None:
+        """A stage acked rows of these groups, which are kept until they are dropped."""
+        groups = groups[self.begun[groups] != DONE]
+        groups = groups[_acked(state, groups)]
+        self._finish(groups)
+        self._count(len(groups))
+
+    def removed(self, groups: Array, finished: Array) -> None:
+        """Groups are no more; which of them were finished, and not dropped or lost."""
+        before = self.begun[groups] == DONE
+        self.done -= int(np.count_nonzero(before))
+        self._count(int(np.count_nonzero(finished & ~before)))
+
+    def _finish(self, groups: Array) -> None:
+        self.begun[groups] = DONE
+        self.done += len(groups)
+
+    def _count(self, many: int) -> None:
+        if many:
+            self.trained[self.version] = self.trained.get(self.version, 0) + many
+
+    # what may go on
+
+    def check(self, state: State, count: int, max_lag: int, per_version: int) -> None:
+        """Raise what is to be said at once: InvalidCall, PartitionConflict, PartitionSealed."""
+        places = (max_lag + 1) * per_version
+        if count < 1 or max_lag < 0 or per_version < 1 or places > MAX_PLACES:
+            raise InvalidCall(
+                f"admit({count}, max_lag={max_lag}, per_version={per_version}): so many groups, 1 "
+                f"or more; a lag of 0 or more versions; groups per version; {MAX_PLACES} in all"
+            )
+        if state.definition.group_size is None:
+            raise InvalidCall(
+                f"admit counts groups, and partition {state.partition!r} has no group_size: "
+                "declare it with plane.partition(…, group_size=n), 1 where each row is for itself"
+            )
+        if count > places:
+            raise InvalidCall(
+                f"admit({count}) can never be: with max_lag={max_lag} and "
+                f"per_version={per_version} at most {places} groups are unfinished at a time",
+                places=places,
+            )
+        if self.limits not in (None, (max_lag, per_version)):
+            assert self.limits is not None
+            raise PartitionConflict(
+                f"partition {state.partition!r} admits with max_lag={self.limits[0]}, "
+                f"per_version={self.limits[1]}, as somebody else asked it to, and not with "
+                f"max_lag={max_lag}, per_version={per_version}: a bound on the lag is one for all",
+                max_lag=self.limits[0],
+                per_version=self.limits[1],
+            )
+        if state.sealed:
+            raise PartitionSealed(
+                f"partition {state.partition!r} is sealed and takes no new groups",
+                partition=state.partition,
+            )
+
+    def fits(self, state: State, count: int, places: int) -> bool:
+        """Whether so many groups more may be begun now."""
+        taken = self.left + self.unfinished(state) + self.trained.get(self.version, 0) + count
+        if taken > places or not self.counts:
+            return taken <= places
+        return taken + self._held(state) <= places
+
+    def unfinished(self, state: State) -> int:
+        """Groups that are here, and not finished by every stage."""
+        return len(state.groups) - self.done
+
+    def _held(self, state: State) -> int:
+        """Places of what was finished before this version, which nothing yet gives back."""
+        if all(version >= self.version for version in self.trained):
+            return 0
+        since, _ = self.slowest(state)
+        return sum(n for v, n in self.trained.items() if since <= v < self.version)
+
+    def slowest(self, state: State) -> tuple[int, list[int]]:
+        """The oldest version at which something was begun that is not all there yet, and which
+        groups were; a permit may have been given out then, too."""
+        rows = [stage.rows for stage in state.stages.values() if stage.rows.counts[PENDING]]
+        live = state.live() if rows else np.zeros(0, np.int64)
+        pending = [state.group[live[one.state[live] == PENDING]] for one in rows]
+        groups = np.unique(np.concatenate([state.groups.open(), *pending]))
+        groups = groups[groups >= 0]
+        begun = self.begun[groups].tolist() if self.counts else []
+        oldest = min([self.version, *begun, *(p.version for p in self.given.values())])
+        slow = [g for g, v in zip(groups.tolist(), begun, strict=False) if v == oldest]
+        return oldest, slow
+
+    # what is told
+
+    def give(self, permit: Permit, limits: tuple[int, int], state: State) -> None:
+        self.begin(state)
+        self.limits = limits
+        self.given[permit.number] = permit
+
+    def take_back(self, numbers: list[int]) -> list[int]:
+        """Those of these that had something left."""
+        return [number for number in numbers if self.given.pop(number, None) is not None]
+
+    def advance(self, version: int, state: State) -> bool:
+        """The trainer is at this version. False where it was already; InvalidCall for an older."""
+        if not 0 <= version < DONE:
+            raise InvalidCall(f"advance({version}): a version is a number from 0 on")
+        if version < self.version:
+            raise InvalidCall(
+                f"advance({version}): partition {state.partition!r} is at version {self.version} "
+                "already, and goes on from there: a trainer that begins again at an older one "
+                "drops the partition, or counts on",
+                version=self.version,
+            )
+        if version == self.version:
+            return False
+        self.begin(state)
+        self.version = version
+        live = self.begun[state.groups.live()].tolist()
+        oldest = min([version, *live, *(p.version for p in self.given.values())])
+        self.trained = {v: n for v, n in self.trained.items() if v >= oldest}
+        return True
+
+    def stats(self, state: State) -> dict[str, Any]:
+        """lag: how many versions the slowest groups are behind that are not all there yet."""
+        slowest, groups = self.slowest(state)
+        return {
+            "version": self.version,
+            "lag": self.version - slowest,
+            "permits": self.left,
+            "unfinished_groups": self.unfinished(state),
+            "finished_groups": self.trained.get(self.version, 0),
+            "held_groups": self._held(state),
+            "places": self.places,
+            "slowest": [state.groups.name(group) for group in groups[:SHOWN]],
+        }
+
+
+def _acked(state: State, groups: Array) -> Array:
+    """Per group: has every stage acked all its rows."""
+    done: Array = np.full(len(groups), bool(state.stages))
+    for stage in state.stages.values():
+        done &= stage.groups.state[groups] == ACKED
+    return done

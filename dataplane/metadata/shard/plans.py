@@ -1,0 +1,232 @@
+"""The plan of a stage: all rows that it has left, under one lease, for the ranks of a trainer.
+
+The shard says which rows there are, in an order and with weights that stay; every rank lays them
+out alike (`client/layouts.py`). The lease ends when each rank has acked. A member that goes before
+it has acked ends it for all: the rows are back, and the next who asks begins another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dataplane.errors import (
+    InvalidCall,
+    InvalidRows,
+    LeaseExpired,
+    LimitExceeded,
+    PartitionConflict,
+    ProtocolError,
+    counted,
+)
+from dataplane.metadata.shard import finishes
+from dataplane.metadata.shard.finishes import FinishOutcome
+from dataplane.metadata.shard.leases import Lease, Member, Plan
+from dataplane.metadata.shard.stages import Stage
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.key_index import pairs
+from dataplane.wire.limits import MAX_RANKS, NO_GROUP
+from dataplane.wire.records import U4
+from dataplane.wire.tables import Column, Laid, Owner, Scalar, Shape, Spec
+
+
+def join(
+    state: State, stage: Stage, shape: Shape, rank: int, holder: int, claim: int, now: float
+) -> Member | None:
+    """A process takes part as this rank; the first one begins the plan. None while that has to
+    wait: for rows, for the seal, or for ranks that have not acked when this one has.
+
+    PartitionConflict where the plan is another one; InvalidRows where it weighs rows by a tag that
+    some lack.
+    """
+    if not 0 <= rank < shape.ranks <= MAX_RANKS:
+        raise ProtocolError(f"rank {rank} of {shape.ranks} ranks, which are at most {MAX_RANKS}")
+    plan = state.leases.plan(stage.name)
+    if plan is None:
+        if not state.sealed or not stage.rows.outstanding or _waits_for_rows(stage):
+            return None
+        plan = _begin(state, stage, shape, now)
+    if plan.shape != shape:
+        raise PartitionConflict(
+            f"the plan of stage {stage.name!r} was begun with {_difference(plan.shape, shape)}: "
+            "all ranks call plan() with the same arguments, but for rank=",
+            stage=stage.name,
+        )
+    of_rank = plan.of_rank(rank)
+    if of_rank and all(one.acked for one in of_rank):
+        return None
+    if any(one.holder == holder and not one.acked for one in of_rank):
+        raise InvalidCall(
+            f"this process takes part in the plan of stage {stage.name!r} as rank {rank} already: "
+            "ack or release that plan first",
+            stage=stage.name,
+        )
+    if len(plan.members) >= MAX_RANKS:
+        raise LimitExceeded(
+            f"{MAX_RANKS} processes take part in the plan of stage {stage.name!r}, which is the "
+            "limit",
+            limit=MAX_RANKS,
+        )
+    member = Member(next(state.lease_numbers), plan, rank, holder, claim)
+    state.leases.add_member(member)
+    return member
+
+
+def waits_for(state: State, stage: Stage, rank: int) -> str:
+    """Why a rank has to wait, where rows are not the reason."""
+    plan = state.leases.plan(stage.name)
+    if plan is not None:
+        done = {one.rank for one in plan.members.values()} - {one.rank for one in plan.working}
+        missing = [rank for rank in range(plan.shape.ranks) if rank not in done]
+        shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        return f"rank {rank} has acked the stage's plan, and of its ranks have yet to ack: {shown}"
+    return "" if state.sealed else "the partition is not sealed yet"
+
+
+def finish(
+    state: State,
+    member: Member,
+    outcome: str,
+    index: bytes | None,
+    columns: Sequence[Column],
+    specs: Sequence[Spec],
+    owners: Sequence[Owner],
+    tags: Mapping[str, Sequence[Scalar]],
+    inline: bytes,
+) -> FinishOutcome:
+    """`Store.finish` of one who takes part in a plan: fields for some of its rows (`keep`), the ack
+    of all that its rank has to do, or the end of the plan for everybody (`release`)."""
+    plan = member.plan
+    if member.acked:
+        raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
+    if outcome == "keep":
+        return finishes.finish(
+            state, plan.lease, outcome, index, columns, specs, owners, tags, inline
+        )
+    if outcome not in ("ack", "release") or index is not None or columns or tags:
+        raise InvalidRows(
+            "a plan is acked or released whole, and what its rows get is added before: "
+            "part.drop(keys=…) drops rows"
+        )
+    if outcome == "release":
+        return FinishOutcome(rows=end(state, member))
+    member.acked = True
+    return _finish_if_done(state, plan)
+
+
+def leave(state: State, member: Member) -> None:
+    """It never heard that it takes part, and does not."""
+    plan = member.plan
+    state.leases.remove_member(member)
+    if plan.members:
+        _finish_if_done(state, plan)
+        return
+    state.leases.end_plan(plan)
+    finishes.give_back(state, plan.lease)
+
+
+def end(state: State, member: Member) -> int:
+    """A member goes before it has acked: the plan is void for all. Returns the rows that are ready
+    again."""
+    plan = member.plan
+    state.leases.end_plan(
+        plan,
+        f"this plan has ended: rank {member.rank} of {plan.shape.ranks} went before it had acked "
+        "(its process ended, or released the plan), and all rows are back. Leave the loop on every "
+        "rank and call part.plan(…) again",
+    )
+    return finishes.give_back(state, plan.lease)
+
+
+def give_back_all(state: State, numbers: Iterable[int]) -> int:
+    """Leases, and plans by one of their members, end without an outcome. Returns the rows."""
+    leases, rows = [], 0
+    for number in numbers:
+        member = state.leases.member(number)
+        if member is None:
+            leases.append(finishes.lease_of(state, number))
+        else:
+            rows += end(state, member)
+    return rows + finishes.give_back_all(state, leases)
+
+
+def laid(state: State, lease: Lease, shape: Shape) -> Laid:
+    """What all ranks lay the rows of a plan out by, while none of them has gone yet."""
+    slots = lease.slots
+    weights = {tag: state.tags.numbers(tag, slots).tobytes() for tag in shape.tags}
+    if shape.unit == "rows":
+        return Laid(len(slots), weights=weights)
+    groups = state.group[slots]
+    different, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    order = np.empty(len(different), np.int64)
+    order[np.argsort(first)] = np.arange(len(different))
+    numbers = np.where(groups >= 0, order[inverse.reshape(-1)], NO_GROUP)
+    return Laid(len(slots), numbers.astype(U4).tobytes(), weights)
+
+
+def _waits_for_rows(stage: Stage) -> bool:
+    counts = stage.counts(None)
+    return counts.ready_rows < counts.outstanding_rows
+
+
+def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
+    """All ready rows are leased, in the order of their keys: the same rows make the same plan,
+    whenever each of them became ready. Groups are taken whole where no row is without."""
+    slots = stage.rows.ready_ids()
+    _check_tags(state, shape, slots)
+    groups = stage.groups.ready_ids()
+    whole = int(state.groups.members.counts[groups].sum()) == len(slots)
+    if whole:
+        stage.take_groups(groups)
+    else:
+        stage.take_rows(slots)
+    keys = pairs(state.index.keys[slots].tobytes())
+    slots = slots[np.lexsort((keys[:, 1], keys[:, 0]))]
+    lease = Lease(
+        next(state.lease_numbers),
+        stage,
+        "groups" if whole else "rows",
+        slots,
+        state.incarnation[slots],
+        np.ones(len(slots), np.bool_),
+        holder=0,
+        started=now,
+    )
+    state.leases.add(lease)
+    plan = Plan(lease, shape, laid(state, lease, shape))
+    state.leases.add_plan(plan)
+    return plan
+
+
+def _check_tags(state: State, shape: Shape, slots: Array) -> None:
+    for tag in shape.tags:
+        weighs = state.tags.compare(tag, operator.ge, 0, slots)
+        weighs &= np.isfinite(state.tags.numbers(tag, slots))
+        lacking = (~weighs).nonzero()[0]
+        if len(lacking):
+            raise InvalidRows(
+                f"{counted(len(lacking), 'row has', 'rows have')} no number of 0 or more as tag "
+                f"{tag!r}, by which the plan weighs rows, such as "
+                f"{state.name(int(slots[lacking[0]]))!r}: set it with part.tag(…)",
+                tag=tag,
+                rows=len(lacking),
+            )
+
+
+def _finish_if_done(state: State, plan: Plan) -> FinishOutcome:
+    if plan.working or len({one.rank for one in plan.members.values()}) < plan.shape.ranks:
+        return FinishOutcome()
+    state.leases.end_plan(plan)
+    state.leases.remember(plan.members)
+    return finishes.finish(state, plan.lease, "ack", None, [], [], [], {}, b"")
+
+
+def _difference(begun: Shape, other: Shape) -> str:
+    return ", ".join(
+        f"{name}={getattr(begun, name)!r} (now {getattr(other, name)!r})"
+        for name in Shape.__struct_fields__
+        if getattr(begun, name) != getattr(other, name)
+    )

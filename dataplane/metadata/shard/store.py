@@ -1,0 +1,685 @@
+"""One partition: its definition and phase, rows, groups, stages and leases, and the records of
+what is done to them, by which a backup does the same (`replay`).
+
+Sans-I/O: time comes as an argument (seconds, monotonic), bytes are only named, never touched. Each
+call either raises a typed error and changes nothing, or is carried out whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import (
+    InvalidRows,
+    LimitExceeded,
+    PartitionConflict,
+    StageUndefined,
+    TagConflict,
+    counted,
+)
+from dataplane.metadata.shard import (
+    checkpoint,
+    drops,
+    finishes,
+    inspection,
+    plans,
+    puts,
+    rows_out,
+    takes,
+)
+from dataplane.metadata.shard.counts import Counts
+from dataplane.metadata.shard.drops import Lost
+from dataplane.metadata.shard.finishes import FinishOutcome
+from dataplane.metadata.shard.leases import Lease, Member
+from dataplane.metadata.shard.lost_names import LostNames
+from dataplane.metadata.shard.permits import Permit, Permits
+from dataplane.metadata.shard.pull_credit import PullCredit
+from dataplane.metadata.shard.puts import PutOutcome, PutPlan
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.shard.takes import Kept, Taken
+from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.groups import MAX_GROUP_ROWS
+from dataplane.metadata.tables.where import parse
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.journal import (
+    Discarded,
+    Ended,
+    Expected,
+    Joined,
+    Leased,
+    Left,
+    Op,
+    Paced,
+    Permitted,
+    Relocated,
+    Returned,
+    Sealed,
+    Wrote,
+)
+from dataplane.wire.journal import Lost as LostWith
+from dataplane.wire.limits import MAX_NAME_BYTES
+from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
+from dataplane.wire.peering import AddStage
+from dataplane.wire.records import RANGE, U4, U8, column
+from dataplane.wire.tables import (
+    INLINE,
+    Column,
+    Definition,
+    Name,
+    Owner,
+    Rows,
+    Scalar,
+    Shape,
+    Spec,
+    Table,
+    Where,
+)
+
+Tagging = Mapping[str, Sequence[Scalar]]
+
+
+class Store:
+    """The metadata of one partition.
+
+    emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
+    nothing is recorded. A record says what was decided; what follows from records is not recorded.
+    lease_numbers: where lease ids come from; give one counter to all stores of a peer, so that a
+    lease is named by its number alone, and start it where no other peer does.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        definition: Definition,
+        generation: int,
+        lease_numbers: Iterator[int] | None = None,
+        emit: Callable[[Op], None] | None = None,
+    ) -> None:
+        self.emit = emit
+        self.partition = partition
+        self.declared = definition
+        self.generation = generation
+        self._state = State(partition, definition, lease_numbers or count(1))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Store {self.partition!r} generation {self.generation}, {self.phase}: "
+            f"{len(self)} rows, {len(self._state.groups)} groups, "
+            f"{len(self._state.leases)} leases>"
+        )
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._state.index)
+
+    # rows in
+
+    def check_put(
+        self,
+        rows: Rows,
+        columns: Sequence[Column],
+        tags: Tagging | None = None,
+        *,
+        replace: bool = False,
+        keep: bool = False,
+        reuse: bool = False,
+        named: tuple[int, int] | None = None,
+    ) -> PutPlan:
+        """Raise what `put` would raise, before any range is resolved; else how it will be done.
+
+        named: how many specs and owners there are; None: of the columns' records only which are
+        ABSENT matters yet.
+        """
+        return puts.plan_put(
+            self._state,
+            rows,
+            columns,
+            tags or {},
+            replace=replace,
+            keep=keep,
+            reuse=reuse,
+            named=named,
+        )
+
+    def put(
+        self,
+        rows: Rows,
+        columns: Sequence[Column],
+        specs: Sequence[Spec],
+        owners: Sequence[Owner],
+        tags: Tagging,
+        *,
+        replace: bool = False,
+        keep: bool = False,
+        reuse: bool = False,
+        plan: PutPlan | None = None,
+        inline: bytes = b"",
+        holder: int = 0,
+    ) -> PutOutcome:
+        """Enter rows, or merge fields and tags into known ones. Those that were here under given
+        names and have been freed are passed over, unless their names may be used again (`reuse`).
+
+        plan: what `check_put` said of the same rows, if nothing has changed here since.
+        columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
+        redelivery, values that are there stay and are counted. inline: the bytes of values whose
+        owner is `INLINE`, which live here from now on. holder: whose permits new groups use, if it
+        has some. Raises FieldExists (without replace
+        and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
+        """
+        if plan is None:
+            named = len(specs), len(owners)
+            plan = self.check_put(
+                rows, columns, tags, replace=replace, keep=keep, reuse=reuse, named=named
+            )
+        plan.bring(self._state, columns, specs, owners, inline)
+        if holder and self._state.permits.given and len(plan.new_groups):
+            plan.holder = holder
+        outcome = puts.apply_put(self._state, plan, specs, owners, inline)
+        if outcome.closed_groups:
+            self._seal_if_full()
+        if self.emit is not None:
+            op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
+            op.mode = "replace" if replace else "keep" if keep else "new"
+            op.reuse, op.inline, op.holder = reuse, inline, plan.holder
+            self.emit(op)
+        return outcome
+
+    def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
+        """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
+        closed = drops.close(self._state, group_key, n, name)
+        if closed:
+            self._seal_if_full()
+        if self.emit is not None:
+            self.emit(Expected(group_key, n, name))
+        return closed
+
+    def tag(self, rows: Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None) -> None:
+        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
+        drops.check_keys(rows)
+        slots = rows_out.find_rows(self._state, rows)
+        self._state.tags.check(tags, len(slots))
+        if expect:
+            other = (~self._state.tags.expected(slots, expect)).nonzero()[0]
+            if len(other):
+                keys = [
+                    self._state.name(slot) for slot in slots[other][: puts.SHOWN_NAMES].tolist()
+                ]
+                raise TagConflict(
+                    f"{counted(len(other), 'row does', 'rows do')} not have the tags "
+                    f"{dict(expect)}, such as {keys[0]!r}",
+                    keys=keys,
+                    rows=len(other),
+                )
+        self._state.tags.set(slots, tags)
+        self._state.retag(slots)
+        if self.emit is not None:
+            self.emit(Tag(self.partition, self.generation, Rows(rows.keys), _lists(tags)))
+
+    def seal(self, keep_short: bool = False) -> int:
+        """No new rows from now on; new fields stay welcome. Open groups close at the size they
+        have; where groups have a size, these are short and are dropped, unless they are to be kept.
+        Returns how many closed; asking again changes nothing."""
+        if self._state.sealed:
+            return 0
+        if self.emit is not None:
+            self.emit(Sealed(keep_short))
+        return self._end_groups(keep_short)
+
+    def _end_groups(self, keep_short: bool = False) -> int:
+        self._state.sealed = True
+        return drops.end_open_groups(self._state, keep_short)
+
+    def _seal_if_full(self) -> None:
+        """It seals itself when as many groups have closed as it was declared with: that follows
+        from what is recorded."""
+        groups = self.declared.groups
+        if groups is not None and self._state.closed_groups >= groups and not self.sealed:
+            self._end_groups()
+
+    # definition and stages
+
+    @property
+    def definition(self) -> Definition:
+        """As it was declared, with the stages that were declared later."""
+        return self._state.definition
+
+    def check_same(self, definition: Definition) -> None:
+        """PartitionConflict unless the partition was declared so, or has come to that."""
+        if definition not in (self.declared, self.definition):
+            raise PartitionConflict(
+                f"partition {self.partition!r} was declared with "
+                f"{_difference(self.declared, definition)}; "
+                f"drop it first, or attach with plane.partition({self.partition!r})",
+                partition=self.partition,
+                declared=msgspec.to_builtins(self.declared),
+            )
+
+    def declare_stage(self, name: str, fields: Sequence[str]) -> None:
+        """A stage that was not declared with the partition; the same again is fine. StageUndefined
+        under free="acked", where rows may be gone already; PartitionConflict for a known stage
+        with other fields."""
+        known = self._state.stages.get(name)
+        if known is not None:
+            if set(known.fields) != set(fields):
+                raise PartitionConflict(
+                    f"stage {name!r} of partition {self.partition!r} needs the fields "
+                    f"{known.fields}, not {list(fields)}: claim without fields= or choose another "
+                    "stage",
+                    stage=name,
+                    fields=known.fields,
+                )
+            return
+        if self.definition.free == "acked":
+            raise StageUndefined(
+                f"partition {self.partition!r} has the stages {sorted(self.definition.stages)} "
+                f"and frees rows when they have acked (free='acked'), so stage {name!r} may have "
+                "missed rows: declare it with the partition",
+                stage=name,
+            )
+        self._state.check_stage_room(name, fields)
+        self._state.add_stage(name, list(fields))
+        if self.emit is not None:
+            self.emit(AddStage(self.partition, self.generation, name, list(fields)))
+
+    def reset(self, stage: str) -> int:
+        """Rows that a stage acked become claimable again; leased ones stay leased."""
+        rows = len(self._state.stage(stage).reset(self._state.live()))
+        if self.emit is not None:
+            self.emit(Reset(self.partition, self.generation, stage))
+        return rows
+
+    def take(
+        self,
+        stage: str,
+        want: Want,
+        holder: int,
+        now: float,
+        claim: int = 0,
+        credit: PullCredit | None = None,
+        sealed: bool = False,
+        kept: Sequence[Kept] = (),
+    ) -> Taken:
+        """Lease ready units, oldest first but that near ones may go before (see `takes`).
+
+        `count` of them, or at least `minimum`; any number up to `count` when the whole partition is
+        `sealed`; else nothing. A budget takes what fits the sum of its tag (a row without the tag
+        counts 0; count 0: any number), and unless `sealed` only once the next ready unit would not
+        fit. credit: cut to as many units as the claim's peer may pull the bytes of; `needed_bytes`
+        says how many it would have had to be allowed. kept: units that are not for this claim.
+        claim: its number, by which the lease is found again.
+        """
+        found = self._state.stage(stage)
+        taken = takes.take(self._state, found, want, holder, now, claim, credit, sealed, kept)
+        if self.emit is not None and taken.lease is not None:
+            self.emit(self._leased(taken.lease))
+        return taken
+
+    def join(
+        self, stage: str, shape: Shape, rank: int, holder: int, now: float, claim: int = 0
+    ) -> Member | None:
+        """Take part in the stage's plan: see `plans.join`. The first one leases all that it has
+        left; None while that has to wait."""
+        found = self._state.stage(stage)
+        before = self._state.leases.plan(stage)
+        member = plans.join(self._state, found, shape, rank, holder, claim, now)
+        if self.emit is not None and member is not None:
+            lease = member.plan.lease.number
+            if before is None:
+                self.emit(self._leased(lease))
+            self.emit(Joined(stage, lease, shape, member.number, rank, holder, claim))
+        return member
+
+    def plan_waits_for(self, stage: str, rank: int) -> str:
+        """See `plans.waits_for`."""
+        return plans.waits_for(self._state, self._state.stage(stage), rank)
+
+    def leave(self, member: Member) -> None:
+        """It never heard that it takes part in a plan, and does not."""
+        plans.leave(self._state, member)
+        if self.emit is not None:
+            self.emit(Left(member.number))
+
+    def _leased(self, number: int) -> Leased:
+        """Which rows and groups were taken, and not how they were found."""
+        state = self._state
+        lease = state.leases.get(number)
+        assert lease is not None
+        groups = state.groups_of(lease.slots) if lease.unit == "groups" else lease.slots[:0]
+        return Leased(
+            lease.stage.name,
+            lease.unit,  # type: ignore[arg-type]
+            number,
+            state.index.keys[lease.slots].tobytes(),
+            state.groups.index.keys[groups].tobytes(),
+            lease.holder,
+            lease.claim,
+        )
+
+    def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
+        """Of the first ready units, how many have their largest value at which peer (address)."""
+        found = self._state.stage(stage)
+        if not found.units(unit).ready(where):
+            return Counter()
+        ids, _ = found.units(unit).lane(where).first(takes.NEAR_UNITS)
+        hosts = Counter(takes.hosts_of(self._state, found, unit, ids))
+        del hosts[INLINE.peer]
+        return hosts
+
+    def finish(
+        self,
+        lease_id: int,
+        outcome: str,
+        index: bytes | None,
+        columns: Sequence[Column],
+        specs: Sequence[Spec],
+        owners: Sequence[Owner],
+        tags: Tagging,
+        inline: bytes = b"",
+    ) -> FinishOutcome:
+        """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
+        release it is progress, which only the stage itself gets, with the rows, until it acks them.
+
+        index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
+        for a lease that has ended; InvalidRows for a row that was finished before. inline: as in
+        `put`.
+        """
+        what = (outcome, index, columns, specs, owners, tags, inline)
+        member = self._state.leases.member(lease_id)
+        if member is not None:
+            done = plans.finish(self._state, member, *what)
+        else:
+            done = finishes.finish(self._state, finishes.lease_of(self._state, lease_id), *what)
+        if self.emit is not None:
+            op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
+            op.owners, op.inline = list(owners), inline
+            self.emit(op)
+        return done
+
+    def has_finished(self, lease_id: int, index: bytes | None) -> bool:
+        """Whether such a `finish` was carried out already: the lease ended by one that was no
+        release, or each of these positions left it."""
+        lease, member = self._state.leases.get(lease_id), self._state.leases.member(lease_id)
+        if member is not None:
+            return index is None and member.acked
+        if lease is None:
+            return self._state.leases.was_finished(lease_id)
+        return index is not None and not lease.left[column(index, U4).astype(np.int64)].any()
+
+    def is_leased(self, lease_id: int) -> bool:
+        """Whether this lease goes on; of one who takes part in a plan, whether that does."""
+        leases = self._state.leases
+        return leases.get(lease_id) is not None or leases.member(lease_id) is not None
+
+    def release_holder(self, holder: int) -> int:
+        """A holder is gone: its rows come back, before all others, and its permits. Returns how
+        many rows."""
+        self.take_back(self._state.permits.of(holder))
+        leases = self._state.leases
+        held: list[Lease | Member] = [*leases.of(holder), *leases.members_of(holder)]
+        numbers = [one.number for one in held]
+        rows = plans.give_back_all(self._state, numbers)
+        if self.emit is not None and numbers:
+            self.emit(Returned(numbers))
+        return rows
+
+    # how far producers run ahead
+
+    def check_admit(self, count: int, max_lag: int, per_version: int) -> None:
+        """Raise what `admit` would raise: see `Permits.check`."""
+        self._state.permits.check(self._state, count, max_lag, per_version)
+
+    def admit(self, number: int, holder: int, count: int, max_lag: int, per_version: int) -> bool:
+        """A permit to open so many groups, where they may be begun now."""
+        self.check_admit(count, max_lag, per_version)
+        permits = self._state.permits
+        if not permits.fits(self._state, count, (max_lag + 1) * per_version):
+            return False
+        limits = max_lag, per_version
+        if permits.limits is None and self.emit is not None:
+            self.emit(Paced(permits.version, *limits))
+        permits.give(Permit(number, holder, permits.version, count), limits, self._state)
+        if self.emit is not None:
+            self.emit(Permitted(number, holder, count, permits.version))
+        return True
+
+    def take_back(self, numbers: list[int]) -> None:
+        """What these permits were not used for; unknown ones were used up."""
+        back = self._state.permits.take_back(numbers)
+        if self.emit is not None and back:
+            self.emit(Unadmit(self.partition, self.generation, back))
+
+    def advance(self, version: int) -> None:
+        """The trainer is at this version; groups that it has finished give their places back.
+        Nothing for the same version; InvalidCall for an older one."""
+        if self._state.permits.advance(version, self._state) and self.emit is not None:
+            self.emit(Advance(self.partition, self.generation, version))
+
+    # rows out
+
+    def table(
+        self,
+        rows: Array | int,
+        fields: Sequence[str] | None = None,
+        tags: bool = True,
+        stage: str = "",
+    ) -> Table:
+        """A table with VALUE records of slots (from `read` or `leased_at`), or of the rows that are
+        left in a lease.
+
+        stage: who is also given its progress, what it has given back of these rows before. Rows
+        that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased
+        rows were dropped.
+        """
+        slots = rows_out.leased_rows(self._state, rows) if isinstance(rows, int) else rows
+        return rows_out.table(self._state, slots, fields, tags, stage)
+
+    def leased_at(self, lease_id: int, index: bytes) -> tuple[Array, bytes]:
+        """The slots of the rows at these positions (u4) of a lease that are left, and at which of
+        them they are."""
+        return rows_out.leased_at(self._state, lease_id, index)
+
+    def known(self, fields: Sequence[str], stage: str = "") -> list[str]:
+        """Those of these fields that some row here has had, which `table` finds."""
+        return self._state.fields.known(fields, stage)
+
+    def read(
+        self,
+        rows: Rows | None = None,
+        where: Where | None = None,
+        limit: int = 0,
+        after: bytes = b"",
+    ) -> tuple[Array, bool]:
+        """(slots for `table`, whether there are more). The slots hold until the next change."""
+        return rows_out.read(
+            self._state, rows, None if where is None else parse(where), limit, after
+        )
+
+    def drop(
+        self,
+        rows: Rows | None = None,
+        groups: Sequence[bytes] | None = None,
+        where: Where | None = None,
+    ) -> tuple[int, int]:
+        """Drop rows by key, by group key or by filter, leased ones too. Returns (rows, bytes)."""
+        if sum(one is not None for one in (rows, groups, where)) != 1:
+            raise InvalidRows("drop either rows, or groups, or what a filter matches")
+        if rows is not None:
+            dropped = drops.drop_rows(self._state, drops.check_keys(rows))
+        elif groups is not None:
+            dropped = drops.drop_groups(self._state, groups)
+        else:
+            slots = self._state.matching(parse(where))
+            dropped = len(slots), self._state.remove_rows(slots, dropped=True)
+        if self.emit is not None:
+            keys = b"" if rows is None else rows.keys
+            self.emit(Discarded(keys, b"".join(groups or ()), where))
+        return dropped
+
+    def clear(self) -> int:
+        """The partition was dropped: every row goes. Returns how many."""
+        slots = self._state.live()
+        self._state.remove_rows(slots)
+        if self.emit is not None:
+            self.emit(Ended())
+        return len(slots)
+
+    def lost(self, owner: Owner) -> Lost:
+        """A peer is no more: the rows with bytes there go, and their groups with them."""
+        lost = drops.lose(self._state, owner)
+        if self.emit is not None:
+            self.emit(LostWith(owner))
+        return lost
+
+    def relocate(
+        self, old: Owner, ranges: Array, new: Owner, new_ranges: Array, reach: Array | None = None
+    ) -> Array:
+        """Values moved: what lay in ranges[i] of `old` lies in new_ranges[i] of `new` (RANGE), so
+        far as it ends within reach[i] bytes (u8; None: all of it).
+
+        Returns u4 per range: the references that now name the new one. The old ones are collected
+        as freed.
+        """
+        live = self._state.live()
+        moved = self._state.fields.relocate(live, old, ranges, new, new_ranges, reach)
+        if self.emit is not None:
+            here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
+            ends = b"" if reach is None else reach.astype(U8).tobytes()
+            self.emit(Relocated(old, here, new, there, ends))
+        return moved
+
+    def holdings(self) -> list[tuple[Owner, Array, Array]]:
+        """Every reference held now: per owner RANGE records and u4 how many of each."""
+        return self._state.fields.holdings(self._state.live())
+
+    def named(self, owner: Owner) -> tuple[Array, Array, Array]:
+        """What all rows name of an owner: see `references.extents_of`."""
+        return self._state.fields.named(self._state.live(), owner)
+
+    def freed(self) -> list[tuple[Owner, Array, Array]]:
+        """Drain the references that went: per owner RANGE records and u4 how many of each."""
+        return self._state.fields.released()
+
+    def restore(self, op: Restore) -> None:
+        """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
+
+        PartitionConflict where one of them is here already."""
+        checkpoint.restore(self._state, op)
+        self._seal_if_full()
+        if self.emit is not None:
+            self.emit(op)
+
+    # looking
+
+    @property
+    def state(self) -> State:
+        """The tables, for the journal and the dump, which rebuild them."""
+        return self._state
+
+    @property
+    def phase(self) -> Literal["open", "sealed"]:
+        return "sealed" if self.sealed else "open"
+
+    @property
+    def sealed(self) -> bool:
+        """No new rows are taken any more."""
+        return self._state.sealed
+
+    @property
+    def losses(self) -> LostNames:
+        """The names of rows that were lost with a peer."""
+        return self._state.losses
+
+    @property
+    def unread(self) -> bool:
+        """Rows are here that somebody may still want."""
+        return len(self) > 0
+
+    @property
+    def permits(self) -> Permits:
+        """Who may open groups, and at which version the trainer is."""
+        return self._state.permits
+
+    @property
+    def leased(self) -> bool:
+        """Rows are in somebody's hands."""
+        return len(self._state.leases) > 0
+
+    @property
+    def claimable(self) -> bool:
+        """Rows are ready for some stage."""
+        return any(stage.counts(None).ready_rows for stage in self._state.stages.values())
+
+    def packs(self, owner: Owner) -> tuple[Array, int]:
+        """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
+        return self._state.fields.packs(self._state.live(), owner)
+
+    @property
+    def closed_groups(self) -> int:
+        """Groups that closed here, without those of which every row was dropped."""
+        return self._state.closed_groups
+
+    def counts(self, stage: str, where: Where | None = None) -> Counts:
+        """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
+        return self._state.stage(stage).counts(where)
+
+    def dirty(self) -> set[str]:
+        """Drain the stages whose counts changed."""
+        return {name for name, stage in self._state.stages.items() if stage.drain_changed()}
+
+    def missing(
+        self, stage: str, unit: str, now: float, where: Where | None = None
+    ) -> dict[str, Any]:
+        """Why units of a stage are not ready: see `looks.missing`."""
+        return inspection.missing(self._state, self._state.stage(stage), unit, now, where)
+
+    def holders(self, now: float) -> list[tuple[int, str, int, float]]:
+        """See `looks.holders`."""
+        return inspection.holders(self._state, now)
+
+    @property
+    def lessees(self) -> set[int]:
+        """Sessions that have leases or permits here."""
+        of_permits = {permit.holder for permit in self.permits.given.values()}
+        return of_permits | self._state.leases.holders
+
+    def stats(self) -> dict[str, Any]:
+        return inspection.stats(self._state)
+
+    def figures(self) -> inspection.Figures:
+        """What is known without looking at rows."""
+        return inspection.figures(self._state)
+
+
+def _lists(tags: Tagging) -> dict[str, list[Scalar]]:
+    return {name: list(values) for name, values in tags.items()}
+
+
+def check_definition(partition: str, definition: Definition) -> None:
+    """LimitExceeded unless there may be such a partition."""
+    if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
+        raise LimitExceeded(
+            f"a partition is named by a text of 1 to {MAX_NAME_BYTES} bytes", limit=MAX_NAME_BYTES
+        )
+    size = definition.group_size
+    if size is not None and not 0 < size <= MAX_GROUP_ROWS:
+        raise LimitExceeded(
+            f"partition {partition!r} asks for groups of {size} rows; a group has 1 to "
+            f"{MAX_GROUP_ROWS}",
+            limit=MAX_GROUP_ROWS,
+        )
+
+
+def _difference(declared: Definition, other: Definition) -> str:
+    """`stages={...} (now {...})`, for the parts in which the two differ."""
+    parts = [
+        f"{name}={getattr(declared, name)!r} (now {getattr(other, name)!r})"
+        for name in Definition.__struct_fields__
+        if getattr(declared, name) != getattr(other, name)
+    ]
+    return ", ".join(parts)

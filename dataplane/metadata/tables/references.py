@@ -1,0 +1,91 @@
+"""References to ranges, as VALUE records bear them: how many there are, and moving them.
+
+A range is told by its owner, number and generation; a record that names it is one reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataplane.errors import ProtocolError
+from dataplane.metadata.tables.columns import Array, unique
+from dataplane.wire.records import RANGE, U4
+from dataplane.wire.tables import Owner
+
+WHOLE = np.iinfo(np.uint64).max
+"""Further than any range reaches."""
+_LOW, _HIGH = np.uint64(0xFFFF_FFFF), np.uint64(32)
+
+
+def ids_of(records: Array) -> Array:
+    """The range that each VALUE or RANGE record names, as one u8."""
+    ids: Array = records["generation"].astype(np.uint64) << _HIGH | records["range"]
+    return ids
+
+
+def ranges_of(ids: Array) -> Array:
+    """RANGE records of such numbers."""
+    ranges = np.zeros(len(ids), RANGE)
+    ranges["range"] = ids & _LOW
+    ranges["generation"] = ids >> _HIGH
+    return ranges
+
+
+def by_owner(records: Array, owners: Sequence[Owner]) -> list[tuple[Owner, Array, Array]]:
+    """Per owner the different ranges (RANGE) that records name, and how many name each (u4)."""
+    result = []
+    for owner in unique(records["owner"]).tolist():
+        different, counts = np.unique(
+            ids_of(records[records["owner"] == owner]), return_counts=True
+        )
+        result.append((owners[owner], ranges_of(different), counts.astype(U4)))
+    return result
+
+
+def extents_of(records: Array) -> tuple[Array, Array, Array]:
+    """Different ranges of one owner (RANGE), how many records name each (u4), and how many bytes
+    they reach into it (u8)."""
+    ids, inverse, counts = np.unique(ids_of(records), return_inverse=True, return_counts=True)
+    reach = np.zeros(len(ids), np.uint64)
+    np.maximum.at(reach, inverse, records["nbytes"] + records["delta"])
+    return ranges_of(ids), counts.astype(U4), reach
+
+
+class Move:
+    """From ranges of one owner to as many of another; owners by their numbers in a store.
+
+    reach: u8 per range, how many bytes of each there are: what ends behind them stays where it is.
+    counts: u4 per range, the records that `carry` has rewritten so far.
+    """
+
+    def __init__(
+        self, old: int, ranges: Array, new: int, new_ranges: Array, reach: Array | None = None
+    ) -> None:
+        if reach is None:
+            reach = np.full(len(ranges), WHOLE, np.uint64)
+        lengths = {len(ranges), len(new_ranges), len(reach), len(np.unique(ids_of(ranges)))}
+        if len(lengths) != 1:
+            raise ProtocolError(
+                f"{len(ranges)} ranges cannot move to {len(new_ranges)}: give as many, each once"
+            )
+        self._old, self._new = old, new
+        self._order = np.argsort(ids_of(ranges))
+        self._from = ids_of(ranges)[self._order]
+        self._to = new_ranges[self._order]
+        self._reach = reach[self._order]
+        self.counts: Array = np.zeros(len(ranges), U4)
+
+    def carry(self, records: Array) -> Array:
+        """Rewrite VALUE records in place; returns those that moved, as they were."""
+        ids = ids_of(records)
+        at = np.minimum(np.searchsorted(self._from, ids), len(self._from) - 1)
+        there = records["delta"] + records["nbytes"] <= self._reach[at]
+        hit = ((records["owner"] == self._old) & (self._from[at] == ids) & there).nonzero()[0]
+        before: Array = records[hit]
+        to = self._to[at[hit]]
+        records["range"][hit], records["generation"][hit] = to["range"], to["generation"]
+        records["owner"][hit] = self._new
+        np.add.at(self.counts, self._order[at[hit]], U4.type(1))
+        return before

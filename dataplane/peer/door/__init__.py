@@ -1,0 +1,1 @@
+"""Clients of this host: let in, their requests counted, carried out once and answered."""

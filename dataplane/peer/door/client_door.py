@@ -1,0 +1,419 @@
+"""The local door: clients of this host, over a unix socket that only this user may open.
+
+The peer speaks first (Welcome, with the arena's descriptors). A connection carries one request at a
+time; when it closes, the request it carried is cancelled if it only waits. A bad frame ends that
+connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, cast
+
+from dataplane.errors import (
+    ConnectError,
+    DataplaneError,
+    FrameTooLarge,
+    LimitExceeded,
+    ProtocolError,
+    VersionMismatch,
+)
+from dataplane.peer.door.inflow import Inflow
+from dataplane.peer.door.overdue import Overdue, limit_s
+from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
+from dataplane.peer.net.failures import failed
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.sessions import Session, Sessions
+from dataplane.transport.limiter import ResourceLimiter
+from dataplane.wire import frames, limits
+from dataplane.wire.messages import (
+    Admit,
+    Body,
+    Claim,
+    Define,
+    Done,
+    Failed,
+    Goodbye,
+    Hello,
+    HelloDone,
+    Losses,
+    Notice,
+    Reply,
+    Request,
+    Reserve,
+    Wait,
+    Welcome,
+)
+from dataplane.wire.refusals import Refusals
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Session, Request, Any], Body | Awaitable[Body]]
+FULL_S = 0.1
+"""How long nobody is let in when the process has no descriptor left."""
+CONFIRM_S = 30.0
+"""How long a call without a deadline of its own waits for the backup."""
+WAITING = (Claim, Reserve, Wait, Losses, Admit, Define)
+"""Calls that only wait: cancelled when their connection closes. Others run to their end."""
+
+
+class Door:
+    """Listens on the socket, and calls one handler per type of body."""
+
+    def __init__(
+        self,
+        host: Host,
+        sessions: Sessions,
+        handlers: dict[type[Body], Handler],
+        unsent: Callable[[Session, Request, Body], None],
+        serving: Serving,
+    ) -> None:
+        self.host = host
+        self.sessions = sessions
+        self.handlers = handlers
+        self.unsent = unsent
+        """takes back what an answer hands out that nobody is there to receive"""
+        self.serving = serving
+        self.observe: Callable[[Body, Body, float], None] | None = None
+        """told of each call that was answered: request, answer, when it began"""
+        self.connections: set[Connection] = set()
+        self.under_way: set[asyncio.Future[Any]] = set()
+        """calls that are not answered yet, also of connections that closed"""
+        self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
+        self.refusals = Refusals(log, "the local door")
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
+
+    def open(self, path: str) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(1024)
+        self._listener = listener
+        self._admit()
+
+    def _admit(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as exc:  # no descriptors: the listener would stay readable all the time
+            self.refusals.count(f"nobody can be let in: {exc}")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(FULL_S, self._admit)
+            return
+        self.spawn(self._greet(sock))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of one connection; it handles its own failures."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Welcome and descriptors go out on the bare socket, then a transport takes over."""
+        pid, uid, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
+        if (refusal := self._refusal(uid)) is not None:
+            self.refusals.count(f"pid {pid}: {refusal}")
+            with sock, contextlib.suppress(OSError):
+                sock.send(frames.encode(Reply(0, failed(refusal))))
+            return
+        host = self.host
+        welcome = Welcome(
+            versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
+            plane=host.plane,
+            peer=host.name,
+            incarnation=host.incarnation,
+            arena_bytes=host.space.size_bytes,
+            shards=limits.SHARDS,
+            epoch=host.roster.epoch,
+            max_frame_bytes=limits.MAX_FRAME_BYTES,
+            max_rows=limits.MAX_ROWS_PER_MESSAGE,
+            max_requests=limits.MAX_REQUESTS_PER_CONNECTION,
+            pools=host.pools,
+        )
+        sock.setblocking(False)
+        try:
+            socket.send_fds(
+                sock, [frames.encode(Reply(0, welcome))], [host.arena.ro_fd, host.arena.rw_fd]
+            )
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: Connection(self, pid), sock)
+        except OSError:
+            sock.close()
+
+    def _refusal(self, uid: int) -> DataplaneError | None:
+        """Why a process of this user is not let in."""
+        if uid not in (os.getuid(), 0):
+            return ConnectError(
+                f"this peer belongs to uid {os.getuid()} and serves no client of uid {uid}: start "
+                "a peer of your own",
+                uid=uid,
+            )
+        if len(self.connections) >= limits.MAX_CONNECTIONS:
+            return LimitExceeded(
+                f"this peer has {limits.MAX_CONNECTIONS} connections, which is the limit: close "
+                "clients that are not needed",
+                limit=limits.MAX_CONNECTIONS,
+            )
+        return None
+
+    async def close(self, why: DataplaneError | None = None) -> None:
+        """why: what clients are told first."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for connection in list(self.connections):
+            connection.end(why)
+
+
+class Connection(asyncio.Protocol):
+    """One connection: cuts frames, runs the handler, writes the reply."""
+
+    def __init__(self, door: Door, pid: int) -> None:
+        self._door = door
+        self._pid = pid
+        self._frames = frames.FrameReader(limits.MAX_HELLO_BYTES)
+        self._session: Session | None = None
+        self._transport: asyncio.Transport | None = None
+        self._running: dict[asyncio.Future[Any], bool] = {}
+        self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
+        self._inflow = Inflow(door.intake)
+        self._is_untaken = False
+        """the client does not take its answers"""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
+        self._inflow.transport = self._transport
+        self._door.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.connections.discard(self)
+        self._transport = self._inflow.transport = None
+        self._inflow.arrived()
+        for task, only_waits in list(self._running.items()):
+            if only_waits:
+                # Not before it has begun, or what its handler took would never be given back.
+                asyncio.get_running_loop().call_soon(task.cancel)
+        if self._session is not None:
+            self._door.sessions.connection_lost(self._session)
+
+    def end(self, why: DataplaneError | None) -> None:
+        if why is not None:
+            self._send(0, failed(why))
+        if self._transport is not None:
+            self._transport.close() if why else self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._inflow.arrived()
+                self._request(frames.decode_request(body))
+                if self._is_untaken:
+                    return  # what else has come stays in the reader
+        except ProtocolError as exc:
+            self._door.refusals.count(f"a frame of pid {self._pid}: {exc}")
+            self._send(0, failed(exc))
+            if self._transport is not None:
+                self._transport.close()
+        awaited_bytes = self._frames.awaited_bytes
+        if awaited_bytes > limits.MAX_HELLO_BYTES and not self._inflow.is_arriving:
+            self._door.spawn(self._inflow.let_in(awaited_bytes))
+
+    def pause_writing(self) -> None:
+        """A client that does not take its answers asks nothing more."""
+        self._is_untaken = True
+        self._inflow.hold("answers")
+
+    def resume_writing(self) -> None:
+        self._is_untaken = False
+        self._inflow.go_on("answers")
+        self.data_received(b"")  # what had come by then
+
+    def _request(self, request: Request) -> None:
+        if self._session is None:
+            self._answer(request.rid, self._hello(request.body))
+            return
+        if isinstance(request.body, Goodbye):
+            self._door.sessions.goodbye(self._session)
+            self._answer(request.rid, Done())
+            return
+        handler = self._door.handlers.get(type(request.body))
+        if handler is None:
+            raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
+        if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
+            raise ProtocolError(
+                f"{len(self._running)} requests of one connection are under way, the limit",
+                limit=limits.MAX_REQUESTS_PER_CONNECTION,
+            )
+        began = self._door.host.now()
+        call_deadline.set(began + limit_s(request))
+        call_notice.set(self._notice)
+        call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
+        try:
+            self._session.check()
+            if self._door.serving.is_sure():
+                outcome = handler(self._session, request, request.body)
+            else:
+                outcome = self._later(handler, request)
+        except Exception as exc:
+            outcome = failed(exc)
+        if not isinstance(outcome, Body):
+            self._overdue.began(request)
+            # A task where something is to be carried out, and none of our own where one is already.
+            self._runs(request, asyncio.ensure_future(outcome), self._carried_out, began)
+        elif self._door.host.progress.is_settled:
+            self._answer_call(request, outcome, began)
+        else:
+            self._answer_confirmed(request, outcome, began)
+
+    def _runs(
+        self,
+        request: Request,
+        call: asyncio.Future[Any],
+        then: Callable[..., None],
+        *what: Any,
+    ) -> None:
+        """then: called with the request, `what` and the call, as soon as that is done."""
+        self._running[call] = isinstance(request.body, WAITING)
+        self._door.under_way.add(call)
+        call.add_done_callback(partial(self._ran, then, request, *what))
+
+    def _ran(self, then: Callable[..., None], *what: Any) -> None:
+        call = what[-1]
+        self._door.under_way.discard(call)
+        del self._running[call]
+        then(*what)
+
+    def _carried_out(self, request: Request, began: float, call: asyncio.Future[Body]) -> None:
+        assert self._session is not None
+        if call.cancelled():  # what its handler took it gave back
+            self._overdue.ended(request)
+            self._door.sessions.sweep(self._session)
+            return
+        failure = call.exception()
+        body = failed(failure) if isinstance(failure, Exception) else call.result()
+        if self._door.host.progress.is_settled:
+            self._end(request, body, began)
+        else:
+            self._answer_confirmed(request, body, began)
+
+    def _answer_confirmed(self, request: Request, body: Body, began: float) -> None:
+        """As soon as the backup has all that was done."""
+        until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
+        confirmed = asyncio.ensure_future(self._door.host.progress.confirmation(until))
+        self._runs(request, confirmed, self._confirmed, body, began)
+
+    def _confirmed(
+        self, request: Request, body: Body, began: float, confirmed: asyncio.Future[None]
+    ) -> None:
+        failure = None if confirmed.cancelled() else confirmed.exception()
+        if confirmed.cancelled() or failure is not None:
+            assert self._session is not None
+            self._door.unsent(self._session, request, body)
+            body = failed(failure) if isinstance(failure, Exception) else Done()
+        self._end(request, body, began, answers=not confirmed.cancelled())
+
+    def _end(self, request: Request, body: Body, began: float, answers: bool = True) -> None:
+        """The last of a call that was not answered at once."""
+        assert self._session is not None
+        late = self._overdue.ended(request)
+        if late or self._transport is None or self._transport.is_closing():
+            self._door.unsent(self._session, request, body)
+        elif answers:
+            self._answer_call(request, body, began)
+        self._door.sessions.sweep(self._session)
+
+    async def _later(self, handler: Handler, request: Request) -> Body:
+        """As soon as it is sure that nobody else serves what this peer does."""
+        assert self._session is not None
+        await self._door.serving.until_sure(call_deadline.get())
+        outcome = handler(self._session, request, request.body)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    def _hello(self, body: Body) -> Body:
+        if not isinstance(body, Hello):
+            raise ProtocolError("the first message of a client is Hello")
+        if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
+            return failed(
+                VersionMismatch(
+                    f"this peer speaks versions {limits.PROTOCOL_VERSION_MIN} to "
+                    f"{limits.PROTOCOL_VERSION}, the client {body.version}: install the same "
+                    "release of dataplane on both sides"
+                )
+            )
+        sessions = self._door.sessions
+        try:
+            if body.session:
+                session = sessions.join(body.session, self._pid)
+            else:
+                session = sessions.open(self._pid, body.label, body.pools)
+        except DataplaneError as exc:
+            return failed(exc)
+        session.connections += 1
+        self._session = session
+        self._frames.limit_bytes = limits.MAX_FRAME_BYTES
+        host = self._door.host
+        return HelloDone(
+            session=session.id,
+            share_bytes=host.space.share_bytes,
+        )
+
+    def _notice(self, text: str) -> None:
+        self._send(0, Notice(text))
+
+    def _answer_call(self, request: Request, body: Body, began: float) -> None:
+        if not self._answer(request.rid, body):
+            assert self._session is not None
+            self._door.unsent(self._session, request, body)
+        if self._door.observe is not None:
+            self._door.observe(request.body, body, began)
+
+    def _answer(self, rid: int, body: Body) -> bool:
+        """As `_send`."""
+        if rid:
+            return self._send(rid, body)
+        if isinstance(body, Failed):
+            log.info("a one-way message of pid %d failed: %s", self._pid, body.message)
+        return True
+
+    def _send(self, rid: int, body: Body) -> bool:
+        """False where it is too large for a frame, and that was told instead."""
+        if self._transport is None:
+            return True
+        self._door.host.sent_local[type(body).__name__] += 1
+        try:
+            frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
+        except FrameTooLarge as exc:
+            too_large = FrameTooLarge(
+                f"the answer would be a message of {exc.details['size']} bytes, the limit is "
+                f"{limits.MAX_FRAME_BYTES}: ask for fewer rows at a time, or for fewer fields with "
+                "fields=",
+                **exc.details,
+            )
+            self._transport.write(frames.encode(Reply(rid, failed(too_large))))
+            return False
+        self._transport.write(frame)
+        return True

@@ -1,0 +1,1 @@
+"""Joining a plane, keeping its roster, leaving it."""

@@ -1,0 +1,183 @@
+"""A peer leaves a plane that goes on: what it has moves out first.
+
+The one that leaves ends its clients, lets its backup catch up, carries nothing more out, and says
+so to the authority, which gives its shards to that backup. Every member that stays then takes the
+values that its rows name there into its own arena, and tells the authority when there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.errors import DataplaneError, PeerLeaves, Unavailable
+from dataplane.memory.lent import Lent
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.door.client_door import Door
+from dataplane.peer.host import Entry, Host
+from dataplane.peer.membership.membership import Membership
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.shards.second_copies import BATCH_BYTES, Copying
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 60.0
+"""A peer that was told to leave ends after so long, whatever it still has."""
+QUIET_S = 5.0
+"""Requests that were begun before are waited for so long."""
+FATE_S = 20.0
+"""It waits so long to hear whether members that it cannot reach are lost. By then they are called
+so, also where the authority is new or doubts it, or others reach them."""
+POLL_S = 0.1
+MAX_RANGES = 4096
+
+
+class Leaving:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        membership: Membership,
+        copying: Copying,
+        door: Door,
+        lent: Lent,
+        settle: Callable[[Entry], None],
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.membership = membership
+        self.copying = copying
+        self.door = door
+        self.lent = lent
+        self.settle = settle
+        self._moving: set[Owner] = set()
+
+    # at the peer that leaves
+
+    async def leave(self, told: asyncio.Event) -> None:
+        """When told to: until nothing is left here. Sooner where nobody can take it, or it takes
+        too long."""
+        await told.wait()
+        if not self._has_heirs():
+            log.info("nobody is left to hand anything over to")
+            return
+        await self.door.close(
+            PeerLeaves(
+                f"peer {self.host.name!r} leaves the plane, and what it has moves to other hosts: "
+                "connect to another peer, and repeat the call there",
+                peer=self.host.name,
+            )
+        )
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._calls_end()
+                until = self.host.now() + FATE_S
+                await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
+                await self._fall_silent()
+                self.membership.leave()
+                await self._until(self.membership.left.is_set)
+        except (TimeoutError, Unavailable) as exc:
+            log.error(
+                "ends without having handed everything over (%s): %d shards and %d bytes are left",
+                str(exc) or f"not done within {LEAVE_S:g} s",
+                len(self.host.roster.shards_of(self.host.address)),
+                self.host.space.stats()["used_bytes"],
+            )
+
+    def _has_heirs(self) -> bool:
+        roster = self.host.roster
+        staying = set(roster.members) - roster.leaving - {self.host.address}
+        return not self.host.solo and bool(staying) and self.membership.may_leave()
+
+    def _is_backed_up(self) -> bool:
+        _, in_sync = self.host.roster.backup_of(self.host.address)
+        return in_sync or not len(self.host.roster.shards_of(self.host.address))
+
+    def _knows_who_lives(self, until: float) -> bool:
+        """Whether no member may have died unnoticed. What lies here of one may be all that is left:
+        second copies, which this peer's heir would make anew from the dead, and the copy of its
+        shards. When it is called lost they become values and shards, which move out."""
+        members = self.host.roster.owners
+        return self.host.now() >= until or not any(map(self.mesh.others.may_be_dead, members))
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Unavailable when whom this waits for is away."""
+        while not true():
+            if not self._has_heirs():
+                raise Unavailable("those that could take it over are away, or leave as well")
+            await asyncio.sleep(POLL_S)
+
+    async def _calls_end(self) -> None:
+        """What its clients asked for is carried out: later their values would go to rows of peers
+        which have said already that nothing of theirs lies here."""
+        until = self.host.now() + QUIET_S
+        while self.door.under_way and self.host.now() < until:
+            await asyncio.sleep(POLL_S / 10)
+
+    async def _fall_silent(self) -> None:
+        """From here on no shard changes, and the backup has all there is: what is asked waits for
+        the next roster. What the shards hold here becomes their heir's."""
+        self.host.silent = True
+        until = self.host.now() + QUIET_S
+        while self.mesh.door.under_way and self.host.now() < until:
+            await asyncio.sleep(POLL_S / 10)
+        for entry in self.host.entries.values():
+            for owner, ranges, counts in entry.store.holdings():
+                if owner == self.host.owner:
+                    self.lent.lend(owner, np.repeat(ranges, counts))
+        await self.host.progress.settled(self.host.now() + LEAVE_S)
+
+    # at every peer
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        here = self.host.address
+        if here in new.leaving and len(old.shards_of(here)) and not len(new.shards_of(here)):
+            self.host.silent = False
+        for owner in new.owners:
+            moves = owner.peer in new.leaving and here not in new.leaving
+            if moves and owner not in self._moving:
+                self._moving.add(owner)
+                self.mesh.spawn(self._take_in(owner))
+
+    def clear(self) -> list[str]:
+        """Members that leave, and at which no value of this peer's rows lies."""
+        leaving = self.host.roster.leaving
+        if not leaving or not self.host.progress.is_settled:
+            return []
+        found = {o for e in self.host.entries.values() for o, _, _ in e.store.holdings()}
+        return sorted(leaving - {owner.peer for owner in found})
+
+    async def _take_in(self, owner: Owner) -> None:
+        """Until the peer has left, or stays after all."""
+        try:
+            while self.host.roster.has(owner) and owner.peer in self.host.roster.leaving:
+                for entry in list(self.host.entries.values()):
+                    try:
+                        await self._move(entry, owner)
+                    except DataplaneError as exc:
+                        log.warning("values of %r stay at %s: %s", entry.name, owner.peer, exc)
+                self.membership.beat_now()
+                await self.host.another_roster(self.host.roster, self.host.now() + POLL_S)
+        finally:
+            self._moving.discard(owner)
+
+    async def _move(self, entry: Entry, owner: Owner) -> None:
+        """What rows of this partition name there comes here. Leased rows' values too: whoever has
+        them leased finds the new place at the shard."""
+        if entry.copies is not None:
+            await self.copying.bring(entry.copies, owner)
+            self.copying.succeed(entry, entry.copies, owner)
+        limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
+        while self.host.entries.get(entry.name) is entry:
+            ranges, _, nbytes = entry.store.named(owner)
+            if not len(ranges):
+                break
+            upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
+            upto = min(upto, MAX_RANGES)
+            count, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
+            self.copying.replace(entry, owner, ranges[:count], local)
+            self.settle(entry)

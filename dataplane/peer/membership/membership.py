@@ -1,0 +1,250 @@
+"""Which roster is in force: life signs to the authority, and what follows from a new roster.
+
+Every peer tells the authority, which is at one of them (`peer.membership.keepers`), that it lives,
+and gets rosters back. While it is away nobody is promoted, and whoever has no backup in sync stops
+serving (`serving`), because it cannot know that it was not replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol
+
+import numpy as np
+
+from dataplane.errors import (
+    DataplaneError,
+    PeerNameTaken,
+    RosterMismatch,
+    Unavailable,
+    VersionMismatch,
+)
+from dataplane.metadata.roster.authority import moved, newcomers
+from dataplane.metadata.roster.roster import Flags, Roster
+from dataplane.metadata.roster.silence import SILENT_S
+from dataplane.peer.host import Caller, Host
+from dataplane.peer.membership.authority import Office
+from dataplane.peer.membership.keepers import Keeper
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.serving import Serving
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.rosters import Beat, Rostered
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.4
+LOG_EVERY_S = 5.0
+ASK_S = 2.0
+
+
+class Member(Protocol):
+    """What a member says of itself in each life sign, and what it does as rosters come."""
+
+    def in_sync(self) -> bool:
+        """Whether the peer that backs this one up has all it has."""
+
+    def clear(self) -> list[str]:
+        """Members that leave, and at which no value of this peer's rows lies."""
+
+    def wanted(self) -> bool:
+        """Whether somebody uses this peer, or did so a short while ago."""
+
+    def spare(self) -> Flags:
+        """Per shard, whether it is this peer's and nothing lives in it."""
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        """The new roster is in force already."""
+
+    def lost_before(self) -> list[Owner]:
+        """Processes that are no members, of older rosters, and were not told to be `gone`."""
+
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more; called after `turned`."""
+
+
+class Membership:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        keeper: Keeper,
+        serving: Serving,
+        member: Member,
+        begins_anew: bool = False,
+    ) -> None:
+        """begins_anew: peers of a launch before may still be where others of this one will be"""
+        self.host = host
+        self.mesh = mesh
+        self.keeper = keeper
+        self.serving = serving
+        self.member = member
+        self.left = asyncio.Event()
+        """this peer wanted to leave, and the plane goes on without it"""
+        self.deposed = asyncio.Event()
+        """the plane goes on without this process: it may return as a new one"""
+        self.office = Office(host, mesh, self.adopt, keeper.commit, keeper.apart, self.deposed.set)
+        self.begins_anew = begins_anew
+        self._admitted = False
+        self._leaving = False
+        self._plane_wanted = False
+        self._refused: DataplaneError | None = None
+        self._beat_now = asyncio.Event()
+        mesh.handlers |= {Beat: self._beat, Rostered: self._rostered}
+        mesh.on_stale = self.beat_now
+
+    # life signs
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        if self.keeper.apart:
+            await self.keeper.run(self.office)
+        else:
+            self.mesh.spawn(self.keeper.run(self.office))
+        while True:
+            await self._say()
+            self._beat_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._beat_now.wait()
+
+    async def admitted(self, timeout_s: float) -> None:
+        """Until this process is a member. Unavailable when the authority does not say so, or what
+        it refuses this peer for: RosterMismatch, PeerNameTaken, VersionMismatch.
+
+        A seed that was started again waits as well: the first roster, which it knows by itself, may
+        be long out of force, and under it others' shards and homes would seem to be its own.
+        """
+        until = self.host.now() + timeout_s
+        log_at = self.host.now() + LOG_EVERY_S
+        while self.host.owner not in self.host.roster.owners:
+            if self._refused is not None:
+                raise self._refused
+            turn = min(until, self.host.now() + BEAT_S)
+            if await self.host.another_roster(self.host.roster, turn) or turn < min(until, log_at):
+                continue
+            log_at = self.host.now() + LOG_EVERY_S
+            asks = (
+                f"the authority{self._whereabouts()}: does it run, with the same --run, --seeds, "
+                "--roster and --token-file?"
+            )
+            if self.host.now() >= until:
+                raise Unavailable(f"not let in within {timeout_s:g} s by {asks}")
+            log.info("waits to be let in by %s", asks)
+
+    async def _say(self) -> None:
+        leaving = self._leaving and self.host.progress.is_settled
+        says = self.member
+        body = Beat(says.in_sync(), leaving, says.clear(), says.wanted(), self._spare())
+        epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
+        if self.office.is_open and self.keeper.sure():
+            self.serving.heard = self.host.now()
+            self.office.note(self.host.owner, body, epoch)
+            self._plane_wanted = self.office.wanted
+            return
+        try:
+            reply: Rostered = await self.mesh.call(
+                self.keeper.address(), body, timeout_s=ASK_S, epoch=epoch
+            )
+        except (RosterMismatch, PeerNameTaken, VersionMismatch) as exc:
+            if self.begins_anew and isinstance(exc, RosterMismatch):
+                log.debug("another launch's peer is there yet: %s", exc)
+            else:
+                self._refused = exc
+            return
+        except DataplaneError as exc:
+            log.debug("the authority does not answer: %s", exc)
+            self.serving.authority = self._whereabouts()
+            return
+        self.serving.heard = self.host.now()
+        self._plane_wanted = reply.wanted
+        if reply.table is not None:
+            self.adopt(Roster.from_table(reply.table))
+
+    def _spare(self) -> bytes:
+        """Where a member has no shards: those of this peer's empty ones that are the member's by
+        right, which stay empty until a roster. Partitions go on to begin in all others, also where
+        the authority ends in the middle of this, or there is nothing to give."""
+        host = self.host
+        serves = host.address in host.roster.hosts and not host.silent
+        if not serves or not newcomers(host.roster, self.keeper.apart):
+            return b""
+        if host.spare is None:
+            after = moved(host.roster, self.keeper.apart, self.member.spare())
+            host.spare = after != host.roster.primaries
+        return np.packbits(host.spare).tobytes()
+
+    def plane_is_wanted(self) -> bool:
+        """Whether any peer of the plane has a client or waits for one, as the authority says; not
+        where it has said nothing for long."""
+        heard = self.serving.heard is not None and self.host.now() - self.serving.heard < SILENT_S
+        return heard and self._plane_wanted
+
+    # leaving
+
+    def may_leave(self) -> bool:
+        """Whether somebody is there who could give this peer's shards to another."""
+        return self.keeper.apart != self.host.address and not self.mesh.others.is_away(
+            self.keeper.apart
+        )
+
+    def leave(self) -> None:
+        """From now on this peer says that it wants to, until it is `left`."""
+        self._leaving = True
+        self.beat_now()
+
+    def beat_now(self) -> None:
+        self._beat_now.set()
+
+    def _whereabouts(self) -> str:
+        """For messages."""
+        try:
+            return f" at {self.keeper.address()}"
+        except Unavailable:
+            return ", which no peer is known to run,"
+
+    # the authority
+
+    def _beat(self, caller: Caller, body: Beat) -> Body:
+        if self.office.is_open and self.keeper.sure():
+            self.office.note(caller.owner, body, caller.epoch)
+        elif not self.keeper.apart:
+            raise Unavailable(f"the authority is not at {self.host.address}")
+        ours = self.host.roster
+        known = ours.epoch == caller.epoch
+        return Rostered(None if known else ours.table, self.office.wanted)
+
+    # rosters
+
+    def _rostered(self, caller: Caller, body: Rostered) -> Body:
+        if body.table is not None:
+            self.adopt(Roster.from_table(body.table))
+        return Done()
+
+    def adopt(self, new: Roster) -> None:
+        """Bring a newer roster into force here."""
+        old = self.host.roster
+        if new.epoch[1] <= old.epoch[1]:
+            return
+        if not new.has(self.host.owner):
+            if self._leaving:
+                self.left.set()
+            elif self._admitted:
+                log.error("this peer was called lost: the plane goes on without it")
+                self.deposed.set()
+            return
+        self._admitted |= self.host.owner in new.owners
+        gone = [owner for owner in old.owners if not new.has(owner)]
+        self.host.heirs.follow(old, new)
+        log.info("roster %s: %d members", new.epoch, len(new.members))
+        self.host.turn(new)
+        self.member.turned(old, new)
+        for owner in gone:
+            self.mesh.part(owner.peer)
+        for owner in dict.fromkeys([*gone, *self.member.lost_before()]):
+            self.keeper.gone(owner)
+            self.member.gone(owner)
+        if self._leaving or newcomers(new, self.keeper.apart):
+            self.beat_now()  # it goes when it has followed this roster; who came gets shards

@@ -1,0 +1,244 @@
+"""One connection to another peer: from the first greeting to the moment in which it breaks.
+
+zmq would connect again and say nothing, and whoever waits for an answer would wait in vain. A link
+ends with its connection instead: its calls fail, and the next one makes a new link, which learns
+who is there now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
+
+import zmq
+
+from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
+from dataplane.launch.values import is_loopback, parse_address
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.sockets import Context, Socket, SocketClosed
+from dataplane.transport.limiter import ResourceLimiter
+from dataplane.wire import limits, peering
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import PeerHello, PeerReply
+from dataplane.wire.rosters import Append
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 300
+SILENT_MS = 1_000
+"""A heartbeat that is not answered for so long ends the connection: the peer stopped, or is cut
+off. With `mesh.AWAY_S`, in which a new one may be made, at most 2.7 s: fail-over is promised in
+3 s. TCP repeats a lost packet after 0.2 s, and again after 0.4 s more."""
+HANDSHAKE_MS = 3_000
+RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
+"""A link tries again after so long, then after twice that, and so on up to the second. libzmq has
+no jitter once there is a maximum: each link draws its own, or all who lost a peer would knock in
+the same moments."""
+KNOCK_S = 1.0
+MAX_QUEUED_MESSAGES = 10_000
+MAX_UNREAD_MESSAGES = 256
+"""Of one link, when this peer is slow: then the sender waits."""
+
+
+class LinkBroken(Unavailable):
+    """The connection ended before the answer came.
+
+    For the mesh, which asks again or says so as Unavailable.
+    """
+
+
+def bindable(address: str) -> str:
+    """The address with its host as a number, which is all that libzmq binds to.
+
+    InvalidConfig for a name that does not lead to this host, or not from other machines.
+    """
+    host, port = parse_address(address)
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as exc:
+        raise InvalidConfig(f"{address} cannot be listened at: {exc}", address=address) from exc
+    number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
+    if is_loopback(number) and not is_loopback(host):
+        raise InvalidConfig(
+            f"{host} is {number} on this host, where no other machine reaches it: correct "
+            "/etc/hosts, or use the host's address in --listen and --seeds",
+            address=address,
+        )
+    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+
+
+def tune(socket: Socket, address: str) -> None:
+    """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*RECONNECT_MS))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*RECONNECT_MAX_MS))
+
+
+async def refuses(address: str) -> bool:
+    """Whether the host there says that nobody listens: that process has ended, for sure."""
+    host, port = parse_address(address)
+    try:
+        async with asyncio.timeout(KNOCK_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The way to one remote peer. `hello` is there once it has been greeted."""
+
+    address: str
+    socket: Socket
+    bring: Callable[[Link, PeerReply, Append], None]
+    hello: PeerHello | None = None
+    answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
+    greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    ended: Unavailable | None = None
+    """why nothing is answered here any more"""
+    room: ResourceLimiter = field(default_factory=lambda: ResourceLimiter(limits.MAX_COMING_BYTES))
+    """for the values that answers bring: what this peer does not take lies at the other"""
+    coming: dict[int, int] = field(default_factory=dict)
+    """bytes of values by request, until its answer is here, whether or not somebody waits for it"""
+
+    @staticmethod
+    def open(
+        context: Context,
+        address: str,
+        gate: Gate,
+        broke: Callable[[Link], None],
+        bring: Callable[[Link, PeerReply, Append], None],
+    ) -> Link:
+        """broke: told when the connection breaks. One that was never made does not break. bring:
+        takes answers that bring operations of the peer there, whose backup this one is, and has
+        them `answered` afterwards.
+
+        LinkBroken where there is no descriptor left for it: one may be free a moment later.
+        """
+        try:
+            socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as exc:
+            raise _not_made(address, exc) from exc
+        link = Link(address, socket, bring)
+        try:
+            tune(socket, address)
+            gate.secure_dealer(socket)
+            socket.on_disconnect(lambda: broke(link))
+            socket.connect(address)
+        except zmq.ZMQError as exc:
+            socket.close()
+            raise _not_made(address, exc) from exc
+        socket.receive(link.received)
+        return link
+
+    async def ask(self, rid: int, frame: bytes, brings: int = 0) -> Body:
+        """Send a request and wait for its answer, that brings so many bytes of values; raises what
+        the link ended with."""
+        if self.ended is not None:
+            raise self._failure(self.ended)
+        answer = self._awaited(rid)
+        try:
+            if brings:
+                await self.room.acquire(brings)
+                self.coming[rid] = brings
+            try:
+                await self.socket.send([frame])
+            except BaseException:
+                self._came(rid)
+                raise
+            return await answer
+        except SocketClosed:
+            assert self.ended is not None
+            raise self._failure(self.ended) from None
+        finally:
+            self.forget(rid)
+
+    def ask_now(self, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body] | None:
+        """As `ask`, but have the answer to wait for, to `forget` afterwards; None where the request
+        cannot be sent at once."""
+        if self.ended is not None or (brings and not self.room.acquire_now(brings)):
+            return None
+        if brings:
+            self.coming[rid] = brings
+        if not self.socket.send_now([frame]):
+            self._came(rid)
+            return None
+        return self._awaited(rid)
+
+    def forget(self, rid: int) -> None:
+        """Nobody waits for this answer any more."""
+        self.answers.pop(rid, None)
+
+    def _came(self, rid: int) -> None:
+        if nbytes := self.coming.pop(rid, 0):
+            self.room.release(nbytes)
+
+    def _awaited(self, rid: int) -> asyncio.Future[Body]:
+        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        self.answers[rid] = answer
+        return answer
+
+    def received(self, frames: list[bytes]) -> None:
+        """Hand the answers that come to those who wait for them."""
+        for frame in frames:
+            try:
+                reply = peering.decode_reply(frame)
+            except ProtocolError as exc:
+                log.warning("a peer sent a bad reply: %s", exc)
+                continue
+            if self.hello is not None and reply.incarnation != self.hello.incarnation:
+                continue  # libzmq connected again before this link was told: its ranges are others
+            self._came(reply.rid)
+            if reply.append is None:
+                self.answered(reply)
+            else:
+                self.bring(self, reply, reply.append)
+
+    def answered(self, reply: PeerReply, failure: Unavailable | None = None) -> None:
+        """Whoever waits for it has an answer, or cannot get it."""
+        answer = self.answers.get(reply.rid)
+        if answer is None or answer.done():
+            return
+        if failure is None:
+            answer.set_result(reply.body)
+        else:
+            answer.set_exception(failure)
+
+    def close(self, why: Unavailable) -> None:
+        """End it; calls under way fail with `why`."""
+        self.ended = why
+        self.socket.close()
+        for rid in list(self.coming):
+            self._came(rid)
+        for answer in self.answers.values():
+            if not answer.done():
+                answer.set_exception(self._failure(why))
+                answer.exception()  # whoever asked may have given up: that is no bug to log
+
+    @staticmethod
+    def _failure(why: Unavailable) -> Unavailable:
+        """Each call gets an error of its own: it keeps the frames that it went through."""
+        return type(why)(why.message, **why.details)
+
+
+def _not_made(address: str, exc: zmq.ZMQError) -> LinkBroken:
+    return LinkBroken(
+        f"no connection to {address} can be made: {exc}; where descriptors are short, raise the "
+        "limit of this peer (ulimit -n)",
+        address=address,
+    )

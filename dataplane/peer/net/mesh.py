@@ -1,0 +1,433 @@
+"""Calls to other peers, over one zmq DEALER each; what they ask comes in at `peer_door`.
+
+Connections are made when first needed. Before its first request a peer shows who it is
+(`PeerHello`); planes, seeds, versions and names are compared and a stranger is refused. A call to
+this peer's own address is a plain function call, so that homes need not know where they live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from dataplane.errors import (
+    DataplaneError,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+    from_wire,
+)
+from dataplane.peer.deadlines import Deadlines
+from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.net import sockets
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.known_peers import Acquaintances, Bulk
+from dataplane.peer.net.links import Link, LinkBroken
+from dataplane.peer.net.once import REPEATABLE, may_repeat
+from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.tasks import Tasks
+from dataplane.wire import peering
+from dataplane.wire.messages import Body, Failed
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
+from dataplane.wire.rosters import Append
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+CALL_S = 30.0
+AWAY_S = 1.4
+"""A peer whose connection broke and that does not answer for so long is away."""
+REJOIN_S = 2.0
+"""How long a call to a peer that is away waits for its return."""
+RETRY_S = 0.5
+RECONNECT_S = 0.05
+
+
+T = TypeVar("T")
+
+
+class Mesh:
+    def __init__(self, host: Host, bulk: Bulk, gate: Gate, serving: Serving) -> None:
+        self.host = host
+        self.gate = gate
+        self.handlers: dict[type[Body], Handler] = {PeerHello: self._hello}
+        self.others = Acquaintances(host, bulk)
+        self._context = sockets.Context()
+        self._links: dict[str, Link] = {}
+        self._rids = itertools.count(1)
+        self._deadlines = Deadlines()
+        self._tasks = Tasks()
+        self.spawn = self._tasks.spawn
+        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, serving)
+        self._closing = False
+        self.on_parted: list[Callable[[str], None]] = []
+        """called with a peer's address when the connection broke"""
+        self.on_stale: Callable[[], None] = lambda: None
+        """called when another peer has another roster"""
+        self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
+        """how far this peer is in what it backs up for another one"""
+
+    @property
+    def refused(self) -> int:
+        """Messages and strangers turned away so far."""
+        return self.door.intake.refusals.total + self.gate.refusals.total
+
+    def listen(self) -> None:
+        """AddressInUse when the address belongs to somebody else."""
+        self.door.listen(self._context)
+
+    async def close(self) -> None:
+        self._closing = True
+        await self._tasks.close()
+        for link in self._links.values():
+            link.close(Unavailable(f"peer {self.host.name!r} ends"))
+        self.door.close()
+        self._context.destroy()
+
+    # calling
+
+    async def call(
+        self,
+        address: str,
+        body: Body,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float = CALL_S,
+        to: int | None = None,
+        epoch: tuple[int, int] | None = None,
+        brings: int = 0,
+    ) -> Any:
+        """Ask a peer. Its typed error is raised here; Unavailable when it does not answer in time,
+        and no later than the client's call has to end.
+
+        to: ask no other incarnation of it. epoch: of the roster by which it was chosen; StaleEpoch
+        where it works under another one. brings: bytes of values that the answer has.
+        """
+        who = caller or Caller(self.host.address, self.host.incarnation)
+        if address == self.host.address:
+            if epoch not in (None, self.host.roster.epoch):
+                raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
+            if not isinstance(body, ANY_EPOCH):
+                self.host.speak()
+            outcome = self.handlers[type(body)](who, body)
+            reply = outcome if isinstance(outcome, Body) else await outcome
+        else:
+            limit_s = self._limit(address, timeout_s)
+            reply = await self._asked_of(address, body, who, limit_s, to, epoch, brings)
+        if isinstance(reply, Failed):
+            failure = from_wire(reply.code, reply.message, reply.details)
+            if isinstance(failure, StaleEpoch):
+                self.on_stale()
+            raise failure
+        return reply
+
+    def _limit(self, address: str, timeout_s: float) -> float:
+        if self.others.is_away(address):
+            timeout_s = min(timeout_s, REJOIN_S)
+        return max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
+
+    async def _asked_of(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        limit_s: float,
+        to: int | None,
+        epoch: tuple[int, int] | None,
+        brings: int,
+    ) -> Any:
+        """Once the backup has what the request may tell of. On a link that is there without more
+        ado; else, and where it breaks, with all that it takes."""
+        until, broken, what = self.host.now() + limit_s, None, type(body).__name__
+        if not isinstance(body, UNHELD) and not self.host.progress.is_settled:
+            await self.host.progress.settled(until)
+            limit_s = max(0.0, until - self.host.now())
+        link = self._links.get(address)
+        if link is not None and self._is_ready(link, to):
+            rid, frame = self._request(address, body, who, limit_s, epoch)
+            answer = link.ask_now(rid, frame, brings)
+            if answer is not None:
+                self._deadlines.add(answer, until, lambda: self._silent(address, what, limit_s))
+                try:
+                    return await answer
+                except LinkBroken as exc:
+                    broken = exc
+                finally:
+                    self._deadlines.done(answer)
+                    link.forget(rid)
+        asking = self._exchange(address, body, who, limit_s, to, epoch, brings, broken)
+        return await self._in_time(address, what, until - self.host.now(), asking)
+
+    def _is_ready(self, link: Link, to: int | None) -> bool:
+        """Whether a request may go out on it now."""
+        greeted = link.hello is not None and to in (None, link.hello.incarnation)
+        return greeted and not self._closing
+
+    async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(max(0.0, limit_s)):
+                return await asking
+        except TimeoutError as exc:
+            raise self._silent(address, what, limit_s) from exc
+
+    def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
+        return Unavailable(
+            f"peer {self.others.name(address)} at {address} did not answer {what} within "
+            f"{limit_s:.3g} s: is it running, with the same --run, --seeds and --token-file?",
+            address=address,
+        )
+
+    async def _exchange(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        timeout_s: float,
+        to: int | None,
+        epoch: tuple[int, int] | None,
+        brings: int,
+        broken: LinkBroken | None,
+    ) -> Any:
+        """Again on a new connection where the one before broke and that does no harm; until the
+        peer is away."""
+        while True:
+            if broken is not None:
+                if not may_repeat(body, who.op):
+                    raise Unavailable(broken.message, **broken.details) from broken
+                await self._again(address, broken)
+            try:
+                link = await self._link(address)
+                assert link.hello is not None
+                if to is not None and link.hello.incarnation != to:
+                    raise Unavailable(
+                        f"peer {link.hello.name} at {address} was started anew: repeat the call",
+                        address=address,
+                    )
+                reply = await link.ask(*self._request(address, body, who, timeout_s, epoch), brings)
+            except LinkBroken as exc:
+                broken = exc
+                continue
+            if broken is not None and isinstance(body, REPEATABLE) and _is_stale(reply):
+                # Refused now, and perhaps carried out before: whoever asks must not take it for
+                # refused, and go to another peer with it as if for the first time.
+                self.on_stale()
+                raise Unavailable(broken.message, **broken.details) from broken
+            return reply
+
+    async def reach(
+        self,
+        find: Callable[[], str | None],
+        body: Body,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float = CALL_S,
+    ) -> Any:
+        """Ask whoever serves something now, and whoever serves it then if the roster changes
+        before the answer: for what does no harm when it is carried out twice."""
+        end = min(self.host.now() + timeout_s, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            left = max(0.0, end - self.host.now())
+            address = find()
+            if address is None:
+                raise Unavailable("the peer that had this is lost, and nobody took it over")
+            try:
+                return await self.call(
+                    address, body, caller=caller, timeout_s=left, epoch=roster.epoch
+                )
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end) or self.host.now() >= end:
+                    raise
+
+    async def insist(
+        self,
+        find: Callable[[], str | None],
+        body: Body,
+        to: int | None = None,
+        caller: Caller | None = None,
+    ) -> Body | None:
+        """Tell whoever `find` names, again and again, until it names nobody (None): what does no
+        harm when it is carried out twice, or what the caller numbers. to: by no other
+        incarnation."""
+        while (address := find()) is not None:
+            roster = self.host.roster
+            try:
+                reply: Body = await self.call(
+                    address, body, caller=caller, to=to, epoch=roster.epoch
+                )
+                return reply
+            except (StaleEpoch, Unavailable):
+                await self.host.another_roster(roster, self.host.now() + RETRY_S)
+        log.info("nobody is left to be told of %s", type(body).__name__)
+        return None
+
+    async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
+        """Tell a peer in this life of its process, unless it is no member any more (None). Its next
+        one numbers ranges alike."""
+        return await self.insist(
+            lambda: owner.peer if self.host.roster.has(owner) else None,
+            body,
+            owner.incarnation,
+            caller,
+        )
+
+    async def hello(self, address: str) -> PeerHello:
+        """Who answers at an address. Unavailable when nobody does in time."""
+        limit_s = self._limit(address, CALL_S)
+        return await self._in_time(address, "a greeting", limit_s, self._greeted(address))
+
+    async def _greeted(self, address: str) -> PeerHello:
+        while True:
+            try:
+                link = await self._link(address)
+            except LinkBroken as exc:
+                await self._again(address, exc)
+            else:
+                assert link.hello is not None
+                return link.hello
+
+    async def _again(self, address: str, exc: LinkBroken) -> None:
+        """A moment later, unless nobody is there any more."""
+        if self.others.is_away(address) or address not in self.host.roster.members:
+            raise Unavailable(exc.message, **exc.details) from exc
+        await asyncio.sleep(RECONNECT_S)
+
+    async def _link(self, address: str) -> Link:
+        if self._closing:
+            raise Unavailable(f"peer {self.host.name!r} ends")
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = Link.open(
+                self._context, address, self.gate, self._break, self._bring
+            )
+        if link.hello is None:
+            async with link.greeting:
+                if link.hello is None:
+                    who = Caller(self.host.address, self.host.incarnation)
+                    greeting = self._request(address, self.others.introduction(), who, CALL_S, None)
+                    reply = await link.ask(*greeting)
+                    if isinstance(reply, Failed):
+                        raise from_wire(reply.code, reply.message, reply.details)
+                    if not isinstance(reply, PeerHello):
+                        raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
+                    self.others.meet(reply)
+                    link.hello = reply
+        return link
+
+    # who is there
+
+    def _break(self, link: Link) -> None:
+        """The connection ended: calls under way fail; is the peer still there?"""
+        if self._links.get(link.address) is not link or self._closing:
+            return
+        del self._links[link.address]
+        name = self.others.name(link.address)
+        link.close(
+            LinkBroken(
+                f"peer {name} at {link.address} went away in the middle of a call, which may or "
+                "may not have taken effect: repeat it when the peer runs again",
+                address=link.address,
+            )
+        )
+        if link.hello is not None:
+            log.warning("the connection to peer %s at %s broke", name, link.address)
+            for tell in self.on_parted:
+                tell(link.address)
+        incarnation = self.others.incarnation(link.address)
+        if incarnation is not None and link.address not in self.others.looked_for:
+            self.others.looked_for.add(link.address)
+            self.spawn(self._look_for(link.address, incarnation))
+
+    def part(self, address: str) -> None:
+        """The peer there is no member any more: who waits for its answers waits no longer."""
+        self.others.forget(address)
+        if address in self._links:
+            self._break(self._links[address])
+
+    async def _look_for(self, address: str, incarnation: int) -> None:
+        """Is it still there, after its connection broke?"""
+        try:
+            async with asyncio.timeout(AWAY_S):
+                while not await self._greets(address):
+                    await asyncio.sleep(RECONNECT_S)
+        except (TimeoutError, DataplaneError):
+            if self.others.incarnation(address) == incarnation:
+                self.others.away(address)
+                link = self._links.get(address)
+                if link is not None and link.hello is None:
+                    self._break(link)  # who waits for it to be there waits no longer
+        finally:
+            self.others.looked_for.discard(address)
+
+    def _bring(self, link: Link, reply: PeerReply, append: Append) -> None:
+        """An answer that is good once this peer has what its sender did up to then."""
+        try:
+            outcome = self.handlers[Append](Caller(link.address, reply.incarnation), append)
+        except DataplaneError as exc:
+            self._not_brought(link, reply, exc)
+            return
+        if isinstance(outcome, Body):
+            link.answered(reply)
+        else:
+            self.spawn(self._brought(link, reply, outcome))
+
+    async def _brought(self, link: Link, reply: PeerReply, outcome: Awaitable[Body]) -> None:
+        try:
+            await outcome
+        except DataplaneError as exc:
+            self._not_brought(link, reply, exc)
+        else:
+            link.answered(reply)
+
+    def _not_brought(self, link: Link, reply: PeerReply, exc: DataplaneError) -> None:
+        """As if the connection had broken before: what was asked may have taken effect."""
+        name = self.others.name(link.address)
+        log.warning("an answer of peer %s came to nothing: %s", name, exc)
+        why = f"peer {name} at {link.address} is backed up no more: {exc}"
+        link.answered(reply, LinkBroken(why, address=link.address))
+
+    async def _greets(self, address: str) -> bool:
+        try:
+            await self._link(address)
+        except LinkBroken:
+            return False
+        return True
+
+    def _request(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        timeout_s: float,
+        epoch: tuple[int, int] | None,
+    ) -> tuple[int, bytes]:
+        rid = next(self._rids)
+        self.host.sent_between[type(body).__name__] += 1
+        request = PeerRequest(
+            rid,
+            self.host.address,
+            self.host.incarnation,
+            who.session,
+            who.op,
+            who.floor,
+            epoch or self.host.roster.epoch,
+            int(timeout_s * 1000),
+            body,  # type: ignore[arg-type]
+            self.has(address),
+        )
+        return rid, peering.encode(request)
+
+    def _hello(self, caller: Caller, body: PeerHello) -> Body:
+        link = self._links.get(body.address)
+        if link and link.hello and link.hello.incarnation != body.incarnation:
+            self._break(link)
+        self.others.meet(body)
+        return self.others.introduction()
+
+
+def _is_stale(reply: Body) -> bool:
+    return isinstance(reply, Failed) and reply.code == StaleEpoch.__name__

@@ -1,0 +1,126 @@
+"""Operations that a client may repeat: carried out once, answered as the first time.
+
+A repetition that arrives while the first is still under way waits for its end. What failed was not
+carried out, and is tried again, but for what is made `final`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Any, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from dataplane.metadata.tables.names import hash_names
+from dataplane.peer.net.failures import failed
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
+from dataplane.wire.peering import Release
+from dataplane.wire.tables import Rows
+
+REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release)
+"""Operations that a peer carries out once however often they are forwarded to it."""
+
+Start = Callable[[], Body | Awaitable[Body]]
+
+
+class Memory(Protocol):
+    """Of answers that were given, as `Operations`."""
+
+    def recall(self, session: Any, op: int, part: int = 0) -> Body | None: ...
+
+    def remember(self, session: Any, op: int, floor: int, reply: Body, part: int = 0) -> None: ...
+
+
+class Once:
+    """The answers of one door. `who` is the session."""
+
+    def __init__(self, answers: Memory) -> None:
+        self.answers = answers
+        self._under_way: dict[tuple[Hashable, int, int], asyncio.Future[Body]] = {}
+
+    def run(
+        self, who: Hashable, op: int, floor: int, start: Start, part: int = 0
+    ) -> Body | Awaitable[Body]:
+        """The answer to a part of operation `op`: remembered, or what `start` does. At once where
+        it can."""
+        first = self._under_way.get((who, op, part))
+        if first is not None:
+            return self._after(first, who, op, floor, start, part)
+        before = self.answers.recall(who, op, part)
+        if before is not None:
+            return before
+        outcome = start()
+        if isinstance(outcome, Body):
+            self.answers.remember(who, op, floor, outcome, part)
+            return outcome
+        # A callback and not a `finally`: a task that is cancelled before it began runs neither.
+        work = self._under_way[who, op, part] = asyncio.ensure_future(outcome)
+        work.add_done_callback(functools.partial(self._ended, who, op, part, floor))
+        return work
+
+    def _ended(
+        self, who: Hashable, op: int, part: int, floor: int, work: asyncio.Future[Body]
+    ) -> None:
+        del self._under_way[who, op, part]
+        if not work.cancelled() and work.exception() is None:
+            self.answers.remember(who, op, floor, work.result(), part)
+
+    async def _after(
+        self,
+        first: asyncio.Future[Body],
+        who: Hashable,
+        op: int,
+        floor: int,
+        start: Start,
+        part: int,
+    ) -> Body:
+        await asyncio.wait([first])
+        outcome = self.run(who, op, floor, start, part)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+
+def final(start: Start) -> Body | Awaitable[Body]:
+    """With a failure as the answer, so that a repetition is told the same. What a client wrote for
+    a request that failed is granted to it no more, or for another one already."""
+    try:
+        outcome = start()
+    except Exception as exc:
+        return failed(exc)
+    return outcome if isinstance(outcome, Body) else _final(outcome)
+
+
+async def _final(outcome: Awaitable[Body]) -> Body:
+    try:
+        return await outcome
+    except Exception as exc:
+        return failed(exc)
+
+
+def part_of(body: Body, epoch: tuple[int, int] = (0, 0)) -> int:
+    """Which part of an operation a forwarded request is, see protocol/peers.md.
+
+    One operation goes to a peer in several parts: one for each lease, and more for the rows of
+    which that peer took the shards over on the way. What concerns all rows of a peer is another
+    part under another roster, as there are other rows then."""
+    match body:
+        case Finish(lease=lease, index=index):
+            which = b"%d" % lease if index is None else b"%d " % lease + index
+        case Put() | Tag() | Restore():
+            which = body.rows.keys
+        case Drop(rows=Rows(keys=keys)):
+            which = keys
+        case Drop(groups=list(groups)):
+            which = hash_names(groups)
+        case Drop() | Reset():
+            which = b"%d" % epoch[1]
+        case _:
+            return 0
+    return xxh3_64_intdigest(which)
+
+
+def may_repeat(body: Body, op: int) -> bool:
+    """Whether a request to a peer that was perhaps carried out may be sent once more."""
+    return op > 0 or not isinstance(body, REPEATABLE)

@@ -1,0 +1,277 @@
+"""The peer door: requests of other peers, over a zmq ROUTER.
+
+A request is answered under the roster that its sender works under, or not at all: one that is
+behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from dataplane.errors import AddressInUse, FrameTooLarge, ProtocolError, StaleEpoch
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.repeats import Operations
+from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.failures import failed
+from dataplane.peer.net.intake import REQUEST_BYTES, Intake
+from dataplane.peer.net.links import bindable, tune
+from dataplane.peer.net.once import REPEATABLE, Once, part_of
+from dataplane.peer.net.serving import Serving
+from dataplane.peer.net.sockets import Context, Socket, SocketClosed
+from dataplane.wire import limits, peering
+from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release, Vacancy
+from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
+from dataplane.wire.sampling import Sample
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+MAX_UNTAKEN = limits.MAX_BYTES_UNDER_WAY // REQUEST_BYTES
+"""Answers that wait for one peer to take them: as many as there may be requests at once."""
+CATCH_UP_S = 5.0
+"""How long a request of a newer roster waits for this peer to have it."""
+ANYBODY = (PeerHello, Beat, Rostered, Stats)
+"""What a peer may say that is no member, or not yet."""
+ANY_EPOCH = (Inherited, Release, Sample, Pull, Void)
+"""What does not depend on who serves which shard."""
+ONLY_WAITS = (Claim, Wait, Losses, Admit, Define, Vacancy)
+"""What changes nothing of itself while it is not answered."""
+WHENEVER = (*ANYBODY, *ANY_EPOCH)
+UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
+"""What is sent and answered although the backup has not caught up: it tells of no change, or is how
+the backup catches up."""
+
+Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
+
+
+class PeerDoor:
+    def __init__(
+        self,
+        host: Host,
+        handlers: dict[type[Body], Handler],
+        hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]],
+        gate: Gate,
+        serving: Serving,
+    ) -> None:
+        self.host = host
+        self.handlers = handlers
+        self._hold = hold
+        """has them end with this peer"""
+        self._gate = gate
+        self._serving = serving
+        self._router: Socket | None = None
+        self._once = Once(Operations())
+        self.intake = Intake(host.incarnation, self._arrived)
+        self.under_way = 0
+        """requests that are being carried out, but for those that only wait"""
+        self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
+        """what an answer on this connection brings to the backup, so that it need not wait"""
+        self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
+        """told how far the backup is, as its requests say"""
+
+    def listen(self, context: Context) -> None:
+        """AddressInUse when the address belongs to somebody else."""
+        where = bindable(self.host.address)
+        router = context.socket(zmq.ROUTER)
+        tune(router, where)
+        router.setsockopt(zmq.SNDHWM, MAX_UNTAKEN)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or what is not sent is lost without a word
+        self._gate.open_desk(context)
+        self._gate.secure_router(router)
+        try:
+            router.bind(where)
+        except zmq.ZMQError as exc:
+            router.close()
+            raise AddressInUse(
+                f"cannot listen on {self.host.address}: {exc}; choose another --listen address or "
+                "stop the process that has it",
+                address=self.host.address,
+            ) from exc
+        self._router = router
+        self.intake.open(router)
+
+    def close(self) -> None:
+        if self._router is not None:
+            self._router.close()
+
+    def _arrived(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
+        """Answered at once, unless somebody or something has to be waited for."""
+        limit_s = request.deadline_ms / 1000
+        if request.has is not None:
+            self.heard(Owner(request.sender, request.incarnation), *request.has)
+        # What is asked of others on the way ends before, so that the sender is told who it was.
+        call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
+        try:
+            outcome = self._begin(request)
+        except Exception as exc:
+            outcome = failed(exc)
+        if isinstance(outcome, Body):
+            self._carried_out(identity, request, nbytes, outcome)
+            return
+        call = self._hold(asyncio.ensure_future(outcome))
+        call.add_done_callback(functools.partial(self._ended, identity, request, nbytes))
+
+    def _ended(
+        self, identity: bytes, request: PeerRequest, nbytes: int, call: asyncio.Future[Body]
+    ) -> None:
+        if call.cancelled():  # this peer ends
+            self.intake.answered(nbytes)
+            return
+        failure = call.exception()
+        reply = failed(failure) if isinstance(failure, Exception) else call.result()
+        self._carried_out(identity, request, nbytes, reply)
+
+    def _carried_out(self, identity: bytes, request: PeerRequest, nbytes: int, reply: Body) -> None:
+        """The answer goes out when the backup has all that it may tell of."""
+        progress = self.host.progress
+        refused = isinstance(reply, Failed) and reply.code == StaleEpoch.__name__
+        if progress.is_settled or refused or isinstance(request.body, UNHELD):
+            self.intake.answered(nbytes)
+            self._answer(identity, request, reply)
+            return
+        append = self.carry(Owner(request.sender, request.incarnation), identity)
+        if append is not None:
+            self.intake.answered(nbytes)
+            self._answer(identity, request, reply, append)
+            return
+        until = self.host.now() + request.deadline_ms / 1000
+        confirmed = self._hold(asyncio.ensure_future(progress.confirmation(until)))
+        confirmed.add_done_callback(
+            functools.partial(self._confirmed, identity, request, nbytes, reply)
+        )
+
+    def _confirmed(
+        self,
+        identity: bytes,
+        request: PeerRequest,
+        nbytes: int,
+        reply: Body,
+        confirmed: asyncio.Future[None],
+    ) -> None:
+        self.intake.answered(nbytes)
+        if not confirmed.cancelled():
+            failure = confirmed.exception()
+            answer = failed(failure) if isinstance(failure, Exception) else reply
+            self._answer(identity, request, answer)
+
+    def _answer(
+        self, identity: bytes, request: PeerRequest, reply: Body, append: Append | None = None
+    ) -> None:
+        assert self._router is not None
+        self.host.sent_between[type(reply).__name__] += 1
+        here = self.host.incarnation
+        try:
+            frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
+        except FrameTooLarge as exc:
+            frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
+        with contextlib.suppress(zmq.ZMQError, SocketClosed):  # nobody is there any more
+            if not self._router.send_now([identity, frame]):
+                self.intake.refusals.count(
+                    f"{request.sender} has not taken {MAX_UNTAKEN} answers: one is dropped"
+                )
+
+    def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
+        if isinstance(request.body, ANYBODY):
+            return self._handle(request)
+        return self._carry_out(request) if self._is_in_step(request) else self._in_step(request)
+
+    async def _in_step(self, request: PeerRequest) -> Body:
+        """Once both sides work under the same roster. StaleEpoch where they will not."""
+        await self._catch_up(request)
+        outcome = self._carry_out(request)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    def _carry_out(self, request: PeerRequest) -> Body | Awaitable[Body]:
+        if isinstance(request.body, ANY_EPOCH):
+            return self._handle(request)
+        self.host.speak()
+        outcome = self._handle(request)
+        if isinstance(outcome, Body) or isinstance(request.body, ONLY_WAITS):
+            return outcome
+        self.under_way += 1
+        call = asyncio.ensure_future(outcome)
+        call.add_done_callback(self._is_over)
+        return call
+
+    def _is_over(self, call: asyncio.Future[Body]) -> None:
+        self.under_way -= 1
+
+    def _handle(self, request: PeerRequest) -> Body | Awaitable[Body]:
+        caller = Caller(
+            request.sender,
+            request.incarnation,
+            request.session,
+            request.op,
+            request.floor,
+            request.epoch,
+        )
+        if isinstance(request.body, Void):
+            # The answer that this operation got, or is getting. One that never came never will be
+            # carried out: `Done` is its answer from now on.
+            return self._once.run(
+                request.session, request.op, request.floor, Done, request.body.part
+            )
+        handler = self.handlers.get(type(request.body))
+        if handler is None:
+            raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
+        start = functools.partial(self._start, handler, caller, request.body)
+        if request.op and isinstance(request.body, REPEATABLE):
+            part = part_of(request.body, request.epoch)
+            return self._once.run(request.session, request.op, request.floor, start, part)
+        return start()
+
+    def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
+        outcome = handler(caller, body)
+        if inspect.iscoroutine(outcome) and not isinstance(body, WHENEVER):
+            return self._under(self.host.roster, caller, outcome)
+        return outcome
+
+    async def _under(self, roster: Roster, caller: Caller, work: Coroutine[Any, Any, Body]) -> Body:
+        """A coroutine begins a turn of the loop after the epochs were compared."""
+        if self.host.roster is not roster:
+            work.close()
+            raise self._out_of_step(caller.address, roster.epoch)
+        return await work
+
+    def _is_in_step(self, request: PeerRequest) -> bool:
+        """Whether it can be seen at once that both sides work under one roster."""
+        roster = self.host.roster
+        return (
+            self._serving.is_sure()
+            and request.epoch == roster.epoch
+            and roster.has(Owner(request.sender, request.incarnation))
+        )
+
+    async def _catch_up(self, request: PeerRequest) -> None:
+        until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
+        await self._serving.until_sure(until)
+        while request.epoch[1] > self.host.roster.epoch[1]:
+            if not await self.host.another_roster(self.host.roster, until):
+                break
+        roster = self.host.roster
+        sender = Owner(request.sender, request.incarnation)
+        if request.epoch == roster.epoch:
+            known = roster.has(sender)
+        else:
+            known = isinstance(request.body, ANY_EPOCH) and sender in roster.owners
+        if not known:
+            raise self._out_of_step(request.sender, request.epoch)
+
+    def _out_of_step(self, sender: str, epoch: tuple[int, int]) -> StaleEpoch:
+        here = self.host.roster.epoch
+        return StaleEpoch(
+            f"{sender} works under roster {epoch}, the peer at {self.host.address} under {here}: "
+            "call again, both will be told",
+            sender=sender,
+            number=here[1],
+        )

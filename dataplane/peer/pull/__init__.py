@@ -1,0 +1,1 @@
+"""Bytes of other hosts, brought here once: which transport, which way, and what is cached."""

@@ -1,0 +1,496 @@
+"""Bytes of other hosts, and of the spill file, brought here once however many readers ask.
+
+A pulled range becomes a cached copy in the local arena: budgeted in the pull class, evicted when
+nobody pins it. Packs are pulled up to the last byte that was asked for; a later reader that needs
+more of one pulls it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from operator import gt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+    RowsGone,
+    RowsLost,
+    TransferFailed,
+    TransportMissing,
+    Unavailable,
+)
+from dataplane.launch.values import AUTO, TransportChoice
+from dataplane.memory.admission import Admission
+from dataplane.memory.extents import padded
+from dataplane.memory.placement import place
+from dataplane.memory.spilled import DISK
+from dataplane.peer.host import Caller, Host, call_deadline, call_stage
+from dataplane.peer.meters import ByLabel
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.pull.paths import Paths
+from dataplane.peer.pull.sampling import Sampling
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.devices import Devices
+from dataplane.transport.bulk_frames import COPY, GONE
+from dataplane.transport.engine import BulkEngine
+from dataplane.transport.seam import Remote
+from dataplane.wire.limits import MAX_PULLED_BYTES
+from dataplane.wire.messages import Body
+from dataplane.wire.peering import Pull, Pulled
+from dataplane.wire.records import EXTENT, RANGE, U4, U8, column
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+PULLER = 0
+"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
+PULL_S = 30.0
+CONTROL = "control"
+"""The link between peers, which carries few bytes, beside the transports."""
+FOLLOWS_S = 3600.0
+
+
+class Pulls:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        room: Room,
+        devices: Devices,
+        transport: TransportChoice = AUTO,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.room = room
+        self.devices = devices
+        self.engine: BulkEngine | None = None
+        self.sampling = Sampling(host, mesh, room, transport)
+        self.paths = Paths(mesh, self.sampling, transport)
+        self.pulled_bytes = 0
+        self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
+        """bytes of other hosts, by what carried them and by the stage that they were for"""
+        self.hits = 0
+        mesh.handlers[Pull] = self._pull_here
+        self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
+        """by the owner's incarnation and the range's key; only what somebody brings now"""
+
+    def use(self, engine: BulkEngine) -> None:
+        """What moves the bytes, from now on."""
+        self.engine = self.paths.engine = self.sampling.engine = engine
+
+    async def close(self) -> None:
+        self.sampling.close()
+        if self.engine is not None:
+            await self.engine.stop()
+
+    # reading from others
+
+    async def bring(
+        self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any], holder: int
+    ) -> tuple[npt.NDArray[Any], list[int]]:
+        """Local RANGE for each remote one, of which `needed` bytes from its start are read.
+
+        They are pinned for `holder`; the caller lets go of the pins. RowsGone, RowsLost.
+        """
+        local = np.zeros(len(remote), RANGE)
+        pins: list[int] = []
+        try:
+            while True:
+                rest = (local["generation"] == 0).nonzero()[0]
+                if len(rest):
+                    self._pin_found(owner, remote, needed, holder, local, pins, rest)
+                    rest = rest[local["generation"][rest] == 0]
+                if not len(rest):
+                    return local, pins
+                keys: list[int] = remote[rest].view(np.uint64).tolist()
+                coming = self._under_way.get(owner.incarnation, {})
+                if waits := [coming[key] for key in keys if key in coming] if coming else []:
+                    await self._wait_for_others(waits, owner)
+                    continue
+                await self._pull(owner, remote[rest], needed[rest], keys, holder, local, rest, pins)
+        except BaseException:
+            self.host.space.unpin(holder, pins)
+            raise
+
+    def left_s(self) -> float:
+        """How long this may take: the call that reads waits no longer."""
+        return max(0.0, min(PULL_S, call_deadline.get() - self.host.now()))
+
+    async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
+        limit_s = self.left_s()
+        ended, _ = await asyncio.wait(waits, timeout=limit_s)
+        if not ended:
+            raise DeadlineExceeded(
+                f"values of {owner.peer} that another call here brings were still on their way "
+                f"after {limit_s:.1f} s; give a longer timeout=",
+                limit_s=limit_s,
+            )
+
+    def _pin_found(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        needed: npt.NDArray[Any],
+        holder: int,
+        local: npt.NDArray[Any],
+        pins: list[int],
+        rest: npt.NDArray[np.intp],
+    ) -> None:
+        space = self.host.space
+        found = space.copies.lookup(owner.incarnation, remote[rest])
+        hit = found["generation"].nonzero()[0]
+        if len(hit):
+            long_enough = space.ranges.extents(found[hit])["length"] >= needed[rest[hit]]
+            hit = hit[long_enough]
+        if len(hit):
+            pins.append(space.pin(holder, found[hit]))
+            local[rest[hit]] = found[hit]
+            self.hits += len(hit)
+
+    async def _pull(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        needed: npt.NDArray[Any],
+        keys: list[int],
+        holder: int,
+        local: npt.NDArray[Any],
+        rest: npt.NDArray[Any],
+        pins: list[int],
+    ) -> None:
+        """One transfer for all that nobody else is bringing already."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        coming = self._under_way.setdefault(owner.incarnation, {})
+        coming |= dict.fromkeys(keys, done)
+        try:
+            copies = await self._transfer(owner, remote, needed)
+            pins.append(self.host.space.pin(holder, copies))
+            local[rest] = copies
+            if owner.incarnation == DISK or self.host.roster.has(owner):
+                self.host.space.copies.insert(owner.incarnation, remote, copies)
+            else:  # nobody will ask for it again, nor say that it has gone
+                self.host.space.release(copies)
+        finally:
+            for key in keys:
+                del coming[key]
+            if not coming:
+                del self._under_way[owner.incarnation]
+            done.set_result(None)
+
+    async def _transfer(
+        self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        sizes = padded(needed.astype(U8))
+        if owner.incarnation == DISK:
+            return await self._fill(sizes, functools.partial(self.devices.read, remote))
+        # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
+        try:
+            if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
+                return await self._ask(owner, remote, sizes, nbytes)
+            source = await self._remote(owner)
+            copying = functools.partial(self._copy, source, remote, sizes)
+            fresh = await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
+        except (Unavailable, TransferFailed):
+            await self._check_lives(owner)
+            raise
+        self.pulled_bytes += int(needed.sum())
+        return fresh
+
+    async def _ask(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
+    ) -> npt.NDArray[Any]:
+        """Few bytes, in one exchange on the control link, once there is room for them: what waits
+        for room holds none."""
+        space, view = self.host.space, self.host.arena.view
+        room = self.room.for_copies(sizes)
+        if room is None:
+
+            async def write(dest: npt.NDArray[Any]) -> None:
+                data, at = await self._asked(owner, remote, sizes, nbytes), 0
+                for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
+                    view[start : start + size] = data[at : at + size]
+                    at += size
+
+            fresh = await self._fill(sizes, write)
+        else:
+            start, fresh = room
+            try:
+                view[start : start + nbytes] = await self._asked(owner, remote, sizes, nbytes)
+            except BaseException:
+                space.release(fresh)
+                self.room.pump()
+                raise
+        self.brought[CONTROL].add(call_stage.get(), nbytes)
+        return fresh
+
+    async def _asked(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
+    ) -> bytes:
+        """So many bytes of each of these ranges, one behind the other."""
+        reply: Pulled = await self.mesh.call(
+            owner.peer,
+            Pull(remote.tobytes(), sizes.tobytes()),
+            to=owner.incarnation,
+            timeout_s=self.left_s(),
+            brings=nbytes,
+        )
+        if reply.gone:
+            raise _freed(reply.gone, owner)
+        if len(reply.data) != nbytes:
+            raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
+        return reply.data
+
+    async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:
+        """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
+        not say so."""
+        work = asyncio.ensure_future(reading)
+        lost = asyncio.ensure_future(self._lost(owner))
+        try:
+            await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _went(owner)
+            work.result()
+        finally:
+            for task in (work, lost):
+                task.cancel()
+            await asyncio.gather(work, lost, return_exceptions=True)
+
+    async def _lost(self, owner: Owner) -> None:
+        while self.host.roster.has(owner):
+            await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
+
+    async def _check_lives(self, owner: Owner) -> None:
+        """RowsLost where the owner is lost, for which the roster's word is waited for."""
+        until = self.host.now() + self.left_s()
+        while self.host.roster.has(owner):
+            roster = self.host.roster
+            doubtful = self.mesh.others.may_be_dead(owner)
+            if not doubtful or not await self.host.another_roster(roster, until):
+                return
+        raise _went(owner)
+
+    def away(self, ranges: npt.NDArray[Any], reader: int = PULLER) -> bool:
+        """Whether this client, or none, reads any of these ranges of this peer only as a copy."""
+        return bool(np.count_nonzero(self.host.space.away(ranges, reader)))
+
+    async def at_hand(
+        self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER
+    ) -> tuple[npt.NDArray[Any], list[int]]:
+        """As `bring`, for different ranges of this peer: copies of those that are away from this
+        reader, a client that reads devices in place or none."""
+        space = self.host.space
+        local, out = ranges.copy(), space.away(ranges, reader)
+        pins = [space.pin(holder, ranges[~out])]
+        if out.any():
+            try:
+                lengths = space.ranges.extents(ranges[out])["length"]
+                disk = Owner(self.host.address, DISK)
+                local[out], brought = await self.bring(disk, ranges[out], lengths, holder)
+            except BaseException:
+                space.unpin(holder, pins)
+                raise
+            pins += brought
+        return local, pins
+
+    async def take_over(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        lengths: npt.NDArray[Any],
+        extents: npt.NDArray[Any],
+        refs: npt.NDArray[Any],
+    ) -> npt.NDArray[Any]:
+        """Values of another peer as this one's own, in room that was reserved for new rows."""
+        try:
+            source = await self._remote(owner)
+        except BaseException:
+            self.host.space.give_back(PULLER, extents)
+            raise
+
+        async def read(dest: npt.NDArray[Any]) -> None:
+            await self._copy(source, remote, lengths, dest)
+
+        return await self._write(padded(lengths), extents, read, refs, Admission.OPEN)
+
+    async def _copy(
+        self,
+        source: Remote,
+        remote: npt.NDArray[Any],
+        nbytes: npt.NDArray[Any],
+        dest: npt.NDArray[Any],
+    ) -> None:
+        copies = np.zeros(len(remote), COPY)
+        copies["range"], copies["generation"] = remote["range"], remote["generation"]
+        copies["nbytes"], copies["dest"] = nbytes, dest
+        await self._read(source, copies)
+
+    @property
+    def carried_bytes(self) -> int:
+        """Of other hosts' values that came on control links."""
+        return sum(self.brought[CONTROL].sums.values()) if CONTROL in self.brought else 0
+
+    async def _fill(
+        self,
+        sizes: npt.NDArray[np.uint64],
+        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+    ) -> npt.NDArray[Any]:
+        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
+        return await self._write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
+
+    async def _write(
+        self,
+        sizes: npt.NDArray[np.uint64],
+        extents: npt.NDArray[Any],
+        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+        refs: npt.NDArray[Any],
+        kind: Admission,
+    ) -> npt.NDArray[Any]:
+        """Bytes into room that was reserved, ranges of our own. Nothing is kept of what failed."""
+        space = self.host.space
+        try:
+            dest = place(sizes, extents)
+            await write(dest)
+            written = np.zeros(len(sizes), EXTENT)
+            written["offset"], written["length"] = dest, sizes
+            fresh = space.commit(PULLER, written, refs, kind)
+        except BaseException:
+            space.give_back(PULLER, extents)
+            raise
+        self.give_back_rest(written, extents)
+        return fresh
+
+    def give_back_rest(self, written: npt.NDArray[Any], extents: npt.NDArray[Any]) -> None:
+        """Pulls write all they reserve but the end of each page-rounded extent."""
+        ends = written["offset"] + written["length"]
+        left = []
+        for extent in extents:
+            start, end = int(extent["offset"]), int(extent["offset"] + extent["length"])
+            inside = ends[(ends > start) & (ends <= end)]
+            used = int(inside.max()) if len(inside) else start
+            if used < end:
+                left.append((used, end - used))
+        if left:
+            self.host.space.give_back(PULLER, np.array(left, EXTENT))
+
+    async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
+        assert self.engine is not None
+        way = await self.paths.take(source, int(copies["nbytes"].sum()))
+        try:
+            outcome = await self.engine.read(source, copies, self.left_s(), way)
+            self.paths.worked(source.owner, way)
+        except (TransferFailed, Unavailable, TransportMissing) as exc:
+            again = self.paths.failed(source.owner, way, exc)
+            if again == way and not isinstance(exc, TransferFailed):
+                raise
+            way = again
+            outcome = await self.engine.read(source, copies, self.left_s(), way)
+        except DeadlineExceeded as exc:
+            self.paths.failed(source.owner, way, exc)
+            raise
+        self.brought[way].add(call_stage.get(), outcome.nbytes)
+        if outcome.gone.any():
+            raise _freed(int(outcome.gone.sum()), source.owner)
+
+    async def _remote(self, owner: Owner) -> Remote:
+        if self.engine is None:
+            raise Unavailable("this peer has no others to pull from")
+        hello = await self.mesh.hello(owner.peer)
+        if hello.incarnation != owner.incarnation:
+            raise _went(owner)
+        return Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+
+    # serving others
+
+    def _pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
+        ranges = column(body.ranges, RANGE)
+        sizes = column(body.sizes, U8, len(ranges))
+        if sum(sizes.tolist()) > MAX_PULLED_BYTES:
+            raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
+        if self.away(ranges):
+            return self._pulled_copies(sizes, ranges)
+        return self._pulled(sizes, ranges)
+
+    async def _pulled_copies(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Body:
+        local, pin = await self._pin_copies(ranges)
+        try:
+            return self._pulled(sizes, local)
+        finally:
+            self.unpin(pin)
+
+    def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
+        """Nothing waits in between, so nothing need be pinned."""
+        space = self.host.space
+        if gone := space.alive(ranges).tolist().count(False):
+            return Pulled(b"", gone)
+        places, wanted, view = space.ranges.extents(ranges), sizes.tolist(), self.host.arena.view
+        if any(map(gt, wanted, places["length"].tolist())):
+            raise ProtocolError("more is asked for than a range has")
+        parts = zip(places["offset"].tolist(), wanted, strict=True)
+        return Pulled(b"".join([view[start : start + size] for start, size in parts]))
+
+    def pin(
+        self, ranges: npt.NDArray[Any]
+    ) -> tuple[int, npt.NDArray[Any]] | Awaitable[tuple[int, npt.NDArray[Any]]]:
+        """For a transfer that reads here: hold what lives, say where it is."""
+        if self.away(ranges):
+            return self._places_of_copies(ranges)
+        return self._pin(ranges, self.host.space.alive(ranges))
+
+    def _pin(
+        self, local: npt.NDArray[Any], alive: npt.NDArray[np.bool_]
+    ) -> tuple[int, npt.NDArray[Any]]:
+        space = self.host.space
+        places = np.zeros(len(local), EXTENT)
+        places["offset"] = GONE
+        if alive.any():
+            places[alive] = space.ranges.extents(local[alive])
+        return space.pin(PULLER, local[alive]), places
+
+    async def _places_of_copies(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+        local, pin = await self._pin_copies(ranges)
+        try:
+            return self._pin(local, self.host.space.alive(local))
+        finally:
+            self.unpin(pin)
+
+    async def _pin_copies(self, ranges: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
+        """Copies stand for those that are in the spill file or on a device: the RANGE of each, of
+        none where it is gone, and a pin that holds them."""
+        while True:
+            alive = self.host.space.alive(ranges)
+            keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
+            try:
+                found, pins = await self.at_hand(keys.view(RANGE), PULLER)
+                break
+            except RowsGone:
+                continue  # some died meanwhile: fewer are left to wait for
+        try:
+            local = np.zeros(len(ranges), RANGE)
+            local[alive] = found[inverse]
+            return local, self.host.space.pin(PULLER, local[alive])
+        finally:
+            self.host.space.unpin(PULLER, pins)
+
+    def unpin(self, pin: int) -> None:
+        if self.host.space.unpin(PULLER, [pin]):
+            self.room.pump()
+
+
+def _freed(count: int, owner: Owner) -> RowsGone:
+    return RowsGone(f"{count} values were freed at {owner.peer} before they could be read")
+
+
+def _went(owner: Owner) -> RowsLost:
+    return RowsLost(
+        f"the peer at {owner.peer} is lost, and the bytes of these rows with it, unless there is a "
+        "second copy: put them again",
+        peer=owner.peer,
+    )

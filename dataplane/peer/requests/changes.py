@@ -1,0 +1,85 @@
+"""Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups,
+resetting a stage, the trainer's next version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dataplane.metadata.tables.names import hash_name
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import (
+    Advance,
+    Body,
+    Close,
+    Done,
+    Drop,
+    Dropped,
+    Request,
+    Reset,
+    Tag,
+)
+
+
+class Changes:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, settle: Callable[[Entry], None]
+    ) -> None:
+        self.host = host
+        self.partitions = partitions
+        self.settle = settle
+        mesh.handlers |= {
+            Tag: self._tag_here,
+            Drop: self._drop_here,
+            Close: self._close_here,
+            Reset: self._reset_here,
+            Advance: self._advance_here,
+        }
+
+    # asked for by clients
+
+    async def change(
+        self, session: Session, request: Request, body: Tag | Drop | Close | Reset | Advance
+    ) -> Body:
+        """At the partition's shard."""
+        caller = caller_of(self.host, request, session)
+        done: Body = await self.partitions.ask_home(body.partition, body, caller)
+        return done
+
+    # at the shard
+
+    def _tag_here(self, caller: Caller, body: Tag) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.tag(body.rows, body.tags, body.expect)
+        self.settle(entry)
+        return Done()
+
+    def _drop_here(self, caller: Caller, body: Drop) -> Body:
+        if body.rows is None and body.groups is None and body.where is None:
+            self.partitions.drop(body.partition, body.generation)
+            return Dropped(0, 0)
+        entry = self.host.shard(body.partition, body.generation)
+        groups = None if body.groups is None else [hash_name(g) for g in body.groups]
+        rows, nbytes = entry.store.drop(rows=body.rows, groups=groups, where=body.where)
+        self.settle(entry)
+        return Dropped(rows, nbytes)
+
+    def _close_here(self, caller: Caller, body: Close) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.close(hash_name(body.group), body.n, body.group)
+        self.settle(entry)
+        return Done()
+
+    def _reset_here(self, caller: Caller, body: Reset) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.reset(body.stage)
+        self.settle(entry)
+        return Done()
+
+    def _advance_here(self, caller: Caller, body: Advance) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.advance(body.version)
+        self.settle(entry)
+        return Done()

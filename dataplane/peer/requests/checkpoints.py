@@ -1,0 +1,155 @@
+"""A checkpoint at the peer: what there is, groups as they stand, and rows that come back.
+
+The client writes and reads the files. Restored rows and their bytes live at the peer of the client
+that restores, as if it had put them; so any number of peers will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from dataplane.errors import StaleEpoch
+from dataplane.memory.admission import Admission
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard import checkpoint
+from dataplane.peer.host import Caller, call_deadline
+from dataplane.peer.net.mesh import CALL_S
+from dataplane.peer.requests.puts import Writing
+from dataplane.peer.requests.reads import Reading
+from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.checkpoint import (
+    Census,
+    CensusDone,
+    Restore,
+    Save,
+    SaveDone,
+    Survey,
+    SurveyDone,
+)
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Body, PutDone, Request
+from dataplane.wire.records import VALUE, column
+from dataplane.wire.tables import Column
+
+T = TypeVar("T")
+
+
+class Checkpoints:
+    def __init__(self, writing: Writing, reading: Reading, partitions: Partitions) -> None:
+        self.host = writing.host
+        self.mesh = writing.mesh
+        self.partitions = partitions
+        self.grants = writing.grants
+        self.references = writing.references
+        self.settle = writing.settle
+        self.reading = reading
+        self.handlers: dict[type[Body], Any] = {
+            Census: self.census,
+            Survey: self.survey,
+            Save: self.save,
+            Restore: self.restore,
+        }
+        """of what clients ask"""
+        self.mesh.handlers |= {
+            Census: self._census_here,
+            Survey: self._survey_here,
+            Save: self._save_here,
+            Restore: self._restore_here,
+        }
+
+    # out
+
+    async def census(self, session: Session, request: Request, body: Census) -> Body:
+        return await self._under_one_roster(self._census)
+
+    async def _census(self, roster: Roster) -> CensusDone:
+        told: list[CensusDone] = await asyncio.gather(
+            *(self.mesh.call(address, Census(), epoch=roster.epoch) for address in roster.hosts)
+        )
+        names = sorted(name for one in told for name in one.partitions)
+        return CensusDone(names, _placement(roster))
+
+    async def _census_here(self, caller: Caller, body: Census) -> Body:
+        return CensusDone(list(self.host.entries), 0)
+
+    async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
+        found: SurveyDone = await self.partitions.ask_home(body.partition, body)
+        return found
+
+    async def _survey_here(self, caller: Caller, body: Survey) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        return checkpoint.survey(entry.store.state, body.cursor)
+
+    async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
+        """RowsGone where values went before they were read: asked again, their rows are gone."""
+        found: SaveDone = await self.partitions.ask_home(body.partition, body)
+        resolved = self.reading.resolve(found.table, session.id, in_place=False)
+        found.table, found.pin = resolved if isinstance(resolved, tuple) else await resolved
+        return found
+
+    async def _save_here(self, caller: Caller, body: Save) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        return checkpoint.save(entry.store.state, body.groups, body.rows, body.nbytes)
+
+    # in
+
+    async def restore(self, session: Session, request: Request, body: Restore) -> Body:
+        with self.grants.unless_refused(session, body.ranges):
+            present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
+            written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
+            committed = self.grants.commit(session, written, body.ranges, b"", Admission.OPEN)
+        columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
+        sub = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
+        caller = caller_of(self.host, request, session)
+
+        async def hand_over(roster: Roster) -> PutDone:
+            address = roster.home(body.partition)
+            return await self.references.hand_over(address, sub, caller, roster.epoch)
+
+        with self.references.under_way(committed.ranges, committed.counts, caller):
+            return await self._under_one_roster(hand_over)
+
+    async def _restore_here(self, caller: Caller, body: Restore) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.restore(body)
+        self.settle(entry)
+        return PutDone()
+
+    async def _under_one_roster(self, act: Callable[[Roster], Awaitable[T]]) -> T:
+        """Once more where the roster changed on the way."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            try:
+                return await act(roster)
+            except StaleEpoch:
+                if not await self.host.another_roster(roster, end):
+                    raise
+
+
+def _placement(roster: Roster) -> int:
+    """Another number where shards are served by other peers, or by another life of one."""
+    lives = zip(roster.members, roster.incarnations, strict=True)
+    text = "\n".join(f"{member} {incarnation}" for member, incarnation in lives)
+    return xxh3_64_intdigest(text.encode() + roster.primaries.tobytes())
+
+
+def _only(source: Column, present: npt.NDArray[Any]) -> Column:
+    """Without the rows that lack the field: what is committed was written."""
+    values = column(source.values, VALUE)[present]
+    return Column(source.field, values.tobytes(), source.leaf_counts, source.leaves)
+
+
+def _spread(source: Column, present: npt.NDArray[Any]) -> Column:
+    values = np.zeros(len(present), VALUE)
+    values["owner"] = ABSENT
+    values[present] = column(source.values, VALUE)
+    return Column(source.field, values.tobytes(), source.leaf_counts, source.leaves)

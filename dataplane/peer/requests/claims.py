@@ -1,0 +1,437 @@
+"""Claims of this host's clients: asked of their partition's shard, brought here, handed out.
+
+A claim is one request to the shard's primary, which answers when it has rows for it. Who asks has
+all the patience: it asks again where a link broke or the shard moved, under the claim's number and
+at its age, and tells the shard, until that has answered, when nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.errors import (
+    ClaimTimeout,
+    DataplaneError,
+    DeadlineExceeded,
+    FieldUnknown,
+    FrameTooLarge,
+    LeaseExpired,
+    RowsGone,
+    RowsLost,
+    StageUndefined,
+    StaleEpoch,
+    Unavailable,
+)
+from dataplane.memory.admission import Admission
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.reasons import Subject
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Entry, Host, Known
+from dataplane.peer.meters import ByLabel
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.notices import Telling
+from dataplane.peer.requests.finishes import Finishing
+from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.reads import LEARN_S, Reading, Resolved
+from dataplane.peer.requests.waits import Waits
+from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.sessions import Session
+from dataplane.peer.shards.claim_queues import ClaimQueues
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import Body, Claim, Claimed, Request
+from dataplane.wire.peering import Granted, Withdraw
+from dataplane.wire.tables import Table
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""How often a claim is granted rows that went meanwhile before that is its caller's business."""
+ASK_S = 60.0
+"""A claim that waits asks again after so long, should its answer have been lost without a word."""
+RETRY_S = 0.2
+AT_ONCE_S = 0.3
+"""A claim that does not wait has so long for its way to the shard and back."""
+
+
+class BytesLost(Exception):
+    """Rows were granted whose bytes went with a peer: their shard does not know that yet, or where
+    second copies are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A client's claim. number: under which the shard knows it; another one where it has to be
+    granted other rows."""
+
+    number: int
+    session: Session
+    entry: Known
+    body: Claim
+    began: float
+    end: float | None
+    asks: str = ""
+    """the process that was asked, by address and incarnation"""
+    answer: asyncio.Future[Any] | None = None
+    settled: bool = False
+    """the shard has answered, and knows that"""
+
+    @property
+    def fields(self) -> list[str]:
+        """What it fetches."""
+        if self.body.fields is not None:
+            return self.body.fields
+        return self.entry.definition.stages[self.body.stage]
+
+    def left_s(self, now: float) -> float | None:
+        """None: for ever. Who does not wait gets time to ask."""
+        if self.body.timeout_ms == 0:
+            return max(0.0, self.began + AT_ONCE_S - now)
+        return None if self.end is None else max(0.0, self.end - now)
+
+    def __str__(self) -> str:
+        stage, name = self.body.stage, self.entry.name
+        if self.body.plan is not None:
+            return f"plan of stage {stage!r} of partition {name!r}"
+        want = self.body.want
+        much = f"{want.budget:g} of {want.budget_tag!r}" if want.budget_tag else str(want.count)
+        return f"claim of {much} ({want.unit}) for stage {stage!r} of partition {name!r}"
+
+
+class Claims:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        queues: ClaimQueues,
+        leases: Leases,
+        finishing: Finishing,
+        reading: Reading,
+        waits: Waits,
+        credit: Credit,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.queues = queues
+        self.leases = leases
+        self.finishing = finishing
+        self.reading = reading
+        self.waits = waits
+        self.credit = credit
+        self.far_bytes = ByLabel()
+        """by stage: what claims were granted of values that other hosts have"""
+        # no claim of another peer, or of this one's last life, has the same number
+        self._numbers = itertools.count(1 + secrets.randbits(62))
+        self._waiting: set[_Waiting] = set()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    # asked
+
+    def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
+        """At once where the shard is here, and has enough that lies here."""
+        entry = self.host.known(body.partition, body.generation)
+        if entry is None or body.stage not in entry.definition.stages:
+            return self._claim_after_attaching(session, body)
+        return self._claim(session, entry, body)
+
+    async def _claim_after_attaching(self, session: Session, body: Claim) -> Body:
+        entry = await self.partitions.known(body.partition, body.generation, body.stage)
+        if body.stage not in entry.definition.stages:
+            if body.declare is None:
+                raise StageUndefined(
+                    f"partition {body.partition!r} has the stages "
+                    f"{sorted(entry.definition.stages)}, not {body.stage!r}: declare it in "
+                    "plane.partition(stages=…) or give this claim fields=[…]",
+                    stage=body.stage,
+                )
+            await self.partitions.add_stage(entry, body.stage, body.declare)
+            entry = await self.partitions.known(body.partition, body.generation, body.stage)
+        outcome = self._claim(session, entry, body)
+        return outcome if isinstance(outcome, Body) else await outcome
+
+    def _claim(self, session: Session, entry: Known, body: Claim) -> Body | Awaitable[Body]:
+        now = self.host.now()
+        end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
+        one = _Waiting(next(self._numbers), session, entry, body, now, end)
+        if not isinstance(entry, Entry) or self.host.silent:
+            return self._until_here(one)
+        answer = self._ask_here(one)
+        if not isinstance(answer, Granted):
+            return self._until_here(one, answer)
+        handed = self._hand_out(one, answer)
+        return handed if isinstance(handed, Body) else self._until_here(one, handed=handed)
+
+    async def _until_here(
+        self,
+        one: _Waiting,
+        answer: asyncio.Future[Any] | None = None,
+        handed: Body | Awaitable[Body] | None = None,
+    ) -> Body:
+        """Claims again where rows that were granted are gone before they are here."""
+        for failed in itertools.count(1):
+            try:
+                if handed is None:
+                    handed = self._hand_out(one, await self._granted(one, answer))
+                return handed if isinstance(handed, Body) else await handed
+            except (BytesLost, RowsGone) as exc:
+                if failed == ATTEMPTS:
+                    raise _given_up(exc, one.entry) from None
+                if isinstance(exc, BytesLost):
+                    await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+            answer = handed = None
+            one.number = next(self._numbers)
+        raise AssertionError("it counts for ever")
+
+    async def _granted(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted:
+        """What the shard answers, wherever that is then: rows, or why there never will be any.
+        ClaimTimeout, of which the shard is told."""
+        body, session = one.body, one.session
+        look = self.waits.looks(
+            session, one.entry, body.stage, body.want.unit, body.want, lambda: one.number
+        )
+        told = None if one.end is None else self.waits.explain(one.end, look)
+        among = (one.entry.generation, body.want.unit, str(body.want.where))
+        subject = Subject("claim", one.entry.name, body.stage, among)
+        mine = self.leases.among(session.leases, one.entry.name, body.stage)
+        session.waiting += 1
+        self._waiting.add(one)
+        try:
+            with Telling(self.host, str(one), subject, look, soon=mine):
+                granted = await self._answered(one, answer)
+                if granted is None:
+                    assert told is not None
+                    raise _in_vain(one, *await told)
+            return granted
+        finally:
+            if told is not None:
+                told.cancel()
+            session.waiting -= 1
+            self._waiting.discard(one)
+            if not one.settled:
+                self._withdraw(one)
+
+    async def _answered(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted | None:
+        """None when its time is up."""
+        one.settled = False
+        while True:
+            roster = self.host.roster
+            one.asks = _process(roster, roster.home(one.entry.name))
+            one.answer = answer or self._ask(one)
+            answer = None
+            try:
+                await asyncio.wait([one.answer], timeout=one.left_s(self.host.now()))
+                if not one.answer.done():
+                    return None
+                if one.answer.cancelled():
+                    continue  # the shard is elsewhere now
+                granted: Granted = one.answer.result()
+            except (StaleEpoch, Unavailable) as exc:
+                log.debug("%s asks again: %s", one, exc)
+                left_s = one.left_s(self.host.now())
+                if left_s == 0:
+                    return None
+                pause_s = RETRY_S if left_s is None else min(RETRY_S, left_s)
+                await self.host.another_roster(roster, self.host.now() + pause_s)
+            except LeaseExpired:
+                one.number = next(self._numbers)  # what it was granted went before it heard
+            except FrameTooLarge:
+                raise  # it was granted what no message carries: that is withdrawn
+            except DataplaneError as exc:
+                one.settled = True
+                if isinstance(exc, ClaimTimeout):  # it was not to wait
+                    return None
+                raise
+            else:
+                one.settled = True
+                return granted
+            finally:
+                one.answer.cancel()
+
+    def _ask(self, one: _Waiting) -> asyncio.Future[Any]:
+        """The shard's primary, as the roster names it now."""
+        roster = self.host.roster
+        home = roster.home(one.entry.name)
+        if home != self.host.address:
+            caller = Caller(self.host.address, self.host.incarnation, one.session.id)
+            call = self.mesh.call(
+                home, self._asked(one), caller=caller, timeout_s=ASK_S, epoch=roster.epoch
+            )
+            return asyncio.ensure_future(call)
+        answer = self._ask_here(one)
+        if isinstance(answer, asyncio.Future):
+            return answer
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done.set_result(answer)
+        return done
+
+    def _ask_here(self, one: _Waiting) -> Granted | asyncio.Future[Any]:
+        caller = Caller(self.host.address, self.host.incarnation, one.session.id)
+        try:
+            self.host.speak()
+            outcome = self.queues.claim(caller, self._asked(one))
+        except DataplaneError as exc:
+            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            failed.set_exception(exc)
+            return failed
+        return outcome
+
+    def _asked(self, one: _Waiting) -> Claim:
+        """As the shard is asked."""
+        body = one.body
+        return Claim(
+            body.partition,
+            body.generation,
+            body.stage,
+            body.want,
+            one.fields,
+            timeout_ms=0 if body.timeout_ms == 0 else -1,
+            number=one.number,
+            label=one.session.label,
+            waited_ms=int(1000 * (self.host.now() - one.began)),
+            most_bytes=0 if self.host.solo else self.host.space.share_bytes[Admission.PULL],
+            plan=body.plan,
+            rank=body.rank,
+        )
+
+    def _withdraw(self, one: _Waiting) -> None:
+        """Nobody waits for it: what it was granted goes back, and what comes of it later."""
+        entry = one.entry
+        body = Withdraw(entry.name, entry.generation, one.body.stage, one.number)
+        self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(entry.name), body))
+
+    def turned(self) -> None:
+        """A new roster: whose shard another process has now asks there."""
+        roster = self.host.roster
+        for one in self._waiting:
+            if one.answer is not None and one.asks != _process(roster, roster.home(one.entry.name)):
+                one.answer.cancel()
+
+    # handed out
+
+    def _hand_out(self, one: _Waiting, granted: Granted) -> Body | Awaitable[Body]:
+        """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
+        entry, table = one.entry, granted.table
+        rows = rowset.count(table.rows)
+        self.leases.open(
+            one.session, granted.lease, entry.name, entry.generation, one.body.stage, rows
+        )
+        try:
+            if granted.plan is None:
+                _check_fields(table, one.body.fields)
+            needed_bytes = self.credit.of(table)
+            resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
+        except BaseException:
+            self.finishing.release(one.session, granted.lease)
+            raise
+        if isinstance(resolved, tuple):
+            return self._claimed(one, granted, *resolved)
+        return self._pulled(one, granted, needed_bytes, resolved)
+
+    async def _pulled(
+        self,
+        one: _Waiting,
+        granted: Granted,
+        needed_bytes: int,
+        resolved: Awaitable[Resolved] | None,
+    ) -> Body:
+        try:
+            if resolved is None:
+                await self._room(one, needed_bytes)
+                self.far_bytes.add(one.body.stage, needed_bytes)
+                now = self.reading.resolve(granted.table, one.session.id)
+                table, pin = now if isinstance(now, tuple) else await now
+            else:
+                table, pin = await resolved
+        except BaseException as exc:
+            self.finishing.release(one.session, granted.lease)
+            if isinstance(exc, RowsLost):
+                raise BytesLost from exc
+            if isinstance(exc, DeadlineExceeded):
+                raise _too_late(exc, one.entry) from exc
+            raise
+        finally:
+            self.credit.back(one.number)
+        return self._claimed(one, granted, table, pin)
+
+    async def _room(self, one: _Waiting, needed_bytes: int) -> None:
+        """Room for all that it brings here, under its lease. ClaimTimeout."""
+        if self.credit.promise(one.number, needed_bytes):
+            return
+
+        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
+            return self.credit.why(needed_bytes)
+
+        one.session.waiting += 1
+        subject = Subject("pull", one.entry.name, one.body.stage)
+        try:
+            with Telling(self.host, str(one), subject, look):
+                left_s = one.left_s(self.host.now())
+                if not await self.credit.wait(one.number, needed_bytes, left_s):
+                    why, details = self.credit.why(needed_bytes)
+                    raise ClaimTimeout(f"{one} is out of time: {why}", **details)
+        finally:
+            one.session.waiting -= 1
+
+    def _claimed(self, one: _Waiting, granted: Granted, table: Table, pin: int) -> Claimed:
+        """A hard limit begins now: neither waiting nor bringing the values here takes of it."""
+        if one.body.lease_ms:
+            self.leases.limit(granted.lease, self.host.now() + one.body.lease_ms / 1000)
+        return Claimed(granted.lease, pin, table, granted.plan)
+
+
+def _process(roster: Roster, address: str) -> str:
+    """Who answers there, in its present life."""
+    return f"{address} {roster.incarnations[roster.members.index(address)]}"
+
+
+def _check_fields(table: Table, asked: list[str] | None) -> None:
+    """FieldUnknown for a field that none of these rows has."""
+    there = {c.field for c in table.columns}
+    others = f" (there are {sorted(there)})" if there else ""
+    for name in asked or ():
+        if name not in there:
+            raise FieldUnknown(
+                f"no row of this claim has a field {name!r}, the rows were given back: claim it "
+                f"without, or name the field as it was put{others}",
+                field=name,
+            )
+
+
+def _in_vain(one: _Waiting, why: str, details: dict[str, Any]) -> ClaimTimeout:
+    """Its time is up. why: what it waited for."""
+    within_s = one.body.timeout_ms / 1000
+    what = "claim" if one.body.plan is None else "plan"
+    return ClaimTimeout(
+        f"{what} of stage {one.body.stage!r} of {one.entry.name!r} was not met within "
+        f"{within_s:g} s: {why}",
+        **details,
+    )
+
+
+def _too_late(exc: DeadlineExceeded, entry: Known) -> ClaimTimeout:
+    """Of a claim whose rows were granted, and whose values did not arrive."""
+    return ClaimTimeout(
+        f"rows of {entry.name!r} were granted, but their values did not arrive in time, and the "
+        f"rows went back: {exc.message}"
+    )
+
+
+def _given_up(exc: Exception, entry: Known) -> Exception:
+    """What the caller is told in the end of a claim that was granted what went meanwhile."""
+    if isinstance(exc, BytesLost):
+        return Unavailable(
+            f"values of rows of {entry.name!r} went with a peer, and the peer that has the rows "
+            f"does not know yet ({exc.__cause__}): claim again",
+            partition=entry.name,
+        )
+    return exc

@@ -1,0 +1,208 @@
+"""The end of leases: ack, release, drop, with what was added, as one operation at the shard.
+
+A session that ends releases all it held, which the shard is told until it has answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from dataplane.errors import LeaseExpired, PartitionGone, StaleEpoch, Unavailable
+from dataplane.memory.admission import Admission
+from dataplane.metadata.tables.references import by_owner
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.requests.grants import Committed, Grants
+from dataplane.peer.requests.leases import Lease, Leases
+from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.references import References
+from dataplane.peer.shards.second_copies import Copying
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
+from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.tables import INLINE
+
+
+class Finishing:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        leases: Leases,
+        grants: Grants,
+        references: References,
+        copying: Copying,
+        share: MetadataShare,
+        settle: Callable[[Entry], None],
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.leases = leases
+        self.grants = grants
+        self.references = references
+        self.copying = copying
+        self.share = share
+        self.settle = settle
+        self.abandoned_leases = 0
+        """that clients held when they ended"""
+        mesh.handlers[Finish] = self._finish_here
+
+    def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
+        committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
+        with self.grants.unless_refused(session, body.ranges):
+            lease = self.leases.of(session, body.lease, self.host.now())
+            if not request.rid and body.outcome == "release" and body.index is None:
+                self.release(session, body.lease)  # nobody would say it again
+                return Done()
+            if body.columns:
+                committed = self.grants.commit(
+                    session, body.columns, body.ranges, body.shared, Admission.CONTINUE
+                )
+        if body.pin:
+            self.host.space.unpin(session.id, [body.pin])
+        if self.host.serves(lease.partition):
+            return self._finish_local(session, lease, body, committed)
+        return self._finish_routed(session, request, lease, body, committed)
+
+    def _finish_local(
+        self, session: Session, lease: Lease, body: Finish, committed: Committed
+    ) -> Body:
+        try:
+            with self.grants.kept_where_full(session, committed):
+                done = self._finish_at(_at_shard(lease, body, committed))
+        except BaseException as exc:
+            self.grants.let_be(committed)
+            if isinstance(exc, LeaseExpired):
+                self.leases.close(lease)
+            raise
+        self._left(lease, body)
+        done.extents = self.grants.ahead(session, body.want_bytes)
+        return done
+
+    async def _finish_routed(
+        self, session: Session, request: Request, lease: Lease, body: Finish, committed: Committed
+    ) -> Body:
+        caller = caller_of(self.host, request, session)
+        with (
+            self.references.under_way(committed.ranges, committed.counts, caller),
+            self.grants.kept_where_full(session, committed),
+        ):
+            try:
+                done = await self._hand_over(lease, _at_shard(lease, body, committed), caller)
+            except LeaseExpired:
+                self.leases.close(lease)
+                raise
+            self._left(lease, body)
+        return PutDone(self.grants.ahead(session, body.want_bytes), done.kept)
+
+    async def _hand_over(self, lease: Lease, body: Finish, caller: Caller) -> PutDone:
+        """To whoever has the shard; again where another peer took it over."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            try:
+                return await self.references.hand_over(
+                    roster.home(lease.partition), body, caller, roster.epoch
+                )
+            except (StaleEpoch, Unavailable) as exc:
+                body.again |= isinstance(exc, Unavailable)
+                if not await self.host.another_roster(roster, end):
+                    raise
+
+    def _left(self, lease: Lease, body: Finish) -> None:
+        """Rows are finished. The lease ends with its last row, and not before: what the shard did
+        not answer for is repeated, or released when the session ends."""
+        if body.outcome == "keep":
+            return
+        if body.index is not None:
+            lease.finished.update(column(body.index, U4).tolist())
+            if len(lease.finished) < lease.rows:
+                return
+        self.leases.close(lease)
+
+    def _finish_at(self, body: Finish) -> PutDone:
+        """At the shard: adds and ack are one operation."""
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
+        released = body.outcome == "release" and not entry.store.is_leased(body.lease)
+        if body.again and (released or entry.store.has_finished(body.lease, body.index)):
+            flat = rowset.flat_values(body.columns)
+            for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):
+                if named[0] != INLINE:
+                    self.references.let_go(*named)  # the first time they were taken
+            return PutDone()
+        self.share.check_values(body.inline)
+        outcome = entry.store.finish(
+            body.lease,
+            body.outcome,
+            body.index,
+            body.columns,
+            body.specs,
+            body.owners,
+            body.tags,
+            inline=body.inline,
+        )
+        self.settle(entry)
+        return PutDone(kept=outcome.kept)
+
+    def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None or entry.copies is None or not body.columns:
+            return self._finish_at(body)
+        return self._finish_with_copies(entry, body)
+
+    async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
+        async with self.copying.beforehand(entry, body):
+            return self._finish_at(body)
+
+    def release_all(self, session: Session) -> None:
+        """The session ended: its rows go back to their stages, as they were claimed."""
+        self.abandoned_leases += len(session.leases)
+        for lease in list(session.leases):
+            self.release(session, lease)
+
+    def release(self, session: Session, lease_id: int) -> None:
+        """A lease that nobody holds any more; unknown ones have ended already."""
+        lease = self.leases.leave(session, lease_id)
+        if lease is not None:
+            self._give_back(lease)
+
+    def expire(self, now: float) -> int:
+        """Leases over a hard limit that this peer keeps. Returns how many there were."""
+        passed = self.leases.overdue(now)
+        for lease in passed:
+            self.leases.close(lease)
+            self._give_back(lease)
+        return len(passed)
+
+    def _give_back(self, lease: Lease) -> None:
+        self.mesh.spawn(self._release(lease))
+
+    async def _release(self, lease: Lease) -> None:
+        body = Finish(
+            lease.number, "release", partition=lease.partition, generation=lease.generation
+        )
+        with contextlib.suppress(LeaseExpired, PartitionGone):  # it had ended already
+            await self.mesh.insist(lambda: self.host.roster.home(lease.partition), body)
+
+
+def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
+    """What a client asked for, as its shard is told."""
+    return Finish(
+        lease.number,
+        body.outcome,
+        body.index,
+        committed.columns,
+        body.specs,
+        body.tags,
+        owners=committed.owners,
+        partition=lease.partition,
+        generation=lease.generation,
+        inline=body.inline,
+    )

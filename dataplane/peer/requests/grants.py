@@ -1,0 +1,213 @@
+"""Room for clients to write into, and what they wrote becoming ranges.
+
+Space is reserved before bytes are written. A message that names what was written commits it: once
+the message is answered, well or not, those extents are the peer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DataplaneError, ProtocolError, ShardFull
+from dataplane.memory.admission import Admission
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Host
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.devices import Devices
+from dataplane.peer.sessions import Session
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import (
+    Body,
+    Done,
+    GiveBack,
+    Request,
+    Reserve,
+    Reserved,
+    Unpin,
+)
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
+from dataplane.wire.tables import INLINE, Column, Owner
+
+log = logging.getLogger(__name__)
+
+MAX_AHEAD_BYTES = 64 << 20
+"""The most that a reply grants ahead."""
+_NO_RANGES, _NO_COUNTS = np.zeros(0, RANGE), np.zeros(0, U4)
+
+
+@dataclass(slots=True)
+class Committed:
+    """Values as ranges of this peer, held once per value that names them."""
+
+    columns: list[Column]
+    owners: list[Owner]
+    ranges: npt.NDArray[Any]
+    counts: npt.NDArray[Any]
+
+
+class Grants:
+    def __init__(self, host: Host, partitions: Partitions, room: Room, devices: Devices) -> None:
+        self.host = host
+        self.partitions = partitions
+        self.room = room
+        self.devices = devices
+
+    # asked for by clients
+
+    def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
+        """Room for a put's next units. At once where there is some and nobody waits for it."""
+        if body.device:
+            return self._reserve_on_device(session, request, body)
+        known = self.host.known(body.partition, body.generation)
+        if not body.digests and known is not None:
+            units = [column(unit, U8) for unit in body.units]
+            granted = self.room.at_once(session.id, _admission(body), units)
+            if granted is not None:
+                return Reserved(granted[0], granted[1].tobytes())
+        return self._reserve_in_turn(session, request, body)
+
+    async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
+        """Known digests come back pinned, for comparison."""
+        await self.partitions.known(body.partition, body.generation)
+        units = [column(unit, U8) for unit in body.units]
+        space = self.host.space
+        known, pin = np.zeros(0, RANGE), 0
+        places = np.zeros(0, EXTENT)
+        if body.digests:
+            known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
+            known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
+            found = known["generation"] != 0
+            pin = space.pin(session.id, known[found])
+            places = np.zeros(len(known), EXTENT)
+            places[found] = space.ranges.extents(known[found])
+        session.waiting += 1
+        try:
+            count, extents = await self.room.reserve(
+                session.id, _admission(body), units, request.deadline_ms / 1000
+            )
+        except BaseException:
+            space.unpin(session.id, [pin])
+            raise
+        finally:
+            session.waiting -= 1
+        return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
+
+    async def _reserve_on_device(self, session: Session, request: Request, body: Reserve) -> Body:
+        if body.digests:
+            raise ProtocolError("nothing is compared on a device")
+        await self.partitions.known(body.partition, body.generation)
+        units = [column(unit, U8) for unit in body.units]
+        session.waiting += 1
+        try:
+            count, extents = await self.devices.reserve(
+                body.device,
+                session.id,
+                _admission(body),
+                units,
+                request.deadline_ms / 1000,
+            )
+        finally:
+            session.waiting -= 1
+        return Reserved(count, extents.tobytes())
+
+    def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
+        self.host.space.give_back(session.id, column(body.extents, EXTENT))
+        self.room.pump()
+        return Done()
+
+    def unpin(self, session: Session, request: Request, body: Unpin) -> Body:
+        self.host.space.unpin(session.id, body.pins)
+        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
+        return Done()
+
+    def commit(
+        self,
+        session: Session,
+        columns: list[Column],
+        written: bytes,
+        shared: bytes,
+        kind: Admission,
+    ) -> Committed:
+        """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
+        live in the shard stays as it came."""
+        space = self.host.space
+        flat = rowset.flat_values(columns).copy()
+        owners, inline = [self.host.owner], flat["owner"] != 0
+        if inline.any():
+            if (flat["owner"][inline] != 1).any():
+                raise ProtocolError("a value is in a range of this message, or in the message")
+            owners.append(INLINE)
+            if not written and not shared and inline.all():
+                return Committed(columns, owners, _NO_RANGES, _NO_COUNTS)
+        whole, flat = flat, flat[~inline]
+        extents, known = column(written, EXTENT), column(shared, RANGE)
+        index = flat["range"].astype(np.intp)
+        total = len(extents) + len(known)
+        if np.count_nonzero(index >= total):
+            raise ProtocolError(f"a value names range {int(index.max())} of {total}")
+        counts = np.bincount(index, minlength=total).astype(U4)
+        lengths = extents["length"]
+        if len(known):
+            lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
+        room = lengths[index]
+        if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
+            raise ProtocolError("a value reaches beyond the end of its range")
+        space.hold(known, counts[len(extents) :])
+        try:
+            fresh = space.commit(session.id, extents, counts[: len(extents)], kind)
+        except DataplaneError:
+            space.release(known, counts[len(extents) :])
+            raise
+        ranges = joined((fresh, known), RANGE) if len(known) else fresh
+        flat["range"], flat["generation"] = ranges["range"][index], ranges["generation"][index]
+        whole[~inline] = flat
+        return Committed(rowset.with_values(columns, whole), owners, ranges, counts)
+
+    # for the messages that name what was written
+
+    @contextlib.contextmanager
+    def unless_refused(self, session: Session, written: bytes) -> Iterator[None]:
+        """What a refused message wrote comes back: once answered, its extents are the peer's."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ProtocolError):
+                self.host.space.give_back(session.id, column(written, EXTENT))
+                self.room.pump()
+            raise
+
+    def let_be(self, committed: Committed) -> None:
+        """The message that named these values is over: what no shard took is free."""
+        if self.host.space.release(committed.ranges, committed.counts):
+            self.room.pump()
+
+    def ahead(self, session: Session, want_bytes: int) -> bytes:
+        """The next extents, unless somebody waits for room."""
+        if not want_bytes or len(self.room):
+            return b""
+        nbytes = min(want_bytes, MAX_AHEAD_BYTES)
+        return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
+
+    @contextlib.contextmanager
+    def kept_where_full(self, session: Session, committed: Committed) -> Iterator[None]:
+        """Where a shard has no room for a message's small values, its others stay for the one
+        that comes without such: a refusal takes back what was written."""
+        try:
+            yield
+        except ShardFull as exc:
+            if exc.details.get("values"):
+                ranges = committed.ranges
+                pin = self.host.space.keep(session.id, ranges)
+                exc.details |= {"ranges": ranges.tobytes(), "pin": pin}
+            raise
+
+
+def _admission(body: Reserve) -> Admission:
+    return Admission.CONTINUE if body.continuing else Admission.OPEN

@@ -1,0 +1,185 @@
+"""put: rows enter at the shard of their partition, here or at another peer.
+
+Values are committed as ranges of this host first, then the rows. What a shard refuses is released
+again, so that a failure leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from dataplane.errors import ShardFull, StaleEpoch, Unavailable
+from dataplane.memory.admission import Admission
+from dataplane.metadata.shard.puts import PutOutcome, PutPlan
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.requests.grants import Committed, Grants
+from dataplane.peer.sessions import Session, caller_of
+from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.references import References
+from dataplane.peer.shards.second_copies import Copying
+from dataplane.wire.messages import Body, Put, PutDone, Request
+from dataplane.wire.records import DIGEST, U4, column
+from dataplane.wire.tables import Column, Owner
+
+
+class Writing:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        grants: Grants,
+        references: References,
+        copying: Copying,
+        share: MetadataShare,
+        settle: Callable[[Entry], None],
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.grants = grants
+        self.references = references
+        self.copying = copying
+        self.share = share
+        self.settle = settle
+        mesh.handlers[Put] = self._put_here
+
+    def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
+        with self.grants.unless_refused(session, body.ranges):
+            entry = self.host.entry(body.partition, body.generation)
+            if entry is None:
+                return self._put_there(session, request, body)
+            plan = entry.store.check_put(
+                body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
+            )
+            if self.share.is_full and len(plan.new):
+                return self._put_later(session, request, body)
+            committed = self._commit_put(session, body, plan.continues)
+        try:
+            with self.grants.kept_where_full(session, committed):
+                self.share.check_values(body.inline)
+            columns, owners = committed.columns, committed.owners
+            outcome = self._store(entry, body, columns, owners, plan, session.id)
+        except BaseException:
+            self.grants.let_be(committed)
+            raise
+        done = self._put_done(session, body, committed, outcome.gone)
+        self.settle(entry)
+        self.share.look()
+        return done
+
+    async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
+        """New rows wait here while the shard, which is here as well, has no room for them."""
+        with self.grants.unless_refused(session, body.ranges):
+            full = self.share.full()
+            await self.share.another_try(session, body.partition, body.generation, full)
+        answer = self.put(session, request, body)
+        return answer if isinstance(answer, Body) else await answer
+
+    async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
+        """To the partition's shard; where another peer has that in the end, to that one."""
+        with self.grants.unless_refused(session, body.ranges):
+            committed = self._commit_put(session, body, body.continuing)
+        caller = caller_of(self.host, request, session)
+        sub = Put(
+            body.partition,
+            body.generation,
+            body.rows,
+            committed.columns,
+            body.specs,
+            body.tags,
+            replace=body.replace,
+            reuse=body.reuse,
+            owners=committed.owners,
+            inline=body.inline,
+        )
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        with (
+            self.references.under_way(committed.ranges, committed.counts, caller),
+            self.grants.kept_where_full(session, committed),
+        ):
+            while True:
+                roster = self.host.roster
+                try:
+                    home = roster.home(body.partition)
+                    done = await self.references.hand_over(home, sub, caller, roster.epoch)
+                    break
+                except ShardFull as exc:
+                    if exc.details.get("values"):
+                        raise
+                    await self.share.another_try(session, body.partition, body.generation, exc)
+                    end = min(self.host.now() + CALL_S, call_deadline.get())
+                except (StaleEpoch, Unavailable) as exc:
+                    if not await self.host.another_roster(roster, end):
+                        raise
+                    # A peer that was lost may have taken it, and who took it over has it then.
+                    sub.keep |= isinstance(exc, Unavailable) and not body.replace
+        return self._put_done(session, body, committed, done.gone)
+
+    def _commit_put(self, session: Session, body: Put, continues: bool) -> Committed:
+        kind = Admission.CONTINUE if continues else Admission.OPEN
+        return self.grants.commit(session, body.columns, body.ranges, body.shared, kind)
+
+    def _store(
+        self,
+        entry: Entry,
+        body: Put,
+        columns: list[Column],
+        owners: list[Owner],
+        plan: PutPlan,
+        session: int,
+    ) -> PutOutcome:
+        return entry.store.put(
+            body.rows,
+            columns,
+            body.specs,
+            owners,
+            body.tags,
+            replace=body.replace,
+            keep=body.keep,
+            reuse=body.reuse,
+            plan=plan,
+            inline=body.inline,
+            holder=session,
+        )
+
+    def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
+        space = self.host.space
+        if body.digests:
+            at = column(body.digest_index, U4)
+            space.digests.enter(
+                body.partition, column(body.digests, DIGEST, len(at)), committed.ranges[at]
+            )
+        if body.pin:
+            space.unpin(session.id, [body.pin])
+        return PutDone(self.grants.ahead(session, body.want_bytes), gone=gone)
+
+    def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
+        entry = self.host.shard(body.partition, body.generation)
+        if entry.copies is not None:
+            return self._put_with_copies(caller, body)
+        return self._put_into(entry, caller, body)
+
+    async def _put_with_copies(self, caller: Caller, body: Put) -> Body:
+        entry = self.host.shard(body.partition, body.generation)  # a turn later
+        async with self.copying.beforehand(entry, body):
+            self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
+            return self._put_into(entry, caller, body)
+
+    def _put_into(self, entry: Entry, caller: Caller, body: Put) -> Body:
+        plan = entry.store.check_put(
+            body.rows,
+            body.columns,
+            body.tags,
+            replace=body.replace,
+            keep=body.keep,
+            reuse=body.reuse,
+            named=(len(body.specs), len(body.owners)),
+        )
+        if len(plan.new):
+            self.share.check_rows()
+        self.share.check_values(body.inline)
+        outcome = self._store(entry, body, body.columns, body.owners, plan, caller.session)
+        self.settle(entry)
+        self.share.look()
+        # What is perhaps a repetition may pass over the rows of its own first time.
+        return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

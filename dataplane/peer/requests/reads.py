@@ -1,0 +1,299 @@
+"""From where values lie to where a client can read them.
+
+`resolve` turns VALUE columns into PLACE columns of the local arena and pins what they name; values
+of other hosts are pulled first. `Read` and `Fetch` are answered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import (
+    LeaseExpired,
+    RowsGone,
+    RowsLost,
+    StaleEpoch,
+    counted,
+)
+from dataplane.memory.extents import every
+from dataplane.memory.space import Space
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Host, call_stage
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.pulls import PULLER, Pulls
+from dataplane.peer.requests.leases import Leases
+from dataplane.peer.sessions import Session
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
+from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
+from dataplane.wire.peering import Found
+from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE
+from dataplane.wire.tables import INLINE, Column, Owner, Table
+
+PAGE_BYTES = MAX_FRAME_BYTES // 2
+"""A page of rows has no more, with what comes with it: names and tags need room in its message."""
+
+LEARN_S = 1.0
+"""A new roster, by which shards learn that bytes are lost, is awaited for so long."""
+
+Resolved = tuple[Table, int]
+"""A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
+
+
+class Reading:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        leases: Leases,
+        pulls: Pulls,
+        device_pulls: DevicePulls,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.leases = leases
+        self.pulls = pulls
+        self.device_pulls = device_pulls
+        mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
+
+    # resolving
+
+    def resolve(
+        self, table: Table, holder: int, *, in_place: bool = True
+    ) -> Resolved | Awaitable[Resolved]:
+        """At once where all bytes are here, else after pulling them. in_place: on devices too,
+        where the holder reads those."""
+        reader = holder if in_place else PULLER
+        flat = rowset.flat_values(table.columns)
+        if not len(flat):
+            return _with_places(table, np.zeros(0, PLACE)), 0
+        if all(owner in (self.host.owner, INLINE) for owner in table.owners):
+            here = _in_ranges(table, flat)
+            space = self.host.space
+            if space.all_here or not self.pulls.away(rowset.ranges_of(flat[here]), reader):
+                return self._places(table, flat, here, holder)
+        return self._pull(table, flat, holder, reader)
+
+    def _places(
+        self,
+        table: Table,
+        flat: npt.NDArray[Any],
+        here: npt.NDArray[Any],
+        holder: int,
+        pinned: list[int] | None = None,
+    ) -> Resolved:
+        """pinned: the pin that all of them have already. It is taken out."""
+        space: Space = self.host.space
+        places = np.zeros(len(flat), PLACE)
+        places["nbytes"] = flat["nbytes"]
+        places["spec"] = flat["spec"]
+        whole = every(here)
+        ranges = rowset.ranges_of(flat if whole else flat[here])
+        if pinned:
+            pin, starts = 0, space.ranges.offsets(ranges)
+        else:
+            pin, starts = space.pin_places(holder, ranges)
+        if whole:
+            places["offset"] = starts + flat["delta"]
+        else:
+            places["offset"][here] = starts + flat["delta"][here]
+            inline = ~here & (flat["owner"] != ABSENT)
+            places["offset"][inline] = flat["range"][inline]
+            places["flags"][~here] = np.where(inline[~here], PLACE_INLINE, PLACE_ABSENT)
+        return _with_places(table, places), pinned.pop() if pinned else pin
+
+    async def _pull(
+        self, table: Table, flat: npt.NDArray[Any], holder: int, reader: int
+    ) -> Resolved:
+        """Local copies take the place of ranges that are remote or away; they are pinned as they
+        arrive."""
+        flat = flat.copy()
+        here = _in_ranges(table, flat)
+        interim: list[int] = []
+        asked = []
+        for code, owner in enumerate(table.owners):
+            at = (flat["owner"] == code).nonzero()[0]
+            if len(at) and owner != INLINE:
+                asked.append(self._of_one(owner, flat, at, holder, reader, interim))
+        try:
+            if len(asked) == 1:
+                await asked[0]
+            else:  # nobody's pins are forgotten where one of them fails
+                for failed in await asyncio.gather(*asked, return_exceptions=True):
+                    if failed is not None:
+                        raise failed
+            if len(asked) == len(interim) == 1:  # they are pinned already, and by nothing else
+                return self._places(table, flat, here, holder, interim)
+            return self._places(table, flat, here, holder)
+        finally:
+            self.host.space.unpin(holder, interim)
+
+    async def _of_one(
+        self,
+        owner: Owner,
+        flat: npt.NDArray[Any],
+        at: npt.NDArray[np.intp],
+        holder: int,
+        reader: int,
+        pins: list[int],
+    ) -> None:
+        """A local RANGE for each of these values of an owner, in its place."""
+        wanted = flat[at]
+        keys = rowset.ranges_of(wanted).view(np.uint64)
+        order = keys.argsort(kind="stable")
+        keys = keys[order]
+        first = np.empty(len(keys), np.bool_)  # of the values in one range
+        first[0] = True
+        np.not_equal(keys[1:], keys[:-1], out=first[1:])
+        starts = first.nonzero()[0]
+        ranges = keys[starts].view(RANGE)
+        if owner == self.host.owner:
+            local, more = await self.pulls.at_hand(ranges, holder, reader)
+        else:
+            reach = (wanted["nbytes"] + wanted["delta"])[order]
+            needed = np.maximum.reduceat(reach, starts)
+            local, more = await self._bring(owner, ranges, needed, holder, reader)
+        pins += more
+        local, at = local[first.cumsum() - 1], at[order]
+        flat["range"][at], flat["generation"][at] = local["range"], local["generation"]
+
+    async def _bring(
+        self,
+        owner: Owner,
+        remote: npt.NDArray[Any],
+        needed: npt.NDArray[Any],
+        holder: int,
+        reader: int,
+    ) -> tuple[npt.NDArray[Any], list[int]]:
+        """As `Pulls.bring`, on the reader's device what another device of this host has."""
+        if reader == PULLER:
+            return await self.pulls.bring(owner, remote, needed, holder)
+        local, pins = await self.device_pulls.bring(owner, remote, needed, holder)
+        rest = np.flatnonzero(local["generation"] == 0)
+        if len(rest):
+            try:
+                local[rest], more = await self.pulls.bring(
+                    owner, remote[rest], needed[rest], holder
+                )
+            except BaseException:
+                self.host.space.unpin(holder, pins)
+                raise
+            pins += more
+        return local, pins
+
+    # reads
+
+    async def read(self, session: Session, request: Request, body: Read) -> Body:
+        """Rows without a lease, wherever they are; one page of them where there are many."""
+        try:
+            return await self._read(session, body)
+        except (RowsGone, RowsLost):
+            return await self._read(session, body)  # a place is a hint: bytes may have moved
+
+    async def _read(self, session: Session, body: Read) -> Body:
+        if body.rows is not None:
+            found: Found = await self.partitions.ask_home(body.partition, body)
+            table, cursor = found.table, b""
+        else:
+            table, cursor = await self._read_page(body)
+        resolved = self.resolve(table, session.id)
+        table, pin = resolved if isinstance(resolved, tuple) else await resolved
+        return ReadDone(table, pin, cursor)
+
+    async def _read_page(self, body: Read) -> tuple[Table, bytes]:
+        """A page of all rows. The cursor is the roster's number (u8) and a key; StaleEpoch where
+        the roster changed since the page before."""
+        number = self.host.roster.epoch[1].to_bytes(8, "little")
+        if body.after and body.after[:8] != number:
+            raise StaleEpoch("the roster changed in the middle of this read: read again")
+        limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
+        asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
+        found: Found = await self.partitions.ask_home(body.partition, asked)
+        return found.table, number + found.table.rows.keys[-16:] if found.more else b""
+
+    def _read_here(self, caller: Caller, body: Read) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        store = entry.store
+        slots, more = store.read(
+            rows=body.rows, where=body.where, limit=body.limit, after=body.after
+        )
+        table = store.table(slots, body.fields)
+        while body.rows is None and len(slots) > 1 and (size := _volume(table)) > PAGE_BYTES:
+            slots, more = slots[: max(1, len(slots) * PAGE_BYTES // size)], True
+            table = store.table(slots, body.fields)
+        return Found(table, more)
+
+    # more fields of leased rows
+
+    async def fetch(self, session: Session, request: Request, body: Fetch) -> Body:
+        lease = self.leases.of(session, body.lease, self.host.now())
+        call_stage.set(lease.stage)
+        asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
+        try:
+            return await self._fetch(session, asked)
+        except LeaseExpired:
+            self.leases.close(lease)
+            raise
+        except RowsLost:  # of its rows those with bytes there are gone as soon as the shard hears
+            await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+            return await self._fetch(session, asked)
+
+    async def _fetch(self, session: Session, asked: Fetch) -> Body:
+        found: Found = await self.partitions.ask_home(asked.partition, asked)
+        resolved = self.resolve(found.table, session.id)
+        table, pin = resolved if isinstance(resolved, tuple) else await resolved
+        return Fetched(pin, table, found.index)
+
+    def _fetch_here(self, caller: Caller, body: Fetch) -> Body:
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            raise LeaseExpired("the partition of this lease is gone")
+        if body.index is None:
+            return Found(entry.store.table(body.lease, body.fields))
+        slots, index = entry.store.leased_at(body.lease, body.index)
+        return Found(entry.store.table(slots, body.fields), index=index)
+
+
+def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:
+    """The table with its VALUE columns replaced, in the order in which they were flattened."""
+    raw, at = places.tobytes(), 0
+    columns = []
+    for c in table.columns:
+        parts = []
+        for source in (c.values, c.leaves):
+            end = at + len(source) // VALUE.itemsize * PLACE.itemsize
+            parts.append(raw[at:end])
+            at = end
+        columns.append(Column(c.field, parts[0], c.leaf_counts, parts[1]))
+    return Table(table.rows, columns, table.specs, [], table.tags, table.inline)
+
+
+def _volume(table: Table) -> int:
+    """Bytes that a message has of it, but for names and tags."""
+    parts = (len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in table.columns)
+    return len(table.rows.keys) + len(table.inline) + sum(parts)
+
+
+def _in_ranges(table: Table, flat: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which of these values lie in ranges of peers."""
+    there: npt.NDArray[np.bool_] = flat["owner"] != ABSENT
+    if INLINE in table.owners:
+        there &= flat["owner"] != table.owners.index(INLINE)
+    return there
+
+
+def gone(names: list[Any]) -> RowsGone:
+    shown = ", ".join(map(str, names[:5])) + (" …" if len(names) > 5 else "")
+    return RowsGone(
+        f"{counted(len(names), 'row was', 'rows were')} freed, or never put: {shown}",
+        keys=names[:1000],
+    )

@@ -1,0 +1,149 @@
+"""Waiting without claiming, and what people are told of what a stage waits for.
+
+`wait` asks the shard in turns; `why` asks it what is missing, for the message of a ClaimTimeout and
+for what a call that waits says in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+
+from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
+from dataplane.metadata.shard import reasons
+from dataplane.peer.host import Host, Known
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.notices import Telling, Why
+from dataplane.peer.sessions import Session
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import Body, Request, StatsDone, Wait, Want
+from dataplane.wire.peering import Missing
+
+WAIT_TURN_S = 10.0
+"""A shard is asked again after so long: what it holds for a waiter ends with the waiter."""
+RETRY_S = 0.5
+"""... and so long after it could not be reached."""
+WHY_S = 2.0
+MOST_WHY_S = 0.5
+LEAST_WHY_S = 0.2
+"""How long the shard has for an answer; at the end of a call, a quarter of what was left of it."""
+
+
+def _wanted(body: Wait) -> Want | None:
+    return Want(body.unit, body.count, body.count, body.where) if body.count else None
+
+
+class Waits:
+    def __init__(
+        self, host: Host, mesh: Mesh, partitions: Partitions, sessions: Iterable[Session]
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.sessions = sessions
+
+    async def wait(self, session: Session, request: Request, body: Wait) -> Body:
+        """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
+        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+        entry = await self.partitions.known(body.partition, body.generation)
+        look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
+        why = self.explain(end, look)
+        subject = reasons.Subject(
+            "wait", entry.name, body.stage, (entry.generation, body.unit, str(body.where))
+        )
+        what = f"wait for stage {body.stage!r} of partition {entry.name!r}"
+        try:
+            with Telling(self.host, what, subject, look):
+                done = await self._wait_in_turns(body, end)
+        except ClaimTimeout as exc:
+            told, details = await why
+            raise ClaimTimeout(
+                f"waiting for stage {body.stage!r} of {entry.name!r}, which did not come within "
+                f"{body.timeout_ms / 1000:g} s: {told}",
+                **details,
+            ) from exc
+        finally:
+            why.cancel()
+        return done
+
+    async def _wait_in_turns(self, body: Wait, end: float) -> Body:
+        """Also while nobody can be reached who has the shard: that may end."""
+        while True:
+            left_s = max(0.0, end - self.host.now())
+            asked = msgspec.structs.replace(body, timeout_ms=int(min(left_s, WAIT_TURN_S) * 1000))
+            roster = self.host.roster
+            try:
+                done: Body = await self.partitions.ask_home(body.partition, asked)
+                return done
+            except ClaimTimeout:
+                if left_s <= WAIT_TURN_S:
+                    raise
+            except (StaleEpoch, Unavailable) as exc:
+                now = self.host.now()
+                if now >= end:
+                    raise ClaimTimeout(exc.message, **exc.details) from exc
+                await self.host.another_roster(roster, min(now + RETRY_S, end))
+
+    # what is missing
+
+    def explain(self, end: float, look: Callable[[float], Awaitable[Why]]) -> asyncio.Task[Why]:
+        """What `look` finds shortly before the end of a call, which is not late for the answer. To
+        be cancelled where it is not needed."""
+
+        async def later() -> Why:
+            left = end - self.host.now()
+            if left == math.inf:
+                await asyncio.Event().wait()
+            ask_s = max(LEAST_WHY_S, min(MOST_WHY_S, left / 4))
+            await asyncio.sleep(max(0.0, left - ask_s))
+            return await look(ask_s)
+
+        return asyncio.ensure_future(later())
+
+    def looks(
+        self,
+        session: Session,
+        entry: Known,
+        stage: str,
+        unit: str,
+        want: Want | None = None,
+        claim: Callable[[], int] = lambda: 0,
+    ) -> Callable[[float], Awaitable[Why]]:
+        """`why` of one call. claim: its number at the moment."""
+
+        def look(limit_s: float = WHY_S) -> Awaitable[Why]:
+            return self._why(session, entry, stage, unit, want, claim(), limit_s)
+
+        return look
+
+    async def _why(
+        self,
+        session: Session,
+        entry: Known,
+        stage: str,
+        unit: str,
+        want: Want | None,
+        claim: int,
+        limit_s: float,
+    ) -> Why:
+        """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
+        where = None if want is None else want.where
+        asked = Missing(entry.name, entry.generation, stage, unit, where, claim)  # type: ignore[arg-type]
+        home = self.host.roster.home(entry.name)
+        facts = reasons.Facts(unit)
+        try:
+            answer: StatsDone = await self.mesh.call(home, asked, timeout_s=limit_s)
+            if answer.stats:
+                facts = reasons.Facts.of(unit, answer.stats)
+        except DataplaneError:
+            facts.silent = f"{self.mesh.others.name(home)} at {home}"
+        wanted = None if want is None or want.budget_tag is not None else want.count or None
+        said = reasons.reason(facts, stage, wanted, session.label)
+        others = (s for s in self.sessions if entry.name in s.partitions)
+        alone = self.host.solo and all(other.pid == session.pid for other in others)
+        own = reasons.only_own(facts, stage, session.label, alone)
+        details = facts.details | {"only_own": own}
+        return f"{said}; {reasons.OWN}" if own else said, details

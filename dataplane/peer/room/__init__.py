@@ -1,0 +1,1 @@
+"""Room in the arenas: who gets it, who waits, what is spilled, and when waiting is a deadlock."""

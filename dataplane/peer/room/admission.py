@@ -1,0 +1,206 @@
+"""Who gets room in the arena, and who waits for it.
+
+Reservations wait in one line per admission class, first come first served; they are looked at again
+whenever space came back. A wait that nothing can end is recognised and raised at once; every other
+ends at its deadline, with the figures of who holds the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import BackPressure
+from dataplane.memory.admission import Admission
+from dataplane.memory.space import Space
+from dataplane.metadata.shard.reasons import Subject
+from dataplane.peer.host import Host
+from dataplane.peer.notices import Telling
+
+_DOING = {
+    Admission.OPEN: "opening new groups",
+    Admission.CONTINUE: "continuing groups",
+    Admission.PULL: "pulling from other hosts or the spill file",
+}
+
+Units = list[npt.NDArray[np.uint64]]
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    holder: int
+    admission: Admission
+    units: Units
+    granted: asyncio.Future[tuple[int, npt.NDArray[Any]]]
+
+
+class Room:
+    """Reservations of this peer, of its host arena or of a device's."""
+
+    def __init__(self, host: Host, space: Space | None = None) -> None:
+        """space: None for the host arena. Nobody waits for room on a device: see `Devices`."""
+        self._host = host
+        self._space = host.space if space is None else space
+        self.beside: list[Room] = []
+        """the rooms of the devices"""
+        self.on_room: list[Callable[[], None]] = []
+        """called when room may have come that no reservation waits for"""
+        self.on_wait: list[Callable[[], None]] = []
+        """called when somebody begins to wait"""
+        self.beyond: Callable[[], tuple[type[BackPressure], str]] = lambda: (BackPressure, "")
+        """what ends a wait in vain, and what is to be said of where else values may go"""
+        self.waited = [0] * len(Admission)
+        """how many had to wait, by class"""
+        self.waited_s = [0.0] * len(Admission)
+        self.refused = [0] * len(Admission)
+        """waits that ended in BackPressure"""
+        self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
+        self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def producers(self) -> int:
+        """Puts and adds that wait for room."""
+        return len(self) - len(self._lines[Admission.PULL])
+
+    def waiting(self, admission: Admission) -> int:
+        """How many reservations of this class wait now."""
+        return len(self._lines[admission])
+
+    def at_once(
+        self, holder: int, admission: Admission, units: Units
+    ) -> tuple[int, npt.NDArray[Any]] | None:
+        """As `reserve`; None where it would wait."""
+        if self._lines[admission]:
+            return None
+        count, extents = self._space.reserve(holder, admission, units)
+        return (count, extents) if count else None
+
+    def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]] | None:
+        """As `Space.for_copies`; None also where somebody waits for room for pulls."""
+        return None if self._lines[Admission.PULL] else self._space.for_copies(sizes)
+
+    async def reserve(
+        self, holder: int, admission: Admission, units: Units, timeout_s: float
+    ) -> tuple[int, npt.NDArray[Any]]:
+        """The first units that fit, whole, with their extents; at least one.
+
+        ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
+        """
+        space = self._space
+        line = self._lines[admission]
+        granted = self.at_once(holder, admission, units)
+        if granted is not None:
+            return granted
+        if line:
+            space.check_units(admission, units)
+        waiter = Waiter(holder, admission, units, asyncio.get_running_loop().create_future())
+        line.append(waiter)
+
+        async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
+            return self._full(waiter, "it waits").message, {}
+
+        began = self._host.now()
+        self.waited[admission] += 1
+        for told in self.on_wait:
+            told()
+        try:
+            what = f"room for {_DOING[admission]}"
+            with Telling(self._host, what, Subject(what), look):
+                async with asyncio.timeout(timeout_s):
+                    return await waiter.granted
+        except BaseException as exc:
+            given = waiter.granted
+            if given.done() and not given.cancelled() and given.exception() is None:
+                space.give_back(holder, given.result()[1])  # it came as it was given up
+                self.pump()
+            if isinstance(exc, TimeoutError):
+                raise self._back_pressure(waiter, f"no room within {timeout_s:g} s") from exc
+            raise
+        finally:
+            self.waited_s[admission] += self._host.now() - began
+            if waiter in line:
+                line.remove(waiter)
+                self.pump()
+
+    def pump(self) -> None:
+        """Space came back, or a waiter left: grant in order, the highest class first."""
+        for line in self._by_rank:
+            while line:
+                waiter = line[0]
+                count, extents = self._space.reserve(waiter.holder, waiter.admission, waiter.units)
+                if not count:
+                    break
+                line.popleft()
+                if not waiter.granted.done():
+                    waiter.granted.set_result((count, extents))
+                else:
+                    self._space.give_back(waiter.holder, extents)
+        for told in self.on_room:
+            told()
+
+    def end_in_vain(self) -> None:
+        """Nobody is left who could free space: BackPressure for all producers that wait."""
+        writers = [w for a in (Admission.OPEN, Admission.CONTINUE) for w in self._lines[a]]
+        for waiter in writers:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(
+                    self._back_pressure(
+                        waiter,
+                        "nothing here is leased or can be claimed, and every client waits",
+                    )
+                )
+
+    def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
+        self.refused[waiter.admission] += 1
+        return self._full(waiter, why)
+
+    def _full(self, waiter: Waiter, why: str) -> BackPressure:
+        host, stats = self._host, self._space.stats()
+        needed = int(waiter.units[0].sum())
+        kind = waiter.admission.name.lower()
+        room = stats["classes"][kind]["room_bytes"]
+        held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
+        rows = ", ".join(f"{n} of {name!r}" for name, n in held.items()) or "none"
+        rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
+        holders: list[dict[str, Any]] = [
+            {
+                "holder": host.labels.get(holder, f"client {holder:x}"),
+                "granted_bytes": granted,
+                "pinned_bytes": pinned,
+            }
+            for holder, granted, pinned in self._space.holders()
+        ]
+        views = "; ".join(
+            f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"
+            for h in holders[:3]
+        )
+        longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
+        if needed <= room and longest > stretch:
+            why += (
+                f"; what is left is in pieces: one value has {longest} B, the longest stretch that "
+                f"is free is {stretch} B, between what is in use"
+            )
+        kind_of, beyond = self.beyond()
+        return kind_of(
+            f"peer {host.name!r} has no room: {needed} B are needed and {room} B are "
+            f"left for {_DOING[waiter.admission]} ({stats['used_bytes']} B used, "
+            f"{stats['free_bytes']} B free of {stats['size_bytes']}{beyond}); {why}. Rows here: "
+            f"{rows}{'; ' if views else ''}{views}. Consume or drop rows, claim with min= where a "
+            "claim waits for more rows than fit, or give the peer a larger --arena or --spill",
+            needed_bytes=needed,
+            room_bytes=room,
+            free_bytes=stats["free_bytes"],
+            arena_bytes=stats["size_bytes"],
+            spilled_bytes=stats["spilled_bytes"],
+            rows=held,
+            holders=holders,
+        )

@@ -1,0 +1,146 @@
+"""Device arenas at the peer: room in them for clients, and copies in the host arena for whoever
+cannot read a device: clients that have not opened it, other hosts, checkpoints.
+
+Such a copy is kept like one of a spilled value, while there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
+from dataplane.launch.values import MAX_DEVICES, DeviceMemory
+from dataplane.memory.admission import Admission
+from dataplane.memory.device import Device
+from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.space import Space
+from dataplane.peer.host import Host
+from dataplane.peer.room.admission import Room, Units
+from dataplane.peer.threads import Threads
+
+DEVICE_SHARES = (0.70, 0.30, 0.0)
+"""By admission class: nothing is pulled into a device."""
+Read = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Awaitable[None]]
+
+
+def memory_of(arena_bytes: int, devices: list[Device]) -> Space:
+    """The books of a peer's memory, which has an arena of so much and these devices."""
+    return HostMemory(arena_bytes) if devices else Space(arena_bytes)
+
+
+def devices_of(memory: DeviceMemory) -> list[Device]:
+    """The devices that give the memory. DeviceMissing where there is none, or no library for it."""
+    if memory.twins:
+        from dataplane.memory.device_twin import TwinDevice
+
+        numbers = range(memory.first, memory.first + memory.twins)
+        return [TwinDevice(f"twin:{number}") for number in numbers]
+    from dataplane.memory.device_cuda import CudaDevice
+
+    count = CudaDevice.count()
+    if not count:
+        raise DeviceMissing(
+            "--device-arena (or DATAPLANE_DEVICE_ARENA) asks for GPU memory, and this process sees "
+            "no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out"
+        )
+    return [CudaDevice(number) for number in range(min(count, MAX_DEVICES))]
+
+
+class Devices:
+    """Of one peer, which may have none."""
+
+    def __init__(
+        self,
+        host: Host,
+        devices: list[Device],
+        wanted: DeviceMemory | None,
+        room: Room,
+        from_disk: Read | None,
+    ) -> None:
+        """wanted: of each device. from_disk: reads what is in the spill file, where there is one.
+        DeviceMissing where a device does not have so much."""
+        self._host = host
+        self._room = room
+        space = self._host.space
+        self._memory = space if isinstance(space, HostMemory) else None
+        self._rooms: list[Room] = []
+        for device in devices:
+            assert self._memory is not None and wanted is not None
+            arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
+            self._rooms.append(Room(self._host, arena.space))
+        room.beside = self._rooms
+        self._read_disk = from_disk
+        self._threads = Threads()
+
+    def __repr__(self) -> str:
+        return f"<Devices {self._memory.devices if self._memory else []}>"
+
+    async def reserve(
+        self,
+        number: int,
+        holder: int,
+        admission: Admission,
+        units: Units,
+        timeout_s: float,
+    ) -> tuple[int, npt.NDArray[Any]]:
+        """As `Room.reserve`, on the device of this number, 1 is the first; in the host arena where
+        the device has no room now, or never."""
+        if not 0 < number <= len(self._rooms):
+            raise ProtocolError(
+                f"this peer has no device arena {number}: it has {len(self._rooms)}"
+            )
+        assert self._memory is not None
+        try:
+            granted = self._rooms[number - 1].at_once(holder, admission, units)
+        except ValueTooLarge:
+            granted = None
+        if granted is None:
+            granted = await self._room.reserve(holder, admission, units, timeout_s)
+            overflowed = sum(int(unit.sum()) for unit in units[: granted[0]])
+            self._memory.devices[number - 1].overflowed_bytes += overflowed
+        return granted
+
+    async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+        """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""
+        if self._memory is None:
+            await self._from_disk(ranges, dest)
+            return
+        memory = self._memory
+        memory.hold(ranges)
+        try:
+            numbers = memory.on_device(ranges)
+            for number in np.unique(numbers).tolist():
+                some = numbers == number
+                if number:
+                    await self._fetch(memory, number, ranges[some], dest[some])
+                else:
+                    await self._from_disk(ranges[some], dest[some])
+        finally:
+            if memory.release(ranges):
+                self._room.pump()
+
+    async def _from_disk(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+        assert self._read_disk is not None
+        await self._read_disk(ranges, dest)
+
+    async def _fetch(
+        self,
+        memory: HostMemory,
+        number: int,
+        ranges: npt.NDArray[Any],
+        dest: npt.NDArray[Any],
+    ) -> None:
+        extents = memory.ranges.extents(ranges)
+        targets = dest + np.uint64(self._host.arena.address)
+        fetch = memory.devices[number - 1].fetch
+        await self._threads.run(fetch, extents["offset"], extents["length"], targets)
+
+    async def close(self) -> None:
+        """When nobody reads any more: the pools are freed."""
+        await self._threads.ended()
+        if self._memory is not None:
+            self._memory.close()

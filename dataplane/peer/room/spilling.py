@@ -1,0 +1,146 @@
+"""A full arena spills: while somebody waits for room, the oldest values that nobody reads go to a
+file, and those who read them get copies in the arena.
+
+The file's bytes move in threads. One task writes and clears, so that no stretch of the file is
+cleared while it is written again. A disk that is full or fails leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from typing import Any
+
+import numpy.typing as npt
+
+from dataplane.errors import BackPressure, SpillFull, TransferFailed
+from dataplane.memory.spill_file import SpillFile
+from dataplane.memory.spilled import DISK, Spilled
+from dataplane.peer.host import Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.threads import Threads
+
+log = logging.getLogger(__name__)
+
+MAX_SPILLED_BYTES = 64 << 20
+"""What is written at once, and no more than an eighth of the arena."""
+PAUSE_S = 0.2
+"""Before the next try, when nothing could go."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Spilling:
+    def __init__(
+        self, host: Host, mesh: Mesh, room: Room, credit: Credit, file: SpillFile, size_bytes: int
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.room = room
+        self.credit = credit
+        self.file = file
+        self.spill = host.space.spill = Spilled(size_bytes, host.space.ranges)
+        self.spill.on_left = self.wake
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self.exhausted = False
+        """The last try found nothing that may go, or nowhere to go."""
+        self._trouble: OSError | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._threads = Threads()
+        self._closed = False
+        room.on_wait.append(self.wake)
+        credit.on_wait.append(self.wake)
+        room.beyond = self._beyond
+
+    def __repr__(self) -> str:
+        return f"<Spilling {self.spill} to {self.file}>"
+
+    def wake(self) -> None:
+        """Somebody waits for room, or something in the file was freed."""
+        if not self._closed and (self._work is None or self._work.done()):
+            self.exhausted = False
+            self._work = self.mesh.spawn(self._while_needed())
+
+    async def close(self) -> None:
+        """When nobody reads or writes any more: the file is removed."""
+        self._closed = True
+        await self._threads.ended()
+        self.file.close()
+
+    async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
+        """All bytes of these spilled ranges, to these places of the arena. RowsGone."""
+        space = self.host.space
+        space.hold(ranges)
+        try:
+            extents = space.ranges.extents(ranges)
+            await self._threads.run(self.file.read, extents["offset"], extents["length"], dest)
+        except OSError as exc:
+            raise TransferFailed(
+                f"{len(ranges)} values could not be read back from {self.file.path}: {exc}. The "
+                "call may be repeated; where the disk is broken, put the rows again",
+                path=str(self.file.path),
+            ) from exc
+        finally:
+            space.release(ranges)
+        self.read_bytes += int(extents["length"].sum())
+
+    @property
+    def _waiting(self) -> int:
+        return len(self.room) + len(self.credit)
+
+    async def _while_needed(self) -> None:
+        while self.spill.has_left or self._waiting:
+            if self.spill.has_left:
+                await self._clear()
+            if self._waiting:
+                self.exhausted = not await self._spill()
+                if self.exhausted:
+                    await asyncio.sleep(PAUSE_S)
+
+    async def _spill(self) -> bool:
+        """Whether room came of it."""
+        space = self.host.space
+        move = space.choose_spill(min(MAX_SPILLED_BYTES, space.size_bytes // 8))
+        if move is None:
+            return False
+        try:
+            await self._threads.run(
+                self.file.write, move.start, move.nbytes, move.sources, move.lengths
+            )
+        except BaseException as exc:
+            self.spill.give_up(move)
+            if not isinstance(exc, OSError):
+                raise
+            if self._trouble is None:
+                log.warning("nothing can be spilled to %s: %s", self.file.path, exc)
+            self._trouble = exc
+            return False
+        self._trouble = None
+        self.written_bytes += move.nbytes
+        freed = space.settle_spill(move)
+        self.room.pump()
+        return freed > 0
+
+    async def _clear(self) -> None:
+        """What was freed in the file goes back to the disk, and the copies of it to the arena."""
+        starts, ends = self.spill.take_left()
+        if self.spill.spilled_bytes:
+            await self._threads.run(self.file.clear, starts, ends)
+        else:
+            await self._threads.run(self.file.empty)
+        self.spill.cleared(starts, ends)
+        space = self.host.space
+        space.copies.drop_dead(DISK, space.ranges.alive)
+        self.room.pump()
+
+    def _beyond(self) -> tuple[type[BackPressure], str]:
+        """What becomes of a put that waited in vain, and how it is here."""
+        spill, trouble = self.spill, self._trouble
+        full = trouble is not None and trouble.errno in _FULL
+        says = f"; {spill.spilled_bytes} of {spill.size_bytes} B are spilled to {self.file.path}"
+        if trouble is not None:
+            says += f", which takes no more: {trouble.strerror}"
+        return SpillFull if full else BackPressure, says

@@ -1,0 +1,323 @@
+"""Producers that wait to be let open groups, and the permits that they get.
+
+They wait at their partition's shard, first come first served whatever they want, and hold nothing
+meanwhile. Who asks does so in turns, under the permit's number and at its age, and tells the shard,
+until that has answered, when nobody waits for it any more, or its client has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dataplane.errors import (
+    ClaimTimeout,
+    DataplaneError,
+    DeadlineExceeded,
+    LeaseExpired,
+    LimitExceeded,
+    StaleEpoch,
+    Unavailable,
+)
+from dataplane.metadata.shard import reasons
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.notices import Telling, Why
+from dataplane.peer.sessions import Held, Session
+from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.claim_queues import MAX_PAST, MAX_WAITING
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import Admit, Admitted, Body, Done, Request, Unadmit
+from dataplane.wire.tables import Owner
+
+TURN_S = 5.0
+"""A shard is asked again after so long, and says what the call waits for."""
+RETRY_S = 0.5
+
+Answer = asyncio.Future[Body]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """At the shard."""
+
+    asked: Admit
+    holder: int
+    owner: Owner
+    since: float
+    answer: Answer = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def fail(self, why: DataplaneError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(type(why)(why.message, **why.details))
+            self.answer.exception()  # who asked may have gone: that is no bug to log
+
+
+class Admissions:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        shipping: Shipping,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.shipping = shipping
+        self.on_wait: list[Callable[[Entry], None]] = []
+        """called when somebody begins or ends to wait for places of a partition"""
+        # nobody of another peer, or of this one's last life, has the same number
+        self._numbers = itertools.count(1 + secrets.randbits(62))
+        self._waiting: dict[tuple[str, int], dict[int, _Waiting]] = {}
+        """by partition, the oldest first"""
+        self._past: OrderedDict[int, None] = OrderedDict()
+        partitions.on_phase.append(self._on_phase)
+        mesh.handlers |= {Admit: self._admit_here, Unadmit: self._unadmit_here}
+
+    # asked for by clients of this host
+
+    async def admit(self, session: Session, request: Request, body: Admit) -> Body:
+        """ClaimTimeout, PartitionGone, PartitionSealed, PartitionConflict, InvalidCall."""
+        for number, held in session.permits.items():
+            if request.op and held.op == request.op:  # asked again: it did not hear
+                return Admitted(number, held.version)
+        entry = await self.partitions.known(body.partition, body.generation)
+        number = next(self._numbers)
+        one = msgspec.structs.replace(
+            body, generation=entry.generation, number=number, label=session.label
+        )
+        call = _Call(self, session, one)
+        limits = entry.generation, body.max_lag, body.per_version
+        subject = reasons.Subject("admit", entry.name, "", limits)
+        session.waiting += 1
+        try:
+            with Telling(self.host, str(call), subject, call.look):
+                admitted = await call.run()
+        finally:
+            session.waiting -= 1
+            if not call.settled:
+                self._insist(entry.name, entry.generation, [number])
+        session.permits[number] = Held(entry.name, entry.generation, request.op, admitted.version)
+        return admitted
+
+    async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
+        """Told until the shard has heard it, also where nobody waits for that."""
+        mine = [number for number in body.permits if session.permits.pop(number, None)]
+        if mine:
+            await asyncio.wait([self._insist(body.partition, body.generation, mine)])
+        return Done()
+
+    def give_back(self, session: Session, numbers: list[int]) -> None:
+        """Nobody is there any more who would use them."""
+        for number in numbers:
+            held = session.permits.pop(number, None)
+            if held is not None:
+                self._insist(held.partition, held.generation, [number])
+
+    def _insist(self, partition: str, generation: int, numbers: list[int]) -> asyncio.Task[Any]:
+        body = Unadmit(partition, generation, numbers)
+        return self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(partition), body))
+
+    # at the shard
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether somebody waits for places of this partition."""
+        return entry.key in self._waiting
+
+    def _tell(self, entry: Entry) -> None:
+        for tell in self.on_wait:
+            tell(entry)
+
+    def _admit_here(self, caller: Caller, body: Admit) -> Body | asyncio.Future[Body]:
+        entry = self.host.shard(body.partition, body.generation)
+        known = entry.store.permits.given.get(body.number)
+        if known is not None:
+            return Admitted(body.number, known.version)
+        if body.number in self._past:
+            raise LeaseExpired("this call was given up: call admit again")
+        entry.store.check_admit(body.count, body.max_lag, body.per_version)
+        waiting = self._waiting.setdefault(entry.key, {})
+        if len(waiting) >= MAX_WAITING:
+            raise LimitExceeded(
+                f"{MAX_WAITING} calls of admit wait at {self.host.address}, which is the limit",
+                limit=MAX_WAITING,
+            )
+        self.host.label(caller.session, body.label)
+        since = self.host.now() - body.waited_ms / 1000
+        one = _Waiting(body, caller.session, caller.owner, since)
+        before = waiting.pop(body.number, None)
+        if before is not None:
+            one.since = min(one.since, before.since)
+            before.fail(StaleEpoch("the call was repeated"))
+        waiting[body.number] = one
+        by_age = sorted(waiting.items(), key=lambda item: item[1].since)
+        self._waiting[entry.key] = dict(by_age)
+        self.look(entry)
+        if one.answer.done():
+            return one.answer
+        self._tell(entry)  # where it waits for what is claimed, others get that
+        return asyncio.ensure_future(self._wait(entry, one))
+
+    async def _wait(self, entry: Entry, one: _Waiting) -> Body:
+        try:
+            async with asyncio.timeout(one.asked.timeout_ms / 1000):
+                return await one.answer
+        except TimeoutError:
+            if one.answer.done() and not one.answer.cancelled():
+                return one.answer.result()  # in the same moment
+            why, details = self._why(entry, one)
+            raise ClaimTimeout(why, **details) from None
+        finally:
+            one.answer.cancel()
+            self._withdraw(entry.key, one)
+            self.look(entry)
+            self._tell(entry)
+
+    def _withdraw(self, key: tuple[str, int], one: _Waiting) -> None:
+        waiting = self._waiting.get(key, {})
+        if waiting.get(one.asked.number) is one:
+            del waiting[one.asked.number]
+        if not waiting:
+            self._waiting.pop(key, None)
+
+    def _unadmit_here(self, caller: Caller, body: Unadmit) -> Body:
+        """What waits of them waits no more, and what is left of them is nobody's."""
+        for number in body.permits:
+            self._past[number] = None
+            if len(self._past) > MAX_PAST:
+                self._past.popitem(last=False)
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            return Done()
+        for number in body.permits:
+            one = self._waiting.get(entry.key, {}).get(number)
+            if one is not None:
+                self._withdraw(entry.key, one)
+                one.fail(StaleEpoch("the call was given up"))
+        entry.store.take_back(body.permits)
+        self.look(entry)
+        return Done()
+
+    def look(self, entry: Entry) -> None:
+        """Something changed by which somebody may go on."""
+        waiting = self._waiting.get(entry.key)
+        if not waiting or self.host.silent:  # what it did now its heir would not know
+            return
+        for one in list(waiting.values()):
+            asked = one.asked
+            if one.answer.done():
+                continue
+            try:
+                limits = asked.max_lag, asked.per_version
+                if not entry.store.admit(asked.number, one.holder, asked.count, *limits):
+                    return
+            except DataplaneError as exc:
+                one.fail(exc)
+            else:
+                self.shipping.lease_to(one.holder, one.owner)
+                version = entry.store.permits.given[asked.number].version
+                one.answer.set_result(Admitted(asked.number, version))
+            self._withdraw(entry.key, one)
+
+    def _why(self, entry: Entry, one: _Waiting) -> Why:
+        waiting = list(self._waiting.get(entry.key, {}).values())
+        permits = entry.store.permits
+        told = permits.stats(entry.store.state)
+        told["before"] = waiting.index(one) if one in waiting else 0
+        holders = {permit.holder: 0 for permit in permits.given.values()}
+        for permit in permits.given.values():
+            holders[permit.holder] += permit.left
+        who = {self.host.labels.get(h, f"client {h:x}"): n for h, n in holders.items()}
+        return reasons.of_admission(told, one.asked.count, who), told
+
+    # whoever waits must go
+
+    def _on_phase(self, entry: Entry, phase: str) -> None:
+        if phase == "sealed":
+            self.look(entry)
+        else:
+            self._fail(entry.key, self.host.gone(entry.name, entry.generation))
+
+    def turned(self) -> None:
+        """A new roster: who waits for what is served elsewhere now asks there."""
+        for key in [k for k in self._waiting if not self.host.serves(k[0])]:
+            self._fail(key, StaleEpoch(f"partition {key[0]!r} is served by another peer now"))
+
+    def gone(self, gone: Owner) -> None:
+        """A peer is no more: who waits there gets nothing. To be called before its permits go."""
+        for key, waiting in list(self._waiting.items()):
+            for one in list(waiting.values()):
+                if one.owner.peer == gone.peer:
+                    self._withdraw(key, one)
+                    one.fail(StaleEpoch("its peer is no more"))
+
+    def _fail(self, key: tuple[str, int], why: DataplaneError) -> None:
+        for one in self._waiting.pop(key, {}).values():
+            one.fail(why)
+
+
+class _Call:
+    """One call of a client of this host. settled: the shard has said what became of it, and knows
+    that."""
+
+    def __init__(self, admissions: Admissions, session: Session, body: Admit) -> None:
+        self.host = admissions.host
+        self.ask_home: Callable[..., Any] = admissions.partitions.ask_home
+        self.caller = Caller(self.host.address, self.host.incarnation, session.id)
+        self.body = body
+        self.began = self.host.now()
+        self.end = self.began + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+        self.settled = False
+        self.why: Why = "its shard has not said yet for what", {}
+
+    def __str__(self) -> str:
+        return f"admit({self.body.count}) of partition {self.body.partition!r}"
+
+    async def look(self, limit_s: float) -> Why:
+        """What the shard said at the end of the last turn."""
+        return self.why
+
+    async def run(self) -> Admitted:
+        """Also while nobody can be reached who has the shard: that may end."""
+        while True:
+            now = self.host.now()
+            left_s = max(0.0, self.end - now)
+            asked = msgspec.structs.replace(
+                self.body,
+                timeout_ms=int(min(left_s, TURN_S) * 1000),
+                waited_ms=int((now - self.began) * 1000),
+            )
+            roster, self.settled = self.host.roster, False
+            try:
+                admitted: Admitted = await self.ask_home(self.body.partition, asked, self.caller)
+            except ClaimTimeout as exc:
+                self.why = exc.message, exc.details
+                if left_s <= TURN_S:
+                    self.settled = True
+                    raise self._late() from exc
+            except (StaleEpoch, Unavailable, DeadlineExceeded) as exc:
+                self.why = exc.message, exc.details
+                now = self.host.now()
+                if now >= self.end:
+                    raise self._late() from exc
+                await self.host.another_roster(roster, min(now + RETRY_S, self.end))
+            except DataplaneError:
+                self.settled = True
+                raise
+            else:
+                self.settled = True
+                return admitted
+
+    def _late(self) -> ClaimTimeout:
+        why, details = self.why
+        within_s = self.body.timeout_ms / 1000
+        return ClaimTimeout(f"{self} was not met within {within_s:g} s: {why}", **details)

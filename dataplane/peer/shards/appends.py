@@ -1,0 +1,312 @@
+"""The primary's side of a backup: what this peer's shards do goes to one other peer, in order.
+
+A new backup first gets a dump of every store, then each operation. While the roster calls it in
+sync, no answer and no message leaves this peer before the backup has all that was done up to then:
+whoever hears of a change finds it again after this peer's death.
+
+An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
+backup says in its requests how far it is; where somebody else waits for that, it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.dump import dump
+from dataplane.peer.host import Entry, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.shards.second_copies import Copying
+from dataplane.wire.journal import Op, encode_ops
+from dataplane.wire.rosters import Append, Shipment
+from dataplane.wire.tables import Definition, Owner
+
+log = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 4 << 20
+MESSAGE_OPS = 10_000
+CARRIED_BYTES = 256 << 10
+"""More than this goes in messages of its own, and not with an answer."""
+QUIET_S = 0.05
+"""What nobody waits for goes to the backup after so long, and it is asked about what it got with an
+answer and has said nothing of."""
+MAX_PENDING_BYTES = 512 << 20
+"""More than this does not wait for a backup: it is too slow, and begins anew."""
+MOST_LESSEES = 10_000
+"""Sessions that are remembered before those that hold nothing are looked for."""
+ATTEMPT_S = 10.0
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    partition: str
+    generation: int
+    op: bytes
+    definition: Definition | None
+
+
+class Shipping:
+    def __init__(self, host: Host, mesh: Mesh, copying: Copying) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.copying = copying
+        self.progress = host.progress
+        self.backup: Owner | None = None
+        self.synced = False
+        """the backup of the present stream has had everything, at least once"""
+        self._stream = 0
+        self._queue: deque[_Pending] = deque()
+        """what the backup is not known to have; the first one's number in the stream is `_first`"""
+        self._first = 0
+        self._queued_bytes = 0
+        self._under_way = False
+        """a message to the backup is not answered yet"""
+        self._carried, self._carrier = 0, b""
+        """up to which number all went along with answers, the last of them on which connection"""
+        self._is_asked = self._looks = False
+        """a message goes to the backup although nobody waits; that is looked at in a moment"""
+        self._more = asyncio.Event()
+        self._lessees: dict[int, Owner] = {}
+        """which peer the sessions are of that have leases here; the backup has to know it"""
+        self._lessees_limit = MOST_LESSEES
+        self._holders: dict[int, tuple[Owner, int]] = {}
+        """of them, those that the backup may not have been told, and until which number not"""
+        self._task: asyncio.Task[object] | None = None
+        mesh.door.carry, mesh.door.heard = self.carry, self.heard
+        self.progress.on_awaited = self._more.set
+
+    # what the stores do
+
+    def watch(self, entry: Entry) -> None:
+        """A partition is new here: from now on its operations are shipped."""
+        if self.backup is not None or entry.copies is not None:
+            entry.store.emit = functools.partial(self._emit, entry)
+        if self.backup is not None:
+            self._push(_Pending(entry.name, entry.generation, b"", entry.store.declared))
+
+    def take_over(self, entry: Entry) -> None:
+        """A partition that another peer served is this one's, with all its rows."""
+        self.watch(entry)
+        if entry.store.emit is not None:
+            for op in dump(entry.store):
+                entry.store.emit(op)
+
+    def lease_to(self, holder: int, peer: Owner) -> None:
+        """A session, of that peer, holds leases here."""
+        if len(self._lessees) >= self._lessees_limit:
+            self._forget_lessees()
+        if self.backup is not None and self._lessees.get(holder) != peer:
+            # a message behind the next operation has it
+            self._holders[holder] = peer, self._end + 1
+        self._lessees[holder] = peer
+
+    def lessees_gone(self, gone: Owner) -> list[int]:
+        """The sessions of a peer that is no more; they are forgotten."""
+        holders = [holder for holder, peer in self._lessees.items() if peer.peer == gone.peer]
+        for holder in holders:
+            del self._lessees[holder]
+        return holders
+
+    def _forget_lessees(self) -> None:
+        """Those that hold nothing any more."""
+        hold = set[int]().union(*(one.store.lessees for one in self.host.entries.values()))
+        self._lessees = {h: peer for h, peer in self._lessees.items() if h in hold}
+        self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
+
+    def _emit(self, entry: Entry, op: Op) -> None:
+        if entry.copies is not None:
+            self.copying.note(entry, op)
+        self._ship_op(entry, op)
+
+    def _ship_op(self, entry: Entry, op: Op) -> None:
+        if self.backup is not None:
+            self._push(_Pending(entry.name, entry.generation, encode_ops([op]), None))
+
+    def _push(self, pending: _Pending) -> None:
+        self.progress.done += 1
+        self._queue.append(pending)
+        self._queued_bytes += len(pending.op)
+        if self._queued_bytes > MAX_PENDING_BYTES:
+            log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
+            self._stop()
+            asyncio.get_running_loop().call_later(RETRY_S, self._begin)
+            return
+        if not self._looks:
+            self._look_later()
+
+    # the stream
+
+    def turned(self, new: Roster) -> None:
+        """A new roster may name another backup, or call it in sync."""
+        address, _ = new.backup_of(self.host.address)
+        owner = next((o for o in new.owners if o.peer == address), None)
+        if owner != self.backup:
+            self.backup = owner
+            self._stop()
+            self._begin()
+        mine = new.shards_of(self.host.address)
+        in_sync = self.backup is not None and bool(new.in_sync[mine].any())
+        self.progress.required = in_sync
+        self.progress.wake()
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._task = None
+        self._clear()
+        self.synced = False
+
+    def _clear(self) -> None:
+        """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
+        self._queue.clear()
+        self._queued_bytes = self._first = self._carried = 0
+        self._stream, self._carrier = secrets.randbits(53), b""
+        self._under_way = self._is_asked = False
+
+    def _begin(self) -> None:
+        """A new stream: everything there is, then everything that happens."""
+        if self._task is not None:
+            return
+        self._clear()
+        if self.backup is None:
+            self.progress.move(self.progress.done)
+            for entry in self.host.entries.values():
+                if entry.copies is None:
+                    entry.store.emit = None
+            return
+        self._forget_lessees()
+        self._holders = {holder: (peer, 1) for holder, peer in self._lessees.items()}
+        for entry in self.host.entries.values():
+            self.watch(entry)
+            for op in dump(entry.store):
+                self._ship_op(entry, op)
+        self._task = self.mesh.spawn(self._ship(self.backup))
+
+    async def _ship(self, backup: Owner) -> None:
+        self.progress.confirmed = self.progress.done - len(self._queue)
+        while self.progress.required:
+            # A backup that begins anew drops what it has: not while it may still be promoted.
+            await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
+        begun = False
+        while True:
+            while begun and not self._is_due:
+                self.synced = True
+                self._more.clear()
+                await self._more.wait()
+                await asyncio.sleep(0)  # what follows at once, as a lease does a put, goes along
+            # Also of nothing: the backup may have kept what there was in a stream before this one.
+            begun = True
+            # With what went along with answers: this message may overtake them.
+            body, end = self._message(self._first, MESSAGE_BYTES)
+            self._is_asked, self._under_way = end < self._end, True
+            try:
+                await self._append(backup, body)
+            except ProtocolError as exc:
+                log.warning("the backup %s begins anew: %s", backup.peer, exc)
+                self._task = None
+                self._stop()
+                asyncio.get_running_loop().call_later(RETRY_S, self._begin)
+                return
+            self._under_way = False
+            self._confirmed(end)
+
+    @property
+    def _end(self) -> int:
+        """The number that the next operation has in the stream."""
+        return self._first + len(self._queue)
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self._queue) and (self._is_asked or self.progress.is_awaited)
+
+    def _message(self, first: int, most_bytes: int) -> tuple[Append, int]:
+        """As many operations from this number on as one message takes, and the number behind."""
+        shipments: list[Shipment] = []
+        nbytes = count = 0
+        for one in islice(self._queue, first - self._first, None):
+            if nbytes >= most_bytes or count >= MESSAGE_OPS:
+                break
+            nbytes += len(one.op)
+            count += 1
+            last = shipments[-1] if shipments else None
+            same = last and (last.partition, last.generation) == (one.partition, one.generation)
+            if one.definition is not None:
+                shipments.append(Shipment(one.partition, one.generation, [], one.definition))
+            elif last is not None and same:
+                last.ops.append(one.op)
+            else:
+                shipments.append(Shipment(one.partition, one.generation, [one.op]))
+        holders = [(h, peer.peer, peer.incarnation) for h, (peer, _) in self._holders.items()]
+        return Append(self._stream, first, shipments, holders), first + count
+
+    def _confirmed(self, end: int) -> None:
+        """The backup has what comes before this number."""
+        count = end - self._first
+        if count <= 0:
+            return
+        for _ in range(count):
+            self._queued_bytes -= len(self._queue.popleft().op)
+        self._first = end
+        if self._holders:
+            self._holders = {h: one for h, one in self._holders.items() if one[1] > end}
+        self.progress.move(self.progress.confirmed + count)
+
+    # along with answers
+
+    def carry(self, to: Owner, connection: bytes) -> Append | None:
+        """What an answer to this peer on this connection brings along, where that peer is the
+        backup: all that it does not have, so that the answer need not wait. None where it must.
+
+        What comes on one connection comes in order, so what went before is not sent again there."""
+        if to != self.backup or not self.synced or self._under_way or self.progress.is_held:
+            return None
+        if any(entry.copies is not None for entry in self.host.entries.values()):
+            return None  # the backup answers when it has bytes too
+        first = self._first
+        if connection == self._carrier:
+            first = max(first, self._carried)
+        body, end = self._message(first, CARRIED_BYTES)
+        if end < self._end:
+            return None
+        self._carried, self._carrier = end, connection
+        return body
+
+    def heard(self, by: Owner, stream: int, end: int) -> None:
+        """A peer says how far it is in a stream."""
+        if by == self.backup and stream == self._stream and end <= self._end:
+            self._confirmed(end)
+
+    # what nobody waits for
+
+    def _look_later(self) -> None:
+        self._looks = True
+        asyncio.get_running_loop().call_later(QUIET_S, self._look, self._stream, self._end)
+
+    def _look(self, stream: int, end: int) -> None:
+        self._looks = False
+        if stream == self._stream and self._first < end:
+            self._is_asked = True
+            self._more.set()
+        elif self._queue:
+            self._look_later()
+
+    async def _append(self, backup: Owner, body: Append) -> None:
+        """Until the backup has it; it waits as long as the roster names this backup."""
+        while True:
+            roster = self.host.roster
+            try:
+                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
+                return
+            except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
+                if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
+                    raise
+                log.info("the backup %s is asked again: %s", backup.peer, exc)
+                await self.host.another_roster(roster, self.host.now() + RETRY_S)

@@ -1,0 +1,317 @@
+"""The backup's side: copies of other peers' stores, kept by replaying what those did.
+
+When the roster gives this peer the shards of another one, it serves the copies like its own, and
+tells the owners of values what it holds now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from dataplane.errors import ProtocolError, StaleEpoch
+from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.second_copies import Copies, named_by
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.references import ids_of
+from dataplane.peer.host import Caller, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.shards.appends import MOST_LESSEES, Shipping
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.peer.shards.references import References
+from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
+from dataplane.wire.messages import Body, Done
+from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.rosters import Append, Inherited, Shipment
+from dataplane.wire.tables import Owner
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+TOLD_S = 600.0
+"""So long after its holder the operation that is a lease has come, or the stream has ended."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """of one partition. values: second copies of what the primary wrote, with replicas=2"""
+
+    store: Store
+    values: Copies | None = None
+
+
+@dataclass(slots=True)
+class _Origin:
+    """All that a primary shipped in one stream."""
+
+    stream: int
+    next: int = 0
+    copies: dict[Key, _Copy] = field(default_factory=dict)
+    holders: dict[int, tuple[Owner, float]] = field(default_factory=dict)
+    """who has leases, and when that was told: some have none any more"""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    holders_limit: int = MOST_LESSEES
+
+    def note_holders(self, told: list[tuple[int, str, int]], now: float) -> None:
+        """The operation by which one gets its lease may come a while after this."""
+        if len(self.holders) + len(told) > self.holders_limit:
+            hold = set[int]().union(*(copy.store.lessees for copy in self.copies.values()))
+            known = self.holders.items()
+            self.holders = {h: one for h, one in known if h in hold or now - one[1] < TOLD_S}
+            self.holders_limit = max(MOST_LESSEES, 2 * (len(self.holders) + len(told)))
+        self.holders.update((h, (Owner(peer, life), now)) for h, peer, life in told)
+
+
+class Replicas:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        shipping: Shipping,
+        references: References,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.partitions = partitions
+        self.shipping = shipping
+        self.references = references
+        self.copying = shipping.copying
+        self._origins: dict[Owner, _Origin] = {}
+        self._named: set[Owner] = set()
+        """whose values the rows name that were taken over just now"""
+        mesh.handlers[Append] = self._append
+        mesh.has = self.has
+        mesh.handlers[Inherited] = self.references.inherited
+
+    def __len__(self) -> int:
+        """Rows that are kept for other peers."""
+        return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
+
+    def has(self, address: str) -> tuple[int, int] | None:
+        """(stream, operations of it that are here) of what a peer ships; None where that is not
+        known, as with second copies, whose bytes have to be here as well."""
+        for owner, origin in self._origins.items():
+            if owner.peer == address and not any(
+                copy.values is not None for copy in origin.copies.values()
+            ):
+                return origin.stream, origin.next
+        return None
+
+    # replaying
+
+    def _append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
+        """StaleEpoch unless this peer backs the sender up; ProtocolError where the copy is broken,
+        and must be made anew."""
+        if self.host.roster.backup_of(caller.address)[0] != self.host.address:
+            raise StaleEpoch(f"{self.host.address} does not back {caller.address} up")
+        origin = self._origins.get(caller.owner)
+        if origin is None or origin.stream != body.stream:
+            if body.first == 0:
+                self._forget(caller.owner)
+                origin = self._origins[caller.owner] = _Origin(body.stream)
+            else:
+                origin = None
+        if origin is None:
+            raise ProtocolError(f"operations of {caller.address} came without their beginning")
+        if origin.lock.locked() or _brings_values(origin, body):
+            return self._append_with_values(caller, origin, body)
+        self._replay(caller.owner, origin, _new(origin, body))
+        return Done()
+
+    async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
+        async with origin.lock:
+            body = _new(origin, body)
+            async with self._beforehand(caller.owner, origin, body):
+                self._replay(caller.owner, origin, body)
+            for copy in list(origin.copies.values()):
+                if copy.values is not None:
+                    await self.copying.bring(copy.values, caller.owner)
+        return Done()
+
+    @contextlib.asynccontextmanager
+    async def _beforehand(self, owner: Owner, origin: _Origin, body: Append) -> AsyncIterator[None]:
+        """Second copies of what the primary wrote are here before its operations are replayed. What
+        begins with this message nobody was promised yet. StaleEpoch where it was taken over."""
+        async with contextlib.AsyncExitStack() as held:
+            for shipment in body.shipments:
+                copy = origin.copies.get((shipment.partition, shipment.generation))
+                if copy is None or copy.values is None:
+                    continue
+                ops = [op for raw in shipment.ops for op in decode_ops(raw)]
+                named = [one for op in ops for one in named_by(op) if one[0] == owner]
+                await held.enter_async_context(self.copying.held(copy.values, named))
+                await self.copying.bring(copy.values, owner)
+            if self._origins.get(owner) is not origin:
+                raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
+            yield
+
+    def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
+        origin.note_holders(body.holders, self.host.now())
+        try:
+            for shipment in body.shipments:
+                self._carry_out(owner, origin, shipment)
+        except ProtocolError:
+            self._forget(owner)
+            raise
+
+    def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
+        key = shipment.partition, shipment.generation
+        if shipment.definition is not None:
+            self.partitions.heard(shipment.generation)
+            store = Store(
+                shipment.partition,
+                shipment.definition,
+                shipment.generation,
+                self.host.lease_numbers,
+            )
+            values = Copies() if shipment.definition.replicas == 2 else None
+            origin.copies[key] = _Copy(store, values)
+            origin.next += 1
+        copy = origin.copies.get(key)
+        if copy is None:
+            raise ProtocolError(f"operations of a partition {key} that was not declared")
+        for raw in shipment.ops:
+            for op in decode_ops(raw):
+                apply(copy.store, op, self.host.now())
+                self._follow(owner, copy, op)
+                if isinstance(op, Ended):
+                    del origin.copies[key]
+            origin.next += 1
+
+    def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
+        """Values that the primary wrote get second copies here, for as long as rows name them."""
+        freed = copy.store.freed()
+        if copy.values is None:
+            return
+        for one, *named in named_by(op):
+            if one == owner:
+                copy.values.note(one, *named)
+        if isinstance(op, Relocated) and op.to_owner == owner:
+            copy.values.note(owner, *_those(copy.store, owner, column(op.to_ranges, RANGE)))
+        for gone in freed:
+            self.copying.release(copy.values.freed(*gone))
+
+    def _forget(self, owner: Owner) -> None:
+        origin = self._origins.pop(owner, None)
+        for copy in origin.copies.values() if origin is not None else ():
+            self._release(copy)
+
+    def _release(self, copy: _Copy) -> None:
+        """Second copies of values that are not needed, or not whole."""
+        if copy.values is not None:
+            self.copying.release(copy.values.clear())
+
+    # taking over
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        """Shards that are this peer's now are taken over; whom it backs no more is forgotten."""
+        if self.host.owner in new.owners and self.host.owner not in old.owners:
+            self._begin(new)
+        # The roster says so, and not who was the backup last: a copy that was never in sync, or is
+        # of a backup before the last, has undone what its owner answered since.
+        last = {t.owner: t for t in new.takeovers}
+        whole = {t.owner for t in last.values() if t.heir == self.host.owner and t.in_sync}
+        for owner in old.owners:
+            if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
+                continue
+            if owner not in whole:
+                self._forget(owner)
+            if new.heir_of(old, owner) == self.host.owner:
+                origin = self._origins.pop(owner, None)
+                self._take_over(owner, origin or _Origin(0), new.lost - old.lost)
+            else:
+                self._forget(owner)
+        for owner in list(self._origins):
+            if not new.has(owner) or new.backup_of(owner.peer)[0] != self.host.address:
+                self._forget(owner)
+
+    def _begin(self, first: Roster) -> None:
+        """Shards that others lost were given to this process when it came, with nothing in them."""
+        here = (Owner(self.host.address, 0), self.host.owner)
+        if not any(one.heir in here for one in first.takeovers):
+            return
+        body = Inherited(Owner(self.host.address, 0), b"", b"", first.epoch[1])
+        for other in first.owners:
+            self.mesh.spawn(self.mesh.tell(other, body))
+
+    def lost_before(self) -> list[Owner]:
+        """Peers of whom rows that were taken over still name values, although they were lost under
+        a roster before: who had the rows died as well before it could say so."""
+        named, self._named = self._named, set()
+        return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
+
+    def _take_over(self, owner: Owner, origin: _Origin, empty: frozenset[int]) -> None:
+        """empty: shards that begin so, of which there may be the beginning of a copy."""
+        held: dict[Owner, list[tuple[Array, Array]]] = {}
+        for copy in origin.copies.values():
+            if self.host.roster.bucket(copy.store.partition) in empty:
+                self._release(copy)
+                continue
+            for values, ranges, counts in copy.store.holdings():
+                held.setdefault(values, []).append((ranges, counts))
+            entry = self.partitions.serve(copy.store)
+            if copy.values is not None:
+                self.copying.succeed(entry, copy.values, owner)
+                self._release(copy)
+            self.shipping.take_over(entry)
+            for holder, (peer, _) in origin.holders.items():
+                self.shipping.lease_to(holder, peer)
+                if not self.host.roster.has(peer):  # nobody is left to say that it holds nothing
+                    entry.store.release_holder(holder)
+            log.warning("took %d rows of %r over from %s", len(copy.store), entry.name, owner.peer)
+        self._named |= held.keys()
+        for other in self.host.roster.owners:
+            ranges, counts = _joined(held.get(other, []))
+            body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
+            self.references.took_over(other, body)
+
+
+def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:
+    """Of all ranges of an owner that rows name, these: RANGE, how many values, and how far."""
+    named = store.named(owner)
+    among = np.isin(ids_of(named[0]), ids_of(ranges))
+    return named[0][among], named[1][among], named[2][among]
+
+
+def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    if not parts:
+        return np.zeros(0, RANGE), np.zeros(0, U4)
+    ranges, counts = zip(*parts, strict=True)
+    return np.concatenate(ranges), np.concatenate(counts)
+
+
+def _new(origin: _Origin, body: Append) -> Append:
+    """Without what was carried out before. ProtocolError where some are missing before it."""
+    if body.first > origin.next:
+        raise ProtocolError(f"operations {origin.next} to {body.first} are missing")
+    passed, rest = origin.next - body.first, []
+    for one in body.shipments:
+        count = len(one.ops) + (one.definition is not None)
+        if passed < count:
+            rest.append(_behind(one, passed))
+        passed = max(0, passed - count)
+    return Append(body.stream, origin.next, rest, body.holders)
+
+
+def _behind(one: Shipment, passed: int) -> Shipment:
+    """The shipment without its first operations, of which its definition is one."""
+    if passed and one.definition is not None:
+        one, passed = Shipment(one.partition, one.generation, one.ops), passed - 1
+    return Shipment(one.partition, one.generation, one.ops[passed:], one.definition)
+
+
+def _brings_values(origin: _Origin, body: Append) -> bool:
+    """Whether second copies of values may have to be made."""
+    defined = (one.definition for one in body.shipments)
+    return any(copy.values is not None for copy in origin.copies.values()) or any(
+        definition is not None and definition.replicas == 2 for definition in defined
+    )

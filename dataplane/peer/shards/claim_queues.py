@@ -1,0 +1,442 @@
+"""Claims at the shard: they wait at the primary of their partition, and are granted in the answer.
+
+What waits is soft (`metadata.shard.claim_queue`), what was granted is a lease of the store, which
+knows its claim by number. A claim that is repeated, because a link broke or a roster came, is
+answered with the lease that it has, or waits on at its age; one that was given up, or answered, is
+known by its number for a while, so that what comes of it later does not wait for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.errors import (
+    ClaimTimeout,
+    DataplaneError,
+    LeaseExpired,
+    LimitExceeded,
+    RowsGone,
+    RowsLost,
+    StaleEpoch,
+    StreamEnd,
+    ValueTooLarge,
+    counted,
+)
+from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
+from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.tables.columns import Array
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.losses import LossReports
+from dataplane.peer.shards.partitions import Partitions
+from dataplane.wire.messages import Body, Claim, Done, StatsDone, Wait
+from dataplane.wire.peering import Granted, Missing, Withdraw
+from dataplane.wire.tables import Owner, Rows, Table
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 32_768
+"""Claims that wait at one peer."""
+MAX_PAST = 16_384
+"""Claims that are over and known by number; the oldest are forgotten."""
+YIELD_S = 5.0
+"""Heads of lanes keep nothing for themselves for so long after a producer was seen to wait."""
+
+Answer = asyncio.Future[Body]
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Who waits for rows of one stage."""
+
+    entry: Entry
+    queue: ClaimQueue
+    waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
+
+
+class ClaimQueues:
+    """producers: how many puts wait for room here, or at this peer's shards. admits: whether
+    somebody waits for places to begin groups of a partition."""
+
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        partitions: Partitions,
+        shipping: Shipping,
+        losses: LossReports,
+        settle: Callable[[Entry], None],
+        producers: Callable[[], int],
+        admits: Callable[[Entry], bool] = lambda entry: False,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.shipping = shipping
+        self.losses = losses
+        self.settle = settle
+        self.producers = producers
+        self.admits = admits
+        self._stages: dict[tuple[str, int, str], _Stage] = {}
+        self._owners: dict[int, Owner] = {}
+        """the peers of the claims that wait"""
+        self._answers: dict[int, Answer] = {}
+        self._past: OrderedDict[int, None] = OrderedDict()
+        self._yields_until = 0.0
+        partitions.on_phase.append(self._on_phase)
+        mesh.handlers |= {
+            Claim: self.claim,
+            Withdraw: self._withdraw,
+            Wait: self._wait,
+            Missing: self._missing,
+        }
+
+    def __len__(self) -> int:
+        """Claims that wait here."""
+        return len(self._answers)
+
+    # claims come
+
+    def claim(self, caller: Caller, body: Claim) -> Granted | Answer:
+        """Rows at once where there are enough and nobody is before it, else an answer to come.
+
+        PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge, LimitExceeded;
+        LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait."""
+        entry = self.host.shard(body.partition, body.generation)
+        repeated = self._repeated(entry, body)
+        if repeated is not None:
+            return repeated
+        stage = self._stage(entry, body.stage)
+        if len(self._answers) >= MAX_WAITING and body.number not in stage.queue:
+            raise LimitExceeded(
+                f"{MAX_WAITING} claims wait at {self.host.address}, which is the limit",
+                limit=MAX_WAITING,
+            )
+        now = self.host.now()
+        stage.queue.add(
+            Waiting(
+                body.number,
+                body.want,
+                caller.session,
+                caller.address,
+                body.fields,
+                body.most_bytes,
+                now - body.waited_ms / 1000,
+                body.plan,
+                body.rank,
+            )
+        )
+        self._answer(body.number, StaleEpoch("the claim was repeated"))
+        self._owners[body.number] = caller.owner
+        self.host.label(caller.session, body.label)
+        mine = self._serve(stage, body.number)
+        if isinstance(mine, DataplaneError):
+            raise mine
+        if mine is not None:
+            return mine
+        if body.timeout_ms == 0:
+            self._end(stage, body.number)
+            raise ClaimTimeout(f"nothing can be claimed of stage {body.stage!r} now")
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._answers[body.number] = answer
+        return answer
+
+    def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
+        """The answer to a claim that has a lease already."""
+        leases = entry.store.state.leases
+        if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
+            return _part(member)
+        lease = leases.of_claim(body.number)
+        if lease is not None:
+            try:
+                return _granted(entry, body.stage, lease.number, lease.number, body.fields)
+            except RowsGone:  # some were dropped: nobody has had it, so it may have others
+                self._release(entry, lease.number)
+                return None
+        if body.number in self._past:
+            raise LeaseExpired("this claim was given up, or its lease has ended: claim again")
+        return None
+
+    # claims go
+
+    def _withdraw(self, caller: Caller, body: Withdraw) -> Body:
+        """It waits no more, has no lease, and will never get one."""
+        self._remember(body.number)
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            return Done()
+        stage = self._stages.get((entry.name, entry.generation, body.stage))
+        if stage is not None and body.number in stage.queue:
+            self._end(stage, body.number)
+            self._serve(stage)
+        leases = entry.store.state.leases
+        lease, member = leases.of_claim(body.number), leases.member_of_claim(body.number)
+        if lease is not None:
+            self._release(entry, lease.number)
+        if member is not None:
+            entry.store.leave(member)
+            self.settle(entry)
+        return Done()
+
+    def _release(self, entry: Entry, lease: int) -> None:
+        entry.store.finish(lease, "release", None, [], [], [], {})
+        self.settle(entry)
+
+    def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
+        """It waits no more."""
+        stage.queue.withdraw(number)
+        self._owners.pop(number, None)
+        self._answer(number, _again(why) if why else StaleEpoch("the claim was given up"))
+
+    def _remember(self, number: int) -> None:
+        self._past[number] = None
+        if len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
+
+    def _answer(self, number: int, outcome: Body | DataplaneError) -> None:
+        answer = self._answers.pop(number, None)
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, Body):
+            answer.set_result(outcome)
+        else:
+            answer.set_exception(outcome)
+            answer.exception()  # who asked may have gone: that is no bug to log
+
+    # what they wait for
+
+    def changed(self, entry: Entry, stages: set[str]) -> None:
+        """Figures of these stages changed."""
+        for name in stages:
+            stage = self._stages.get((entry.name, entry.generation, name))
+            if stage is not None:
+                self._look(stage)
+
+    def producers_wait(self) -> None:
+        """Somewhere puts wait for room, which others' claims may free: those get what is there."""
+        self._yields_until = self.host.now() + YIELD_S
+        for stage in list(self._stages.values()):
+            self._look(stage)
+
+    def admit_waits(self, entry: Entry) -> None:
+        """Somebody begins or ends to wait to be let open groups: nothing is kept from others
+        meanwhile."""
+        for stage in self._of(entry):
+            self._look(stage)
+
+    def _look(self, stage: _Stage) -> None:
+        self._serve(stage)
+        for answer, body in list(stage.waits.items()):
+            if not answer.done():
+                _look_at_wait(stage.entry, answer, body)
+
+    def _stage(self, entry: Entry, name: str) -> _Stage:
+        key = (entry.name, entry.generation, name)
+        found = self._stages.get(key)
+        if found is None:
+            entry.store.state.stage(name)  # StageUndefined
+            found = self._stages[key] = _Stage(entry, ClaimQueue(entry.store, name))
+        return found
+
+    def _serve(self, stage: _Stage, number: int = 0) -> Granted | DataplaneError | None:
+        """Meet what can be met. What becomes of claim `number` is returned, others are told."""
+        if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
+            return None
+        mine: Granted | DataplaneError | None = None
+        now, sealed = self.host.now(), stage.entry.sealed
+        keep = stage.queue.contended and self._may_keep(stage.entry)
+        for outcome in stage.queue.serve(now, sealed, keep):
+            told = self._told(stage.entry, stage.queue.stage, outcome)
+            if outcome.claim.number == number:
+                mine = told
+            else:
+                self._answer(outcome.claim.number, told)
+        return mine
+
+    def _may_keep(self, entry: Entry) -> bool:
+        """Whether heads of lanes may keep units from others: no producer waits for those to go."""
+        if self.producers() or self.host.now() < self._yields_until:
+            return False
+        if self.admits(entry):
+            return False
+        return not any(body.below for one in self._of(entry) for body in one.waits.values())
+
+    def _of(self, entry: Entry) -> list[_Stage]:
+        return [one for key, one in self._stages.items() if key[:2] == entry.key]
+
+    def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
+        claim = outcome.claim
+        self._remember(claim.number)
+        owner = self._owners.pop(claim.number)
+        if isinstance(outcome, Over):
+            return _over(entry, stage, outcome)
+        if isinstance(outcome, Joined):
+            self.shipping.lease_to(claim.holder, owner)
+            return _part(outcome.member)
+        taken = outcome.taken
+        assert taken.lease is not None and taken.slots is not None
+        self.shipping.lease_to(claim.holder, owner)
+        return _granted(entry, stage, taken.lease, taken.slots, claim.fields)
+
+    # waiting without claiming
+
+    async def _wait(self, caller: Caller, body: Wait) -> Body:
+        """Until the figures satisfy it; StreamEnd when they never can.
+
+        ClaimTimeout when its time is up: the asker says why, or asks again.
+        """
+        entry = self.host.shard(body.partition, body.generation)
+        stage = self._stage(entry, body.stage)
+        answer: Answer = asyncio.get_running_loop().create_future()
+        stage.waits[answer] = body
+        try:
+            for one in self._of(entry):  # where it waits for fewer rows, others get them
+                self._look(one)
+            async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
+                return await answer
+        except TimeoutError:
+            raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None
+        finally:
+            del stage.waits[answer]
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            self._serve(stage)  # it may have been what nothing was kept from others for
+
+    # why
+
+    def _missing(self, caller: Caller, body: Missing) -> Body:
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            return StatsDone({})
+        found = entry.store.missing(body.stage, body.unit, self.host.now(), body.where)
+        found["leases"] = [
+            [self.host.labels.get(holder, f"client {holder:x}"), stage, rows, age]
+            for holder, stage, rows, age in found["leases"]
+        ]
+        found["sealed"], found["producers"] = entry.sealed, self.producers()
+        stage = self._stages.get((entry.name, entry.generation, body.stage))
+        found["before"] = 0 if stage is None else stage.queue.before(body.claim)
+        found["plan"] = "" if stage is None else stage.queue.waits_for(body.claim)
+        return StatsDone(found)
+
+    # whoever waits must go
+
+    def _on_phase(self, entry: Entry, phase: str) -> None:
+        for key in [k for k in self._stages if k[:2] == entry.key]:
+            if phase == "dropped":
+                self._close(key, self.host.gone(entry.name, entry.generation))
+            else:
+                self._look(self._stages[key])
+
+    def turned(self) -> None:
+        """A new roster: who waits for what is served elsewhere now asks there."""
+        for key in [k for k in self._stages if not self.host.serves(k[0])]:
+            self._close(key, StaleEpoch(f"partition {key[0]!r} is served by another peer now"))
+
+    def _close(self, key: tuple[str, int, str], why: DataplaneError) -> None:
+        stage = self._stages.pop(key)
+        for claim in stage.queue:
+            self._end(stage, claim.number, why)
+        for answer in stage.waits:
+            if not answer.done():
+                answer.set_exception(_again(why))
+
+    def gone(self, gone: Owner) -> None:
+        """A peer is no more: its claims go, rows come back from its clients, and those whose bytes
+        were there are lost."""
+        for stage in self._stages.values():
+            for claim in stage.queue:
+                if self._owners[claim.number].peer == gone.peer:
+                    self._end(stage, claim.number)
+        holders = self.shipping.lessees_gone(gone)
+        for entry in list(self.host.entries.values()):
+            back = sum(entry.store.release_holder(holder) for holder in holders)
+            self.shipping.copying.owner_gone(entry, gone)
+            lost = entry.store.lost(gone)
+            if back or lost.rows.keys:
+                log.warning(
+                    "with peer %s partition %r lost %d rows, and %d were given back to it",
+                    gone.peer,
+                    entry.name,
+                    rowset.count(lost.rows),
+                    back,
+                )
+                self.host.lost_rows += rowset.count(lost.rows)
+                self.losses.look(entry)
+            self.settle(entry)
+            self.changed(entry, set(entry.definition.stages))
+
+
+def _again(why: DataplaneError) -> DataplaneError:
+    """Each who is told gets an error of its own: it keeps the frames that it went through."""
+    return type(why)(why.message, **why.details)
+
+
+def _granted(
+    entry: Entry, stage: str, lease: int, rows: Array | int, fields: list[str] | None
+) -> Granted:
+    """Leased rows with what they have of the fields that are asked for, and of the stage's own
+    progress. RowsGone where some were dropped of a lease."""
+    known = None if fields is None else entry.store.known(fields, stage)
+    return Granted(lease, entry.store.table(rows, known, stage=stage))
+
+
+def _part(member: Member) -> Granted:
+    """A part in a plan, with what all ranks lay it out by."""
+    return Granted(member.number, Table(Rows(b"")), member.plan.laid)
+
+
+def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
+    """What is told of a claim that can never be met."""
+    if over.error is not None:
+        return over.error
+    if over.why == "too_large":
+        return ValueTooLarge(
+            f"a claim of stage {stage!r} of {entry.name!r} needs {over.needed_bytes} bytes of "
+            f"other hosts at its own at once, where pulls may use {over.claim.most_bytes}: claim "
+            "fewer rows at a time (or with min=), or make that arena larger (--arena, "
+            "DATAPLANE_ARENA)",
+            needed_bytes=over.needed_bytes,
+            cap_bytes=over.claim.most_bytes,
+            admission="pull",
+        )
+    if entry.store.counts(stage).lost_rows:
+        lost = entry.store.losses
+        keys = lost.latest()
+        return RowsLost(
+            f"partition {entry.name!r} is sealed and stage {stage!r} has had every row that is "
+            f"left, but {counted(lost.total, 'row was', 'rows were')} lost with their "
+            f"peer, such as {keys[:3]}: part.lost() names them all; put them into a new partition",
+            partition=entry.name,
+            rows=lost.total,
+            keys=keys,
+        )
+    want = over.claim.want
+    left = entry.store.counts(stage).remaining(want.unit)
+    had = f"partition {entry.name!r} is sealed and stage {stage!r} has had every row"
+    if left:
+        had += f" that matches; {left} {want.unit} that do not are left"
+    return StreamEnd(had, remaining=left)
+
+
+def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
+    counts = entry.store.counts(body.stage, body.where)
+    outstanding = counts.outstanding(body.unit)
+    enough = body.count and counts.ready(body.unit) >= body.count
+    if enough or (body.below and outstanding < body.below):
+        answer.set_result(Done())
+    elif body.count and entry.sealed and outstanding < body.count:
+        remaining = counts.remaining(body.unit)
+        answer.set_exception(
+            StreamEnd(
+                f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
+                f"{body.unit} left{' that match' if body.where else ''}, {body.count} will never "
+                "be ready",
+                remaining=remaining,
+            )
+        )

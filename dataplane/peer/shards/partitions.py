@@ -1,0 +1,214 @@
+"""Partitions: declaring them and attaching to them, their stages, their seal and their end.
+
+All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep a handle
+of what they asked about, and are told nothing: every message names the generation that it is
+about, and the shard refuses an old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from dataplane.errors import PartitionUndefined, StaleEpoch
+from dataplane.metadata.roster.roster import Flags
+from dataplane.metadata.shard.store import Store, check_definition
+from dataplane.peer.host import Caller, Entry, Handle, Host, Known
+from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.shards.appends import Shipping
+from dataplane.wire.messages import Body, Define, Defined, Done, Seal
+from dataplane.wire.peering import AddStage
+from dataplane.wire.tables import Definition
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 3.0
+"""How long a shard's answer is awaited, at most to the end of the call."""
+MAX_HANDLES = 10_000
+"""Partitions of other peers that are remembered; the oldest are asked about again."""
+
+
+class Partitions:
+    def __init__(
+        self, host: Host, mesh: Mesh, shipping: Shipping, settle: Callable[[Entry], None]
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.shipping = shipping
+        self.settle = settle
+        self.on_phase: list[Callable[[Entry, str], None]] = []
+        """called when a partition whose shard is here was sealed or dropped"""
+        self._newest = 0
+        """the newest generation that this peer has heard of, of any partition"""
+        self._defined: dict[str, asyncio.Event] = {}
+        self._awaited: Counter[str] = Counter()
+        """how many wait for a definition"""
+        mesh.handlers |= {Define: self._define, Seal: self._seal, AddStage: self._add_stage}
+
+    # asked for by clients of this host
+
+    async def define(
+        self, partition: str, definition: Definition | None, wait_s: float = 0, generation: int = 0
+    ) -> Defined:
+        """Declare or attach, at the shard.
+
+        PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
+        in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
+        body = Define(partition, definition, int(in_vain_s * 1000), generation)
+        reply: Defined = await self.ask_home(partition, body, timeout_s=wait_s + ANSWER_S)
+        self._note(partition, reply)
+        return reply
+
+    async def ask_home(
+        self, partition: str, body: Body, caller: Caller | None = None, timeout_s: float = CALL_S
+    ) -> Any:
+        """Ask the peer that has the partition's shard, wherever that is then."""
+        return await self.mesh.reach(
+            lambda: self.host.roster.home(partition), body, caller=caller, timeout_s=timeout_s
+        )
+
+    async def known(self, partition: str, generation: int, stage: str = "") -> Known:
+        """A partition as this peer knows it, with this stage if it has that; asked about where it
+        does not. PartitionGone for an old generation."""
+        found = self.host.known(partition, generation)
+        if found is None or (stage and stage not in found.definition.stages):
+            reply = await self.define(partition, None, generation=generation)
+            found = Handle(partition, generation, reply.definition)
+        return self.host.known(partition, generation) or found
+
+    async def add_stage(self, of: Known, stage: str, fields: list[str]) -> None:
+        """Declare a stage by its first claim; refused under free="acked"."""
+        body = AddStage(of.name, of.generation, stage, fields)
+        self._note(of.name, await self.ask_home(of.name, body))
+
+    def _note(self, partition: str, told: Defined) -> None:
+        self.heard(told.generation)
+        if partition not in self.host.entries:
+            handles = self.host.handles
+            handles.pop(partition, None)
+            handles[partition] = Handle(partition, told.generation, told.definition)
+            if len(handles) > MAX_HANDLES:
+                del handles[next(iter(handles))]
+
+    def heard(self, generation: int) -> None:
+        """There was such a generation: those made here are newer, whatever the clock says."""
+        self._newest = max(self._newest, generation)
+
+    # at the shard
+
+    async def _define(self, caller: Caller, body: Define) -> Body:
+        if body.definition is None and body.wait_ms:
+            await self._await_definition(body.partition, body.wait_ms / 1000)
+        entry = self.host.entries.get(body.partition)
+        if entry is None and body.definition is not None:
+            entry = self._open(body.partition, body.definition)
+        elif body.generation:
+            entry = self.host.shard(body.partition, body.generation)
+        elif entry is None:
+            raise PartitionUndefined(
+                f"partition {body.partition!r} is not defined: one process must declare it, "
+                f"plane.partition({body.partition!r}, stages={{...}})",
+                partition=body.partition,
+            )
+        if body.definition is not None:
+            entry.store.check_same(body.definition)
+        return _defined(entry)
+
+    def _open(self, partition: str, definition: Definition) -> Entry:
+        """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
+        check_definition(partition, definition)
+        spare = self.host.spare
+        if spare is not None and spare[self.host.roster.bucket(partition)]:
+            raise StaleEpoch(f"the shard of partition {partition!r} moves: call again")
+        # The wall clock, because generations of a plane that is gone must not come again.
+        self._newest = max(self._newest + 1, time.time_ns())
+        store = Store(partition, definition, self._newest, self.host.lease_numbers)
+        entry = self.serve(store)
+        self.shipping.watch(entry)
+        event = self._defined.pop(partition, None)
+        if event is not None:
+            event.set()
+        return entry
+
+    async def _await_definition(self, partition: str, wait_s: float) -> None:
+        self._awaited[partition] += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                while partition not in self.host.entries:
+                    if not self.host.serves(partition):
+                        raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
+                    await self._defined.setdefault(partition, asyncio.Event()).wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._awaited[partition] -= 1
+            if not self._awaited[partition]:
+                del self._awaited[partition]
+                self._defined.pop(partition, None)
+
+    def _add_stage(self, caller: Caller, body: AddStage) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.declare_stage(body.stage, body.fields)
+        self.settle(entry)
+        return _defined(entry)
+
+    def _seal(self, caller: Caller, body: Seal) -> Body:
+        entry = self.host.shard(body.partition, body.generation)
+        entry.store.seal(body.keep_short)
+        self.settle(entry)
+        return Done()
+
+    def drop(self, partition: str, generation: int) -> None:
+        """The partition ends; the same name may be declared again, as something new. Dropping what
+        is gone already changes nothing: who asks again may not have heard the answer."""
+        entry = self.host.entries.get(partition)
+        if entry is None and self.host.serves(partition):
+            return
+        entry = self.host.shard(partition, generation)
+        rows = entry.store.clear()
+        log.info("partition %r dropped with %d rows", partition, rows)
+        del self.host.entries[partition]
+        for tell in self.on_phase:  # first: that no row is left is not why who waits gets none
+            tell(entry, "dropped")
+        self.settle(entry)
+        self.host.space.digests.drop(partition)
+
+    def follow_phase(self, entry: Entry) -> None:
+        """Called after each change: a partition may have sealed itself."""
+        if entry.sealed and not entry.seal_told:
+            entry.seal_told = True
+            for tell in self.on_phase:
+                tell(entry, "sealed")
+
+    # a new roster
+
+    def serve(self, store: Store) -> Entry:
+        """From now on this peer has its shard."""
+        self.heard(store.generation)
+        entry = self.host.entries[store.partition] = Entry(store)
+        self.host.handles.pop(store.partition, None)
+        return entry
+
+    def turned(self) -> None:
+        """What is served elsewhere now is with its rows, and what they hold, that peer's."""
+        for name in [name for name in self.host.entries if not self.host.serves(name)]:
+            del self.host.entries[name]
+        for event in self._defined.values():
+            event.set()
+        self._defined.clear()
+
+    def spare(self) -> Flags:
+        """Per shard, whether it is this peer's and nothing lives in it."""
+        roster = self.host.roster
+        spare: Flags = roster.primaries == roster.members.index(self.host.address)
+        for name in self.host.entries:
+            spare[roster.bucket(name)] = False
+        return spare
+
+
+def _defined(entry: Entry) -> Defined:
+    return Defined(entry.generation, entry.definition, entry.store.phase)

@@ -1,0 +1,195 @@
+"""References of shards to values in arenas: bytes live while a shard names them.
+
+Shards here name values of this peer and of others, and say when that ends; shards elsewhere name
+values here (`lent`), and one that goes without a word is spoken for by its heir. Who took over from
+whom, and what a peer may have taken that did not answer, is settled before anything is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import DataplaneError
+from dataplane.peer import rows as rowset
+from dataplane.peer.host import Caller, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.room.admission import Room
+from dataplane.peer.shards.doubts import Doubts
+from dataplane.wire.checkpoint import Restore
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.messages import Body, Done, Finish, Put, PutDone
+from dataplane.wire.peering import Release
+from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.rosters import Inherited
+from dataplane.wire.tables import INLINE, Owner
+
+log = logging.getLogger(__name__)
+
+MOST_FREED = 1 << 20
+"""Ranges that one message says to be free."""
+AGAIN_S = 2.0
+"""After so long an owner that refused to let go of values is told again."""
+
+Ranges = npt.NDArray[Any]
+"""RANGE, or the u4 counts beside them"""
+
+
+class References:
+    def __init__(self, host: Host, mesh: Mesh, room: Room) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.room = room
+        self.lent = host.lent
+        self.doubts = Doubts(host, mesh, self.lent)
+        self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
+        """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
+        self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
+        """owners that have yet to answer what this peer took over of theirs"""
+        self._releases = itertools.count(1)
+        mesh.handlers[Release] = self._release_here
+
+    # at the peer that carries values to their shards
+
+    @contextlib.contextmanager
+    def under_way(self, ranges: Ranges, counts: Ranges, caller: Caller) -> Iterator[None]:
+        """Values stay while they are carried to their shards, which take references of their own;
+        what none took is free in the end."""
+        try:
+            yield
+        finally:
+            self.doubts.settle(caller)
+            if self.host.space.release(ranges, counts):
+                self.room.pump()
+
+    async def hand_over(
+        self, address: str, body: Put | Finish | Restore, caller: Caller, epoch: tuple[int, int]
+    ) -> PutDone:
+        """Carry values of this peer on to the shard that keeps their rows. What it refuses is let
+        go; what it may have taken, should it not answer, is in doubt."""
+        ranges = _named(body)
+        if not len(ranges) or address == self.host.address:
+            self.host.space.hold(ranges)
+            try:
+                done: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
+            except BaseException:
+                self.host.space.release(ranges)
+                raise
+            return done
+        to = Owner(address, (await self.mesh.hello(address)).incarnation)
+        return await self.doubts.lend(to, body, ranges, caller, epoch)
+
+    # at the peer of the shards: of values anywhere
+
+    def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
+        """Values that a shard here no longer holds; their bytes may be another peer's. Whether any
+        came free here."""
+        if owner == self.host.owner:
+            return bool(self.host.space.release(ranges, counts))
+        freed = ranges.tobytes(), np.asarray(counts, "<u4").tobytes()
+        if owner in self._freed:
+            self._freed[owner].append(freed)
+        else:
+            self._freed[owner] = [freed]
+            self.mesh.spawn(self._release_there(owner))
+        return False
+
+    async def _release_there(self, owner: Owner) -> None:
+        """What comes free while one message is on its way goes with the next."""
+        while self._freed[owner]:
+            try:
+                await self._release_once(owner)
+            except DataplaneError as exc:  # it let go of nothing
+                log.warning("%s is told again of values that nobody names: %s", owner.peer, exc)
+                await self.host.another_roster(self.host.roster, self.host.now() + AGAIN_S)
+        del self._freed[owner]
+
+    async def _release_once(self, owner: Owner) -> None:
+        """Not before the owner has answered what was taken over. Until then these references are
+        the lost peer's there, nothing is released, and what was taken over names them still: they
+        would be lent for ever. Messages that wait for the backup, or are repeated, keep no order.
+        """
+        progress = self.host.progress
+        while (telling := self._telling.get(owner)) or not progress.is_settled:
+            # More may be taken over, and let go of, in each of these waits.
+            await (asyncio.wait(telling) if telling else progress.settled(math.inf))
+        ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
+        most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
+        rest = ranges[most[0] :], counts[most[1] :]
+        self._freed[owner] = [rest] if rest[0] else []
+        body = Release(ranges[: most[0]], counts[: most[1]])
+        # An owner is told of one at a time, so that it need remember the answer to no other.
+        me, number = self.host.owner, next(self._releases)
+        caller = Caller(me.peer, me.incarnation, me.incarnation, number, number)
+        try:
+            await self.mesh.tell(owner, body, caller)
+        except DataplaneError:
+            self._freed[owner].insert(0, (body.ranges, body.counts))
+            raise
+
+    def took_over(self, owner: Owner, body: Inherited) -> None:
+        """Tell an owner of values what a lost peer's shards hold there, which are this peer's now.
+        What is let go of that from here on is told after it."""
+        task = self.mesh.spawn(self.mesh.tell(owner, body))
+        self._telling.setdefault(owner, set()).add(task)
+        task.add_done_callback(lambda _: self._told(owner, task))
+
+    def _told(self, owner: Owner, task: asyncio.Task[Any]) -> None:
+        self._telling[owner].discard(task)
+        if not self._telling[owner]:
+            del self._telling[owner]
+
+    # at the owner of the values
+
+    def _release_here(self, caller: Caller, body: Release) -> Body:
+        """A shard lets go. No more than it has: it may have been taken for lost meanwhile."""
+        ranges = column(body.ranges, RANGE)
+        counts = column(body.counts, U4, len(ranges))
+        by = Owner(caller.address, caller.incarnation)
+        if self.host.space.release(ranges, self.lent.returned(by, ranges, counts)):
+            self.room.pump()
+        return Done()
+
+    def gone(self, owner: Owner) -> None:
+        """A process is no member any more. Where it had no shards nobody speaks for it: what it was
+        being handed, under a roster that gave its address some, it cannot have taken."""
+        if self.host.heirs.heir(owner) == owner and self.host.space.release(*self.lent.lost(owner)):
+            self.room.pump()
+
+    def inherited(self, caller: Caller, body: Inherited) -> Body:
+        """A peer took over a lost one's shards and says what those hold here, or that it was given
+        them empty; the rest is free."""
+        ranges = column(body.ranges, RANGE)
+        counts = column(body.counts, U4, len(ranges))
+        heir = None if caller.owner == self.host.owner else caller.owner
+        origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
+        if self.host.space.release(*self.lent.inherited(origins, heir, ranges, counts)):
+            self.room.pump()
+        return Done()
+
+    def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:
+        """Did `origin` have what this one had, or take over from it before it was lost as well? Or
+        was the sender given that by a roster which is no later than its first one?"""
+        if owner == body.origin:
+            return True
+        for given_at, heir in self.host.heirs.after(owner):
+            if heir == (sender if body.began else body.origin):
+                return not body.began or given_at <= body.began
+        return False
+
+
+def _named(body: Put | Finish | Restore) -> Ranges:
+    """The RANGE of every value and leaf, as often as one names it; of those that lie at peers."""
+    flat = rowset.flat_values(body.columns)
+    there = flat["owner"] != ABSENT
+    if INLINE in body.owners:
+        there &= flat["owner"] != body.owners.index(INLINE)
+    return rowset.ranges_of(flat[there])

@@ -1,0 +1,1 @@
+"""What a peer says of itself, and what it does by the clock."""

@@ -1,0 +1,275 @@
+"""What a peer says of itself: `plane.stats()`, `part.stats()`, `dataplane status`.
+
+Plain nested dicts. A peer's figures are its own; a partition's are summed over all peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from dataplane.errors import DataplaneError
+from dataplane.memory.host_memory import HostMemory
+from dataplane.peer.door.client_door import Door
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.pull.device_paths import STAGED
+from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.requests.claims import Claims
+from dataplane.peer.room.admission import Room
+from dataplane.peer.room.spilling import Spilling
+from dataplane.peer.sessions import Session
+from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.transport.seam import Remote
+from dataplane.version import __version__
+from dataplane.wire.messages import Body, Request, Stats, StatsDone
+from dataplane.wire.tables import Owner
+
+MAX_HOLDERS = 1_000
+"""Holders of leases that a peer names at once."""
+
+
+class Reporting:
+    def __init__(
+        self,
+        host: Host,
+        mesh: Mesh,
+        door: Door,
+        room: Room,
+        claims: Claims,
+        pulls: Pulls,
+        device_pulls: DevicePulls,
+        share: MetadataShare,
+        spilling: Spilling | None,
+    ) -> None:
+        self.host = host
+        self.mesh = mesh
+        self.door = door
+        self.room = room
+        self.claims = claims
+        self.pulls = pulls
+        self.device_pulls = device_pulls
+        self.share = share
+        self.spilling = spilling
+        mesh.handlers[Stats] = self._stats_here
+        door.handlers[Stats] = self.stats
+
+    async def stats(self, session: Session, request: Request, body: Stats) -> Body:
+        if body.probe:
+            return StatsDone(await self._probed())
+        if body.partition is None:
+            return StatsDone(await self._plane())
+        reach = functools.partial(self.host.roster.home, body.partition)
+        found: StatsDone = await self.mesh.reach(reach, body)
+        return found
+
+    async def _stats_here(self, caller: Caller, body: Stats) -> Body:
+        if body.probe:
+            return StatsDone(await self._ways())
+        if body.partition is None:
+            return StatsDone(self._peer())
+        entry = self.host.entries.get(body.partition)
+        return StatsDone(_partition(entry) if entry is not None else {})
+
+    def _peer(self) -> dict[str, Any]:
+        """This peer alone."""
+        host = self.host
+        space = host.space.stats()
+        return {
+            "peer": host.name,
+            "plane": host.plane,
+            "pid": os.getpid(),
+            "address": host.address,
+            "incarnation": host.incarnation,
+            "arena": space,
+            "metadata": self.share.figures(),
+            "devices": self._devices(),
+            "shards": len(host.roster.shards_of(host.address)),
+            "roster": _roster(host),
+            "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
+            "clients": len(self.door.sessions),
+            "connections": len(self.door.connections),
+            "encrypted": self.mesh.gate.encrypted,
+            "messages": {"between": dict(host.sent_between), "local": dict(host.sent_local)},
+            "refused": self.door.refusals.total + self.mesh.refused,
+            "leases": len(self.claims.leases),
+            "waiting_claims": self.claims.waiting,
+            "waits": self._waits(),
+            "holders": self._holders(),
+            "starved_claims": len(self.claims.credit),
+            "waiting_puts": len(self.room) + self.share.writers,
+            "pulled_bytes": self.pulls.pulled_bytes,
+            "carried_bytes": self.pulls.carried_bytes,
+            "pull_hits": self.pulls.hits,
+            "spill_written_bytes": self.spilling.written_bytes if self.spilling else 0,
+            "spill_read_bytes": self.spilling.read_bytes if self.spilling else 0,
+            "bulk": self._bulk(),
+        }
+
+    def _devices(self) -> list[dict[str, Any]]:
+        """What each device holds, and what moves values between it and those of other peers: what
+        was asked for, what runs, and what brings them from each other peer. Without a way between
+        devices they go by way of the host arenas."""
+        space, paths = self.host.space, self.pulls.paths
+        if not isinstance(space, HostMemory):
+            return []
+        staged = STAGED if paths.engine is None else f"{STAGED}, then {paths.own}"
+        between = {**self.device_pulls.stats(), "else": staged}
+        return [{**figures, "to_others": between} for figures in space.device_figures()]
+
+    def _bulk(self) -> dict[str, Any] | None:
+        if self.pulls.engine is None:
+            return None
+        return self.pulls.engine.stats() | {"paths": self.pulls.paths.stats()}
+
+    async def _probed(self) -> dict[str, Any]:
+        """Every peer's ways from all others: one after another, so that none is measured beside
+        another's load."""
+        peers = []
+        for address in self.host.roster.members:
+            try:
+                reply: StatsDone = await self.mesh.call(address, Stats(probe=True))
+                peers.append(reply.stats)
+            except DataplaneError as exc:
+                peers.append({"peer": self.mesh.others.name(address), "error": exc.message})
+        return {"plane": self.host.plane, "peers": peers}
+
+    async def _ways(self) -> dict[str, Any]:
+        """The ways to this peer from each other one."""
+        host, ways = self.host, []
+        for address in host.roster.members:
+            if address != host.address:
+                ways.append(await self._way(address))
+        return {
+            "peer": host.name,
+            "address": host.address,
+            "version": __version__,
+            "arena_bytes": host.space.size_bytes,
+            **{k: v for k, v in self.pulls.paths.stats().items() if k != "peers"},
+            "devices": {k: v for k, v in self.device_pulls.stats().items() if k != "peers"},
+            "from": ways,
+        }
+
+    async def _way(self, address: str) -> dict[str, Any]:
+        named = {"peer": self.mesh.others.name(address), "address": address}
+        try:
+            hello = await self.mesh.hello(address)
+            owner = Owner(address, hello.incarnation)
+            source = Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+            path, about = await self.pulls.paths.tried(source)
+            between_devices = await self.device_pulls.ways(owner)
+        except DataplaneError as exc:
+            return named | {"error": exc.message}
+        devices = between_devices.shown() if between_devices is not None else None
+        shown = {**about, **path.shown(), "devices": devices}
+        return {"peer": hello.name, "address": address, **shown}
+
+    async def _plane(self) -> dict[str, Any]:
+        """This peer's figures, a line for each other peer, and what all of them together have."""
+        stats = self._peer()
+        stats["peers"], everybody = {}, [stats]
+        for address in self.host.roster.members:
+            if address == self.host.address:
+                stats["peers"][self.host.name] = _line(stats)
+                continue
+            try:
+                reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=2.0)
+                name = reply.stats["peer"]  # embedded ones are all called so
+                name = f"{name} at {address}" if name in stats["peers"] else name
+                stats["peers"][name] = _line(reply.stats)
+                everybody.append(reply.stats)
+            except DataplaneError as exc:
+                stats["peers"][address] = {"address": address, "error": exc.message}
+        stats["everywhere"] = {
+            "partitions": _sum([one["partitions"] for one in everybody]),
+            "waits": [wait for one in everybody for wait in one["waits"]],
+            "holders": [held for one in everybody for held in one["holders"]],
+        }
+        return stats
+
+    def _waits(self) -> list[dict[str, Any]]:
+        """What calls of this host's clients wait for."""
+        return [
+            {
+                "kind": subject.kind,
+                "partition": subject.partition,
+                "stage": subject.stage,
+                "calls": calls,
+                "for_s": round(for_s, 1),
+                "why": why,
+                "peer": self.host.name,
+            }
+            for subject, calls, for_s, why in self.host.notices.waits(self.host.now())
+        ]
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """Who has leased rows that are at this peer, those who have them longest."""
+        now, labels = self.host.now(), self.host.labels
+        found: list[dict[str, Any]] = [
+            {
+                "partition": entry.name,
+                "stage": stage,
+                "holder": labels.get(holder, f"client {holder:x}"),
+                "rows": rows,
+                "for_s": round(age, 1),
+            }
+            for entry in self.host.entries.values()
+            for holder, stage, rows, age in entry.store.holders(now)
+        ]
+        return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
+
+
+def _roster(host: Host) -> dict[str, Any]:
+    """The roster in force here. unprotected: members whose shards no backup in sync has."""
+    roster = host.roster
+    backup, in_sync = roster.backup_of(host.address)
+    hosts = [member for member in roster.members if len(roster.shards_of(member))]
+    return {
+        "founding": list(host.founding),
+        "epoch": list(roster.epoch),
+        "members": list(roster.members),
+        "backup": backup,
+        "in_sync": in_sync,
+        "unprotected": sum(not roster.backup_of(member)[1] for member in hosts),
+        "operations": host.progress.done,
+        "confirmed": host.progress.confirmed,
+    }
+
+
+def _line(stats: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "address": stats["address"],
+        "incarnation": stats["incarnation"],
+        "shards": stats["shards"],
+        "partitions": len(stats["partitions"]),
+        "rows": sum(p["rows"] for p in stats["partitions"].values()),
+        "used_bytes": stats["arena"]["used_bytes"],
+        "size_bytes": stats["arena"]["size_bytes"],
+        "clients": stats["clients"],
+    }
+
+
+def _partition(entry: Entry) -> dict[str, Any]:
+    return {
+        **entry.store.stats(),
+        "phase": entry.store.phase,
+        "generation": entry.generation,
+    }
+
+
+def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures added up, nested dicts alike; the first peer's word for what is no figure."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                total[name] = _sum([total.get(name, {}), value])
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                total[name] = (
+                    value if name == "generation" or name not in total else total[name] + value
+                )
+            else:
+                total.setdefault(name, value)
+    return total

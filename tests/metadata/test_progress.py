@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import FieldExists, InvalidRows, LeaseExpired
+from dataplane.errors import FieldExists, InvalidRows, LeaseExpired, LimitExceeded
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.limits import ABSENT
+from dataplane.wire.limits import ABSENT, MAX_FIELDS
 from dataplane.wire.messages import Want
 from dataplane.wire.records import RANGE, VALUE
 from dataplane.wire.tables import Column, Owner
@@ -132,3 +132,27 @@ def test_it_moves_and_is_pulled_and_held_as_values_are() -> None:
     old, new = np.array([(70, 0)], RANGE), np.array([(5, 1)], RANGE)
     assert s.relocate(far, old, Owner("near", 1), new).tolist() == [1]
     assert seen(s, claim(s, 1)) == [5]
+
+
+def test_names_of_progress_take_room_while_a_row_has_it_and_one_too_many_changes_nothing() -> None:
+    s = holding("a", "b")  # two fields are known: a stage waits for the other
+    names = [f"turn_{i}" for i in range(MAX_FIELDS - 2)]
+    taken = claim(s, 1)
+    finish(s, taken, "release", columns=[one for n in names for one in so_far(1, 70, n)])
+    taken = claim(s, 1)
+    before = s.stats(), freed(s)
+    with pytest.raises(LimitExceeded, match="at most 64 fields"):
+        finish(s, taken, "release", columns=so_far(1, 7, "one_more"))
+    assert (s.stats(), freed(s)) == before
+    finish(s, taken, "release", columns=so_far(1, 75, names[-1]))
+    finish(s, claim(s, 1), "release")
+    taken = claim(s, 1)
+    assert seen(s, taken, field=names[-1]) == [75]
+    finish(s, taken)
+    for i in range(2 * MAX_FIELDS):
+        finish(s, claim(s, 1), "release", columns=so_far(1, 70 + i, f"next_{i}"))
+        if i % 40 == 39:
+            finish(s, claim(s, 1))
+            s.reset("rollout")
+    finish(s, claim(s, 1), columns=so_far(1, 80, "tokens"))
+    assert s.counts("train").ready_rows == 1

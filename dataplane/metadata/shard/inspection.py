@@ -63,7 +63,7 @@ def _holder(lease: Lease) -> int:
 
 def _adder(state: State, field: str) -> str:
     """The stage that has added this field to some row; "" where none has."""
-    mask = np.uint64(state.fields.mask([field]))
+    mask = np.uint64(state.fields.known_mask([field]))
     return next((name for name, one in state.stages.items() if (one.wrote & mask).any()), "")
 
 

@@ -198,7 +198,7 @@ def check_added(
     """FieldExists where another writer has set a field of these rows. What the stage itself added,
     before its rows came to it again, stays; None: of progress, which is of no field that is there.
     there: which positions of the columns they are."""
-    mask = state.fields.mask([one.field for one in columns])
+    mask = state.fields.known_mask([one.field for one in columns])
     if not np.count_nonzero(state.fields.present[slots] & np.uint64(mask)):
         return
     for one in columns:

@@ -44,7 +44,7 @@ class Fields:
         self.present: Array = np.zeros(0, np.uint64)
         self.names: dict[str, int] = {}
         self.progress: dict[str, dict[str, int]] = {}
-        self._bits = 0
+        self._free = list(range(MAX_FIELDS))[::-1]
         self._values: dict[int, Array] = {}
         self._leaves: dict[int, Ragged] = {}
         self._known = SpecsAndOwners()
@@ -71,20 +71,35 @@ class Fields:
     def check_room(self, names: Sequence[str]) -> None:
         """LimitExceeded unless the partition may have these fields too."""
         # the sum is cheap and nearly always enough
-        if self._bits + len(names) > MAX_FIELDS:
-            self._check_new(len(set(names) - self.names.keys()))
+        if len(names) > len(self._free):
+            self._check_new(names, self.names)
 
     def check_progress_room(self, stage: str, names: Sequence[str]) -> None:
         """The same for fields that a stage gives progress of."""
-        self._check_new(len(set(names) - self.progress.get(stage, {}).keys()))
+        if len(names) > len(self._free):
+            self._check_new(names, self.progress.get(stage, {}))
 
-    def _check_new(self, many: int) -> None:
-        if self._bits + many > MAX_FIELDS:
+    def _check_new(self, names: Sequence[str], known: Mapping[str, int]) -> None:
+        if len(set(names) - known.keys()) > len(self._free):
+            self._forget_past_progress()
+        new = len(set(names) - known.keys())
+        if new > len(self._free):
             raise LimitExceeded(
                 f"a partition has at most {MAX_FIELDS} fields, those included of which a stage "
-                "gave progress back",
+                f"gave back progress that some row still has; {new} of {names} are new",
                 limit=MAX_FIELDS,
             )
+
+    def _forget_past_progress(self) -> None:
+        """What no row has any progress of makes room for others."""
+        anywhere = int(np.bitwise_or.reduce(self.present, initial=np.uint64(0)))
+        for known in self.progress.values():
+            for name, bit in list(known.items()):
+                if not anywhere >> bit & 1:
+                    del known[name]
+                    self._values.pop(bit, None)
+                    self._leaves.pop(bit, None)
+                    self._free.append(bit)
 
     def check_known(self, names: Sequence[str]) -> None:
         """FieldUnknown for a name that no row of the store ever had."""
@@ -107,15 +122,15 @@ class Fields:
         """The number of a field, which gets one now if it is new."""
         number = self.names.get(name)
         if number is None:
-            number = self.names[name] = self._new_bit()
+            number = self.names[name] = self._free.pop()
         return number
-
-    def _new_bit(self) -> int:
-        self._bits += 1
-        return self._bits - 1
 
     def mask(self, names: Sequence[str]) -> int:
         return sum(1 << self.bit(name) for name in dict.fromkeys(names))
+
+    def known_mask(self, names: Sequence[str]) -> int:
+        """Of those of these fields that have a number; the others get none."""
+        return sum(1 << self.names[name] for name in dict.fromkeys(names) if name in self.names)
 
     def have(self, name: str, slots: Array) -> Array:
         """Which rows have the field."""
@@ -149,7 +164,7 @@ class Fields:
         """The same for what a stage gives back as its progress, in place of what it gave before."""
         known = self.progress.setdefault(stage, {})
         if one.field not in known:
-            known[one.field] = self._new_bit()
+            known[one.field] = self._free.pop()
         self._write(known[one.field], slots, one, numbers, keep=False)
 
     def end_progress(self, stage: str, slots: Array, names: Sequence[str] | None = None) -> None:

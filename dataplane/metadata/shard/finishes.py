@@ -102,7 +102,8 @@ def finish(
         if state.fields.progress and outcome in ("ack", "keep"):
             done = None if outcome == "ack" else names
             state.fields.end_progress(lease.stage.name, slots, done)
-    freed = _end(state, lease, outcome, positions, slots)
+    told = bool(columns or tags)
+    freed = _end(state, lease, outcome, positions, slots, told)
     return FinishOutcome(kept, len(slots), gone, freed)
 
 
@@ -150,7 +151,10 @@ def _positions(lease: Lease, index: bytes | None) -> Array:
     return positions
 
 
-def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Array) -> int:
+def _end(
+    state: State, lease: Lease, outcome: str, positions: Array, slots: Array, told: bool
+) -> int:
+    """told: whether something came with it, by which a release is its holder's own."""
     freed = 0
     if outcome == "release":
         state.come_back(lease, positions)
@@ -167,6 +171,7 @@ def _end(state: State, lease: Lease, outcome: str, positions: Array, slots: Arra
     if outcome != "keep":
         lease.left[positions] = False
         if not some(lease.left):
-            # An ack that comes again, after the rows went back, must not pass for one that is in.
-            (state.leases.end if outcome == "release" else state.leases.finish)(lease)
+            # What comes again, after the rows went back, must not pass for something that is in.
+            returned = outcome == "release" and not told
+            (state.leases.end if returned else state.leases.finish)(lease)
     return freed

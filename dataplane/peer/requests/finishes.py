@@ -130,7 +130,8 @@ class Finishing:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(f"partition {body.partition!r} is gone, and its leases with it")
-        released = body.outcome == "release" and not entry.store.is_leased(body.lease)
+        merely = body.outcome == "release" and not (body.columns or body.tags)
+        released = merely and not entry.store.is_leased(body.lease)
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
             flat = rowset.flat_values(body.columns)
             for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):

@@ -54,6 +54,16 @@ def count(value: object, what: str) -> int:
     return number
 
 
+def whole(value: object, what: str) -> int:
+    """A number from 0 on: an int, numpy's too."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) == 0:
+        return 0
+    try:
+        return count(value, what)
+    except InvalidCall:
+        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more") from None
+
+
 def seconds(value: object, what: str) -> float | None:
     """A duration, or None for no limit. One that is negative has passed already."""
     if value is None:

@@ -64,7 +64,7 @@ def shape_of(
     unit: str,
 ) -> tuple[Shape, int]:
     """What the arguments of `plan(…)` spell, and the rank. InvalidCall names what is wrong."""
-    rank, ranks = _whole(rank, "rank"), arguments.count(ranks, "ranks")
+    rank, ranks = arguments.whole(rank, "rank"), arguments.count(ranks, "ranks")
     if ranks > MAX_RANKS:
         raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS}")
     if rank >= ranks:
@@ -86,20 +86,11 @@ def shape_of(
         amount,
         tag if balance is None else arguments.text(balance, "a tag"),
         arguments.count(epochs, "epochs"),
-        _whole(seed, "seed"),
+        arguments.whole(seed, "seed"),
         ways[remainder],
         units[unit],
     )
     return shape, rank
-
-
-def _whole(value: int, what: str) -> int:
-    try:
-        return arguments.count(value, what)
-    except InvalidCall:
-        if not isinstance(value, bool) and value == 0:
-            return 0
-        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more") from None
 
 
 class Part(Lease):

@@ -136,13 +136,14 @@ class Sealed(Body, tag=207):
 
 
 class Permitted(Body, tag=222):
-    """Somebody may open `count` groups, which are begun at a version of the trainer. Of a dump:
-    so many are left."""
+    """Somebody may open `count` groups, which are begun at a version of the trainer. used, in a
+    dump: how many of them are open already."""
 
     permit: int
     holder: int
     count: int
     version: int
+    used: int = 0
 
 
 class Paced(Body, tag=223):

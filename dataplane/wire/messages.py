@@ -415,7 +415,7 @@ class Admitted(Body, tag=54):
 
 
 class Unadmit(Body, tag=55):
-    """What these permits were not used for is not going to be begun."""
+    """These permits are over: see `dataplane.metadata.shard.permits.Permits.take_back`."""
 
     partition: str
     generation: int

@@ -137,7 +137,9 @@ def _permits(store: Store) -> Any:
     state, permits = store.state, store.permits
     groups = state.groups.live().tolist() if permits.counts else []
     begun = {state.groups.index.keys[g].tobytes(): int(permits.begun[g]) for g in groups}
-    given = {one.number: (one.holder, one.version, one.left) for one in permits.given.values()}
+    given = {
+        one.number: (one.holder, one.version, one.count, one.left) for one in permits.given.values()
+    }
     known = permits.version, permits.limits, permits.trained, permits.done
     return permits.counts, known, given, begun
 

@@ -71,12 +71,41 @@ def test_groups_use_the_permits_of_their_session_and_no_others() -> None:
     assert admit(s, 1, 1, holder=7) and admit(s, 1, 2, holder=7) and admit(s, 1, 3, holder=8)
     begin(s, "a", holder=7)
     begin(s, "b", holder=9)  # who was not permitted is counted all the same
-    assert sorted(s.permits.given) == [2, 3]
+    assert [(n, one.left) for n, one in s.permits.given.items()] == [(1, 0), (2, 1), (3, 1)]
     assert not admit(s, 1, 4)
     s.release_holder(8)
     assert admit(s, 1, 4)
     s.take_back([1, 2, 99])
     assert s.permits.left == 1
+
+
+def test_what_is_not_used_returns_at_the_end_of_its_own_with_and_nobody_elses_goes() -> None:
+    s = store()
+    assert admit(s, 1, 1)  # a long rollout
+    for number in range(2, 300):
+        assert admit(s, 1, number)  # a short one, that puts nothing
+        s.take_back([number])
+    assert list(s.permits.given) == [1] and s.permits.left == 1
+    assert admit(s, 2, 300)
+    begin(s, "a")  # of the short one, with the long one's permit
+    s.take_back([300])
+    assert s.permits.left == 1
+    begin(s, "b")
+    assert s.permits.left == 0 and list(s.permits.given) == [1]
+    s.take_back([1])
+    assert admit(s, 2, 301) and not admit(s, 1, 302)
+
+
+def test_permits_of_withs_that_always_overlap_hold_no_old_version() -> None:
+    s = store()
+    assert admit(s, 1, 0, lag=0, per=4)
+    for number in range(1, 20):
+        assert admit(s, 1, number, lag=0, per=4)
+        begin(s, f"{number}")
+        s.take_back([number - 1])
+        train(s)
+        s.advance(number)
+    assert s.stats()["admission"]["lag"] <= 1
 
 
 @pytest.mark.parametrize("free", ["acked", "drop"])

@@ -1,8 +1,8 @@
 """Permits to open groups: what a producer asks for, and gives back what it did not use of. Without
 I/O.
 
-Groups that a session opens use its permits, whichever came first. So what is left over goes back
-when the last `with` of the session over a partition ends: it may be that of another.
+Groups that a session opens use its permits, whichever came first. So at the end of one `with` the
+shard leaves to those that are open what was used of theirs in its place, and takes the rest.
 """
 
 from __future__ import annotations
@@ -31,35 +31,33 @@ class Admitting:
         self.n = arguments.count(n, "n")
         self.version = 0
         self._handle = handle
-        self._max_lag = max_lag if max_lag == 0 else arguments.count(max_lag, "max_lag")
+        self._max_lag = arguments.whole(max_lag, "max_lag")
         self._per_version = arguments.count(per_version, "per_version")
         self._timeout = arguments.seconds(timeout, "timeout")
-        self._of: tuple[str, int] | None = None
+        self._held: Unadmit | None = None
+        """what is to be said at the end"""
 
     def _admit(self) -> Operation[None]:
-        if self._of is not None:
+        if self._held is not None:
             raise InvalidCall("these permits are in use: call admit(…) for each `with`")
         generation = yield from self._handle.attach_to_wait(self._timeout)
         name, limit_ms = self._handle.name, milliseconds(self._timeout)
         body = Admit(name, generation, self.n, self._max_lag, self._per_version, limit_ms)
         admitted = yield from wait_for(body, Admitted, self._timeout)
-        self.version, self._of = admitted.version, (name, generation)
-        self._handle.session.permits.take(self._of, admitted.permit)
+        self.version = admitted.version
+        self._held = Unadmit(name, generation, [admitted.permit])
 
     def _give_back(self) -> Operation[None]:
-        of, self._of = self._of, None
-        assert of is not None
-        unused = self._handle.session.permits.leave(of)
-        if unused:
-            yield from ask(Unadmit(*of, unused), Done, Deadline(DEFAULT_TIMEOUT_S))
+        held, self._held = self._held, None
+        assert held is not None
+        yield from ask(held, Done, Deadline(DEFAULT_TIMEOUT_S))
 
     def __repr__(self) -> str:
-        state = "not admitted" if self._of is None else f"begun at version {self.version}"
+        state = "not admitted" if self._held is None else f"begun at version {self.version}"
         return f"<Permits for {self.n} groups of {self._handle.name!r}: {state}>"
 
 
 def advance(handle: Handle, version: int, timeout: float | None) -> Operation[None]:
-    deadline = Deadline(timeout)
-    version = version if version == 0 else arguments.count(version, "version")
+    deadline, version = Deadline(timeout), arguments.whole(version, "version")
     generation = yield from handle.attach(deadline)
     yield from ask(Advance(handle.name, generation, version), Done, deadline)

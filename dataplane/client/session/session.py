@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -48,35 +47,6 @@ WAITING = (Claim, Wait, Losses, Admit)
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _With:
-    """open: how many `with` there are."""
-
-    open: int = 0
-    permits: list[int] = field(default_factory=list)
-
-
-class HeldPermits:
-    """Of one session, by partition and generation. Used from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: dict[tuple[str, int], _With] = {}
-
-    def take(self, of: tuple[str, int], permit: int) -> None:
-        with self._lock:
-            held = self._held.setdefault(of, _With())
-            held.open += 1
-            held.permits.append(permit)
-
-    def leave(self, of: tuple[str, int]) -> list[int]:
-        """One `with` ends. Returns what is to be given back."""
-        with self._lock:
-            held = self._held[of]
-            held.open -= 1
-            return self._held.pop(of).permits if not held.open else []
-
-
 class Session:
     """One client's side of its session at the peer."""
 
@@ -108,7 +78,6 @@ class Session:
         self.familiar = Familiar()
         self.tally = Tally()
         self.leases: set[int] = set()
-        self.permits = HeldPermits()
         self.closed: str | None = None
         self.bell = Bell()
         """wakes the housekeeper"""

@@ -108,7 +108,8 @@ def _permits(state: State) -> Iterator[Op]:
         max_lag, per_version = permits.limits or (0, 0)
         yield Paced(permits.version, max_lag, per_version, sorted(permits.trained.items()))
         for one in permits.given.values():
-            yield Permitted(one.number, one.holder, one.left, one.version)
+            used = one.count - one.left
+            yield Permitted(one.number, one.holder, one.count, one.version, used)
 
 
 def _rows(store: Store, many: int) -> Iterator[Op]:

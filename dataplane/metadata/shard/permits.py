@@ -29,12 +29,14 @@ SHOWN = 3
 
 @dataclass(slots=True)
 class Permit:
-    """left: how many groups may still be opened with it. version: the trainer's, when it was given
-    out: at which whatever is opened with it was begun."""
+    """Until its holder says that it is over. count: how many groups it was given out for. left: how
+    many may still be opened with it. version: the trainer's, when it was given out: at which
+    whatever is opened with it was begun."""
 
     number: int
     holder: int
     version: int
+    count: int
     left: int
 
 
@@ -46,6 +48,10 @@ class Permits:
         self.version = 0
         self.limits: tuple[int, int] | None = None
         self.given: dict[int, Permit] = {}
+        self.left = 0
+        """groups that may still be opened with permits"""
+        self._of: dict[int, dict[int, Permit]] = {}
+        """by holder, the oldest first"""
         self.trained: dict[int, int] = {}
         """version → groups that were finished while the trainer was at it, so far as they may
         still take places"""
@@ -64,16 +70,15 @@ class Permits:
         return len(self.begun) > 0
 
     @property
-    def left(self) -> int:
-        """Groups that may still be opened with permits."""
-        return sum(permit.left for permit in self.given.values())
-
-    @property
     def places(self) -> int:
         return 0 if self.limits is None else (self.limits[0] + 1) * self.limits[1]
 
     def of(self, holder: int) -> list[int]:
-        return [number for number, permit in self.given.items() if permit.holder == holder]
+        return list(self._of.get(holder, ()))
+
+    @property
+    def holders(self) -> set[int]:
+        return set(self._of)
 
     # what becomes of groups
 
@@ -93,13 +98,12 @@ class Permits:
 
     def use(self, holder: int, groups: Array) -> None:
         """New groups were opened by a session: with its permits, the oldest first."""
-        for number in self.of(holder):
-            permit = self.given[number]
-            mine, groups = groups[: permit.left], groups[permit.left :]
-            self.begun[mine] = permit.version
-            permit.left -= len(mine)
-            if not permit.left:
-                del self.given[number]
+        for permit in self._of.get(holder, {}).values():
+            if permit.left:
+                mine, groups = groups[: permit.left], groups[permit.left :]
+                self.begun[mine] = permit.version
+                permit.left -= len(mine)
+                self.left -= len(mine)
             if not len(groups):
                 return
 
@@ -187,20 +191,51 @@ class Permits:
         groups = np.unique(np.concatenate([state.groups.open(), *pending]))
         groups = groups[groups >= 0]
         begun = self.begun[groups].tolist() if self.counts else []
-        oldest = min([self.version, *begun, *(p.version for p in self.given.values())])
+        oldest = min([self.version, *begun, *self._promised()])
         slow = [g for g, v in zip(groups.tolist(), begun, strict=False) if v == oldest]
         return oldest, slow
+
+    def _promised(self) -> list[int]:
+        """At which versions that was begun which may still be opened with permits."""
+        return [permit.version for permit in self.given.values() if permit.left]
 
     # what is told
 
     def give(self, permit: Permit, limits: tuple[int, int], state: State) -> None:
         self.begin(state)
         self.limits = limits
+        self.enter(permit)
+
+    def enter(self, permit: Permit) -> None:
         self.given[permit.number] = permit
+        self._of.setdefault(permit.holder, {})[permit.number] = permit
+        self.left += permit.left
 
     def take_back(self, numbers: list[int]) -> list[int]:
-        """Those of these that had something left."""
-        return [number for number in numbers if self.given.pop(number, None) is not None]
+        """These are over. Returns those of them that were not yet."""
+        over = [permit for number in numbers if (permit := self.given.pop(number, None))]
+        for permit in over:
+            held = self._of[permit.holder]
+            del held[permit.number]
+            if not held:
+                del self._of[permit.holder]
+        for permit in over:
+            self._hand_on(permit)
+        return [permit.number for permit in over]
+
+    def _hand_on(self, over: Permit) -> None:
+        """What is left of a permit is what others of its holder were used for in its place, the
+        oldest having been used first, so far as they were; the rest is nobody's."""
+        self.left -= over.left
+        for permit in self._of.get(over.holder, {}).values():
+            many = min(over.left, permit.count - permit.left)
+            if many and not permit.left:  # what its own was begun at counts for another's group
+                permit.version = max(permit.version, over.version)
+            permit.left += many
+            over.left -= many
+            self.left += many
+            if not over.left:
+                return
 
     def advance(self, version: int, state: State) -> bool:
         """The trainer is at this version. False where it was already; InvalidCall for an older."""
@@ -218,7 +253,7 @@ class Permits:
         self.begin(state)
         self.version = version
         live = self.begun[state.groups.live()].tolist()
-        oldest = min([version, *live, *(p.version for p in self.given.values())])
+        oldest = min([version, *live, *self._promised()])
         self.trained = {v: n for v, n in self.trained.items() if v >= oldest}
         return True
 

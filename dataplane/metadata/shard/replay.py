@@ -195,7 +195,9 @@ def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None or op.permit in permits.given or op.count < 1:
         raise ProtocolError(f"permit {op.permit} is here already, or nothing says for what it is")
-    permits.given[op.permit] = Permit(op.permit, op.holder, op.version, op.count)
+    if not 0 <= op.used <= op.count:
+        raise ProtocolError(f"permit {op.permit} for {op.count} groups was used for {op.used}")
+    permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
 
 
 def _unadmit(store: Store, op: Unadmit, now: float) -> None:

@@ -403,7 +403,7 @@ class Store:
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
         """Whether such a `finish` was carried out already: the lease ended by one that was no
-        release, or each of these positions left it."""
+        mere release, or each of these positions left it."""
         lease, member = self._state.leases.get(lease_id), self._state.leases.member(lease_id)
         if member is not None:
             return index is None and member.acked
@@ -443,13 +443,13 @@ class Store:
         limits = max_lag, per_version
         if permits.limits is None and self.emit is not None:
             self.emit(Paced(permits.version, *limits))
-        permits.give(Permit(number, holder, permits.version, count), limits, self._state)
+        permits.give(Permit(number, holder, permits.version, count, count), limits, self._state)
         if self.emit is not None:
             self.emit(Permitted(number, holder, count, permits.version))
         return True
 
     def take_back(self, numbers: list[int]) -> None:
-        """What these permits were not used for; unknown ones were used up."""
+        """These permits are over; unknown ones were before."""
         back = self._state.permits.take_back(numbers)
         if self.emit is not None and back:
             self.emit(Unadmit(self.partition, self.generation, back))
@@ -645,8 +645,7 @@ class Store:
     @property
     def lessees(self) -> set[int]:
         """Sessions that have leases or permits here."""
-        of_permits = {permit.holder for permit in self.permits.given.values()}
-        return of_permits | self._state.leases.holders
+        return self.permits.holders | self._state.leases.holders
 
     def stats(self) -> dict[str, Any]:
         return inspection.stats(self._state)

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,8 @@ from dataplane.wire.tables import Owner
 TURN_S = 5.0
 """A shard is asked again after so long, and says what the call waits for."""
 RETRY_S = 0.5
+MAX_PERMITS = 65_536
+"""that one client has at a time"""
 
 Answer = asyncio.Future[Body]
 
@@ -90,6 +92,11 @@ class Admissions:
         for number, held in session.permits.items():
             if request.op and held.op == request.op:  # asked again: it did not hear
                 return Admitted(number, held.version)
+        if len(session.permits) >= MAX_PERMITS:
+            raise LimitExceeded(
+                f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
+                limit=MAX_PERMITS,
+            )
         entry = await self.partitions.known(body.partition, body.generation)
         number = next(self._numbers)
         one = msgspec.structs.replace(
@@ -233,9 +240,10 @@ class Admissions:
         permits = entry.store.permits
         told = permits.stats(entry.store.state)
         told["before"] = waiting.index(one) if one in waiting else 0
-        holders = {permit.holder: 0 for permit in permits.given.values()}
+        holders: Counter[int] = Counter()
         for permit in permits.given.values():
             holders[permit.holder] += permit.left
+        holders = +holders
         who = {self.host.labels.get(h, f"client {h:x}"): n for h, n in holders.items()}
         return reasons.of_admission(told, one.asked.count, who), told
 

@@ -290,6 +290,13 @@ class StoreMachine(Model, RuleBasedStateMachine):
         if self.store.admit(next(self.clock), holder, count, 1, 2):
             assert count <= room
 
+    @rule(at=st.integers(0, 3))
+    def a_permit_is_over(self, at: int) -> None:
+        permits = self.store.permits
+        before, numbers = permits.left, list(permits.given)[at : at + 1]
+        self.store.take_back(numbers)
+        assert permits.left <= before and permits.given.keys().isdisjoint(numbers)
+
     @rule(holder=st.integers(1, 2))
     def a_holder_dies(self, holder: int) -> None:
         held = sorted(number for number, lease in self.leases.items() if lease.holder == holder)
@@ -493,7 +500,9 @@ class StoreMachine(Model, RuleBasedStateMachine):
         assert permits.done <= len(self.groups)
         if permits.counts:
             assert permits.done >= len(acked) or self.free == "acked"
-        assert all(one.left > 0 for one in permits.given.values())
+        given = permits.given.values()
+        assert all(0 <= one.left <= one.count for one in given)
+        assert sum(one.left for one in given) == permits.left
 
     @invariant()
     def rows_agree(self) -> None:

@@ -23,6 +23,8 @@ MAX_STAGES = 16
 MAX_NAME_BYTES = 512
 MAX_RANKS = 65_536
 """Ranks of a trainer that share a plan, and processes that take part in it."""
+MAX_PLAN_PARTS = 262_144
+"""Ranks times mini-batches of a plan: each process lays out all of them."""
 MAX_RANK = 16
 MAX_LEAVES_PER_ROW = 4_096
 MAX_NESTING = 64

@@ -90,6 +90,31 @@ def test_parts_of_long_tailed_rows_weigh_nearly_the_same(count: int) -> None:
     assert {len(part) for part in even_parts(weights, count)} == {1024 // count}
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "minis", "most"), [(512, 8, 4, 1.06), (8192, 64, 16, 1.03)]
+)
+def test_ranks_are_even_in_every_step_and_not_just_over_an_epoch(
+    rows: int, ranks: int, minis: int, most: float
+) -> None:
+    """A step takes as long as its heaviest rank."""
+    weights = np.random.default_rng(1).lognormal(8, 1, rows).clip(max=32_000).tolist()
+    weighed = Laid(rows, weights={"cost": np.array(weights, "<f8").tobytes()})
+    layout = Layout(Shape(ranks=ranks, minibatches=minis, balance="cost"), weighed)
+    heaviest = 0.0
+    for number in range(minis):
+        steps = (layout.mini(rank, 0, number) for rank in range(ranks))
+        heaviest += max(sum(weights[row] for row in micro) for (micro,) in steps)
+    assert heaviest / (sum(weights) / ranks) < most
+
+
+def test_no_step_is_of_padding_alone() -> None:
+    for seed in range(20):
+        layout = Layout(Shape(ranks=2, minibatches=4, seed=seed), laid([1] * 10))
+        for number in range(4):
+            steps = [row for rank in range(2) for row in layout.mini(rank, 0, number)[0]]
+            assert sum(row >= 0 for row in steps) >= 2
+
+
 def test_what_is_packed_has_few_parts_and_none_is_too_large() -> None:
     weights = np.random.default_rng(2).integers(1, 120, 500).tolist()
     made = packed(weights, 100)

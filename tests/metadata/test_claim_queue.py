@@ -9,6 +9,7 @@ from dataplane.metadata.shard.claim_queue import (
     NEAR_TURNS,
     WITHHELD_UNITS,
     ClaimQueue,
+    Joined,
     Met,
     Outcome,
     Over,
@@ -16,7 +17,7 @@ from dataplane.metadata.shard.claim_queue import (
 )
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Column, Owner
+from dataplane.wire.tables import Column, Owner, Shape
 from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values
 
 EVEN: list[object] = ["eq", "even", True]
@@ -327,3 +328,27 @@ def test_finished_rows_leave_the_queue_as_it_is() -> None:
     shard.claim(2, rows(2))
     finish(shard.store, met.taken, "release")
     assert shard.serve() == [(2, [0, 1])]
+
+
+def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, asked = Shard(), 0
+    join = shard.store.join
+
+    def counted(*how: object) -> object:
+        nonlocal asked
+        asked += 1
+        return join(*how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shard.store, "join", counted)
+    shape = Shape(ranks=3)
+    for rank in range(3):
+        shard.queue.add(Waiting(rank, rows(0), rank, "a", None, 0, 0.0, shape, rank))
+    assert shard.put(0, 4) == [] and not asked
+    shard.store.seal()
+    shard.sealed = True
+    joined = shard.queue.serve(0.0, True)
+    assert [one.member.rank for one in joined if isinstance(one, Joined)] == [0, 1, 2]
+    with pytest.raises(ProtocolError, match="rank 3 of 3"):
+        shard.queue.add(Waiting(9, rows(0), 1, "a", None, 0, 0.0, shape, 3))
+    with pytest.raises(ProtocolError, match="mini-batches, whose product"):
+        shard.queue.add(Waiting(9, rows(0), 1, "a", None, 0, 0.0, Shape(3, 10**9), 0))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dataplane.errors import LeaseExpired
+from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
-from dataplane.wire.messages import Claimed
+from dataplane.wire.messages import Body, Claimed, Finish
+from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Table
 
 
@@ -67,3 +72,28 @@ def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
     assert leases.recall(1, 50) is None
     leases.remember(1, 50, 50, Claimed(7, 0, Table(Rows(b""), [], [], [], {})))
     assert leases.recall(1, 50) is None
+
+
+async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_nobody() -> None:
+    told: list[Body] = []
+
+    async def insist(find: Callable[[], str], body: Body) -> None:
+        told.append(body)
+
+    host: Any = SimpleNamespace()
+    mesh: Any = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future, insist=insist)
+    leases, holder = Leases(), client()
+    finishing = Finishing(host, mesh, leases, *[None] * 5)  # type: ignore[arg-type]
+    leases.open(holder, 7, "p", 1, "s", 2)
+    leases.open(holder, 8, "p", 1, "s", 0, claim=500)
+    leases.open(holder, 9, "p", 1, "s", 0, claim=501)
+    for unheard in (7, 8, 8):
+        finishing.unheard(holder, unheard)
+    finishing.release(holder, 9)
+    await asyncio.sleep(0)
+    assert told == [
+        Finish(7, "release", partition="p", generation=1),
+        Withdraw("p", 1, "s", 500),
+        Finish(9, "release", partition="p", generation=1),
+    ]
+    assert not holder.leases

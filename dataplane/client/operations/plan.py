@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -29,10 +30,12 @@ from dataplane.client.core import (
 from dataplane.client.operations.balancing import Layout, Rows
 from dataplane.client.operations.lease import Demand, Lease
 from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.reads import join_tables
 from dataplane.client.operations.write import write_columns
 from dataplane.client.read.selection import Selection
 from dataplane.client.write.values import by_name
 from dataplane.errors import (
+    FrameTooLarge,
     InvalidCall,
     InvalidRows,
     LeaseExpired,
@@ -41,15 +44,19 @@ from dataplane.errors import (
     StreamEnd,
     counted,
 )
-from dataplane.wire.limits import MAX_RANKS
+from dataplane.memory.mapping import Pin
+from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Finish, PutDone, Want
 from dataplane.wire.records import EXTENT, PLACE, U4, column
-from dataplane.wire.tables import Shape, volume
+from dataplane.wire.tables import Shape, Table, volume
 
 log = logging.getLogger(__name__)
 
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
+
+SOUGHT = 1_024
+"""Rows of which a rank asks at once whether they are there, when its own are gone."""
 
 
 def shape_of(
@@ -69,6 +76,12 @@ def shape_of(
         raise InvalidCall(f"ranks={ranks}: a plan has at most {MAX_RANKS}")
     if rank >= ranks:
         raise InvalidCall(f"rank={rank} of ranks={ranks}: ranks are 0 to {ranks - 1}")
+    minibatches = arguments.count(minibatches, "minibatches")
+    if ranks * minibatches > MAX_PLAN_PARTS:
+        raise InvalidCall(
+            f"ranks={ranks} with minibatches={minibatches}: their product is at most "
+            f"{MAX_PLAN_PARTS}"
+        )
     if remainder not in ("pad", "drop"):
         raise InvalidCall(f"remainder={remainder!r:.40}: it is 'pad' or 'drop'")
     if unit not in ("rows", "groups"):
@@ -81,7 +94,7 @@ def shape_of(
     units: dict[str, Literal["rows", "groups"]] = {"rows": "rows", "groups": "groups"}
     shape = Shape(
         ranks,
-        arguments.count(minibatches, "minibatches"),
+        minibatches,
         tag,
         amount,
         tag if balance is None else arguments.text(balance, "a tag"),
@@ -100,6 +113,8 @@ class Part(Lease):
         super().__init__(handle, stage, claimed)
         self.n = rows
         self.why = ""
+        self.at_once = handle.session.max_rows
+        """rows that one message brings: fewer once that was too large"""
 
     def check(self) -> None:
         if self.state != "leased":
@@ -115,14 +130,18 @@ class Joined:
     def __init__(self, part: Part, layout: Layout, rank: int, fields: list[str]) -> None:
         self.part, self.layout, self.rank, self.fields = part, layout, rank, fields
         self._minis: dict[tuple[int, int], list[Rows]] = {}
+        """of this epoch and the last one; replaced whole, as the loop and the prefetch both do"""
 
     def mini(self, number: int) -> list[Rows]:
         """The micro-batches of one of the mini-batches of all epochs."""
         at = divmod(number, self.layout.shape.minibatches)
-        if at not in self._minis:
-            self._minis = {key: rows for key, rows in self._minis.items() if key[0] >= at[0] - 1}
-            self._minis[at] = self.layout.mini(self.rank, *at)
-        return self._minis[at]
+        known = self._minis
+        rows = known.get(at)
+        if rows is None:
+            rows = self.layout.mini(self.rank, *at)
+            recent = {key: one for key, one in known.items() if key[0] >= at[0] - 1}
+            self._minis = {**recent, at: rows}
+        return rows
 
 
 def join(
@@ -170,7 +189,16 @@ def join(
     return Joined(part, layout, rank, needed)
 
 
-Fetching = tuple[Fetched, Index, Mask]
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Rows of a plan that were fetched, and where they are in it, ascending."""
+
+    table: Table
+    pin: Pin
+    there: Index
+
+
+Fetching = tuple[Came, Index, Mask]
 """Rows that came; the positions of a micro-batch's rows, and which of them are no padding."""
 
 
@@ -181,15 +209,10 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
     mask = wanted >= 0
     positions = np.where(mask, wanted, ~wanted)
     deadline = Deadline(DEFAULT_TIMEOUT_S)
-    done = yield from _fetched(part, fields, np.unique(positions), deadline)
-    there = column(done.index, U4).astype(np.intp)
-    if not len(there):
-        others = yield from _fetched(part, [], np.arange(part.n, dtype=np.intp), deadline)
-        there = column(others.index, U4).astype(np.intp)[:1]
-        if not len(there):
-            raise RowsGone("every row of this plan was dropped or lost", rows=part.n)
-        done = yield from _fetched(part, fields, there, deadline)
-    gone = ~np.isin(positions, there)
+    came = yield from _fetched(part, fields, np.unique(positions), deadline)
+    if not len(came.there):
+        came = yield from _any_row(part, fields, deadline)
+    gone = ~np.isin(positions, came.there)
     if gone.any():
         log.warning(
             "%s of the plan of stage %r of %r: dropped or lost meanwhile, padding stands for them",
@@ -198,35 +221,66 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
             part.handle.name,
         )
         mask &= ~gone
-        positions = np.where(gone, there[0], positions)
-    nbytes, tally = volume(done.table.columns, PLACE), part.handle.session.tally
+        positions = np.where(gone, came.there[0], positions)
+    nbytes, tally = volume(came.table.columns, PLACE), part.handle.session.tally
     tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
-    return done, positions, mask
+    return came, positions, mask
+
+
+def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Operation[Came]:
+    """A row of the plan that is still there. RowsGone where none is."""
+    start = 0
+    while start < part.n:
+        some = np.arange(start, min(start + SOUGHT, part.n), dtype=np.intp)
+        left = yield from _fetched(part, [], some, deadline)
+        if not len(left.there):
+            start += SOUGHT
+            continue
+        came = yield from _fetched(part, fields, left.there[:1], deadline)
+        if len(came.there):  # or else it went just now
+            return came
+    raise RowsGone("every row of this plan was dropped or lost", rows=part.n)
 
 
 def _fetched(
     part: Part, fields: Sequence[str], positions: Index, deadline: Deadline
-) -> Operation[Fetched]:
-    body = Fetch(part.id, list(fields), index=positions.astype(U4).tobytes())
+) -> Operation[Came]:
+    """In as many messages as it takes: rows may have many small values."""
+    session, done = part.handle.session, list[Fetched]()
+    at = 0
     try:
-        return (yield from ask(body, Fetched, deadline))
+        while at < len(positions) or not done:
+            some = positions[at : at + part.at_once]
+            body = Fetch(part.id, list(fields), index=some.astype(U4).tobytes())
+            try:
+                done.append((yield from ask(body, Fetched, deadline)))
+            except FrameTooLarge:
+                if len(some) == 1:
+                    raise
+                part.at_once = -(-len(some) // 2)
+                continue
+            at += len(some)
     except LeaseExpired as exc:
         part.why = exc.message
         part._end("expired")
         raise
+    finally:
+        # Of one that failed, the pieces before are pinned; their pins go with this object.
+        pin = session.pinned(*(one.pin for one in done))
+    there = column(b"".join(one.index for one in done), U4).astype(np.intp)
+    return Came(join_tables([one.table for one in done]), pin, there)
 
 
 class PlannedRows(LeasedRows):
     """What a micro-batch is without its methods that wait. `mask`: bool[n], False for padding."""
 
     def __init__(self, part: Part, fetched: Fetching) -> None:
-        done, positions, mask = fetched
-        handle = part.handle
-        rows = Selection(handle, done.table, handle.session.pinned(done.pin))
+        came, positions, mask = fetched
+        rows = Selection(part.handle, came.table, came.pin)
         self.__dict__.update(rows.__dict__)
         self.lease = part
         self._of = self._at = None
-        at = np.searchsorted(column(done.index, U4), positions)
+        at = np.searchsorted(came.there, positions)
         if len(at) != len(rows) or (at != np.arange(len(at))).any():
             Selection._become_part(self, rows, at)
         self.mask = mask
@@ -240,10 +294,13 @@ class PlannedRows(LeasedRows):
     def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         self.lease.check()
         assert isinstance(self.lease, Part)
-        done = yield from _fetched(
-            self.lease, fields, np.unique(self._positions), Deadline(timeout)
+        came = yield from _fetched(
+            self.lease,
+            arguments.texts(fields, "fields"),
+            np.unique(self._positions),
+            Deadline(timeout),
         )
-        self._admit(done.table, self._handle.session.pinned(done.pin))
+        self._admit(came.table, came.pin)
 
     def _add(
         self, given: Mapping[str, Any] | None, named: dict[str, Any], timeout: float | None

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.counts import Counts
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.pull_credit import PullCredit
@@ -132,9 +133,10 @@ class ClaimQueue:
 
     def add(self, claim: Waiting) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
-        ProtocolError where it asks for nothing, or by no filter."""
+        ProtocolError where it asks for nothing, by no filter, or for a part that no plan has."""
         want = claim.want
         if claim.plan is not None:
+            plans.check(claim.plan, claim.rank)
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
         if want.budget_tag is None and want.count < 1:
@@ -180,10 +182,10 @@ class ClaimQueue:
             return 0
         return list(self._lanes[claim.lane]).index(number)
 
-    def waits_for(self, number: int) -> str:
+    def waits_for(self, number: int, now: float) -> str:
         """Why one that asks for a part in the plan waits, where rows are not the reason."""
         claim = self._joining.get(number)
-        return "" if claim is None else self.store.plan_waits_for(self.stage, claim.rank)
+        return "" if claim is None else self.store.plan_waits_for(self.stage, claim.rank, now)
 
     def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
@@ -201,12 +203,13 @@ class ClaimQueue:
 
     def _joined(self, now: float, sealed: bool) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
+        if sealed and not self.store.counts(self.stage).outstanding_rows:
+            return [self._over(claim, "ended") for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
+        if not self.store.may_join(self.stage):  # as at every put, however many wait
+            return outcomes
         for claim in list(self._joining.values()):
             assert claim.plan is not None
-            if sealed and not self.store.counts(self.stage).outstanding_rows:
-                outcomes.append(self._over(claim, "ended"))
-                continue
             try:
                 member = self.store.join(
                     self.stage, claim.plan, claim.rank, claim.holder, now, claim.number

@@ -1,8 +1,8 @@
 """The plan of a stage: all rows that it has left, under one lease, for the ranks of a trainer.
 
 The shard says which rows there are, in an order and with weights that stay; every rank lays them
-out alike (`client/layouts.py`). The lease ends when each rank has acked. A member that goes before
-it has acked ends it for all: the rows are back, and the next who asks begins another.
+out alike (`client/operations/balancing.py`). The lease ends when each rank has acked. A member that
+goes before it has acked ends it for all: the rows are back, and the next who asks begins another.
 """
 
 from __future__ import annotations
@@ -28,9 +28,27 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.columns import Array
 from dataplane.metadata.tables.key_index import pairs
-from dataplane.wire.limits import MAX_RANKS, NO_GROUP
+from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.records import U4
 from dataplane.wire.tables import Column, Laid, Owner, Scalar, Shape, Spec
+
+
+def check(shape: Shape, rank: int) -> None:
+    """ProtocolError where no plan is like that, or has no such rank."""
+    if not 0 <= rank < shape.ranks <= MAX_RANKS:
+        raise ProtocolError(f"rank {rank} of {shape.ranks} ranks, which are at most {MAX_RANKS}")
+    if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
+        raise ProtocolError(
+            f"{shape.ranks} ranks with {shape.minibatches} mini-batches, whose product is at most "
+            f"{MAX_PLAN_PARTS}"
+        )
+
+
+def may_join(state: State, stage: Stage) -> bool:
+    """Whether there is a plan, or all that the stage has left is there to begin one."""
+    if state.leases.plan(stage.name) is not None:
+        return True
+    return state.sealed and bool(stage.rows.outstanding) and not _waits_for_rows(stage)
 
 
 def join(
@@ -42,12 +60,11 @@ def join(
     PartitionConflict where the plan is another one; InvalidRows where it weighs rows by a tag that
     some lack.
     """
-    if not 0 <= rank < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(f"rank {rank} of {shape.ranks} ranks, which are at most {MAX_RANKS}")
+    check(shape, rank)
+    if not may_join(state, stage):
+        return None
     plan = state.leases.plan(stage.name)
     if plan is None:
-        if not state.sealed or not stage.rows.outstanding or _waits_for_rows(stage):
-            return None
         plan = _begin(state, stage, shape, now)
     if plan.shape != shape:
         raise PartitionConflict(
@@ -75,14 +92,19 @@ def join(
     return member
 
 
-def waits_for(state: State, stage: Stage, rank: int) -> str:
+def waits_for(state: State, stage: Stage, rank: int, now: float) -> str:
     """Why a rank has to wait, where rows are not the reason."""
     plan = state.leases.plan(stage.name)
     if plan is not None:
-        done = {one.rank for one in plan.members.values()} - {one.rank for one in plan.working}
-        missing = [rank for rank in range(plan.shape.ranks) if rank not in done]
-        shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        return f"rank {rank} has acked the stage's plan, and of its ranks have yet to ack: {shown}"
+        came = {one.rank for one in plan.members.values()}
+        absent = [one for one in range(plan.shape.ranks) if one not in came]
+        why = (
+            f"rank {rank} has acked the stage's plan, which was begun "
+            f"{max(0.0, now - plan.lease.started):.0f} s ago and ends when every rank has"
+        )
+        if working := sorted({one.rank for one in plan.working}):
+            why += f"; have yet to ack: {_shown(working)}"
+        return why + (f"; have not come: {_shown(absent)}" if absent else "")
     return "" if state.sealed else "the partition is not sealed yet"
 
 
@@ -165,6 +187,10 @@ def laid(state: State, lease: Lease, shape: Shape) -> Laid:
     order[np.argsort(first)] = np.arange(len(different))
     numbers = np.where(groups >= 0, order[inverse.reshape(-1)], NO_GROUP)
     return Laid(len(slots), numbers.astype(U4).tobytes(), weights)
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
 def _waits_for_rows(stage: Stage) -> bool:

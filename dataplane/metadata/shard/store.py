@@ -335,9 +335,13 @@ class Store:
             self.emit(Joined(stage, lease, shape, member.number, rank, holder, claim))
         return member
 
-    def plan_waits_for(self, stage: str, rank: int) -> str:
+    def may_join(self, stage: str) -> bool:
+        """See `plans.may_join`."""
+        return plans.may_join(self._state, self._state.stage(stage))
+
+    def plan_waits_for(self, stage: str, rank: int, now: float) -> str:
         """See `plans.waits_for`."""
-        return plans.waits_for(self._state, self._state.stage(stage), rank)
+        return plans.waits_for(self._state, self._state.stage(stage), rank, now)
 
     def leave(self, member: Member) -> None:
         """It never heard that it takes part in a plan, and does not."""

@@ -165,7 +165,7 @@ class Answers:
         space = self.host.space
         match body:
             case m.Claimed(lease, pin, _):
-                self.finishing.release(session, lease)
+                self.finishing.unheard(session, lease)
                 space.unpin(session.id, [pin])
             case m.Admitted(permit, _):
                 self.admissions.give_back(session, [permit])

@@ -323,7 +323,13 @@ class Claims:
         entry, table = one.entry, granted.table
         rows = rowset.count(table.rows)
         self.leases.open(
-            one.session, granted.lease, entry.name, entry.generation, one.body.stage, rows
+            one.session,
+            granted.lease,
+            entry.name,
+            entry.generation,
+            one.body.stage,
+            rows,
+            0 if granted.plan is None else one.number,
         )
         try:
             if granted.plan is None:

@@ -24,6 +24,7 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.second_copies import Copying
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
+from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.tables import INLINE
 
@@ -173,6 +174,18 @@ class Finishing:
         lease = self.leases.leave(session, lease_id)
         if lease is not None:
             self._give_back(lease)
+
+    def unheard(self, session: Session, lease_id: int) -> None:
+        """A lease of which its holder never heard: as released, but that a plan goes on without
+        who was to take part in it."""
+        lease = self.leases.leave(session, lease_id)
+        if lease is None:
+            return
+        if not lease.claim:
+            self._give_back(lease)
+            return
+        body = Withdraw(lease.partition, lease.generation, lease.stage, lease.claim)
+        self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(lease.partition), body))
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""

@@ -27,6 +27,8 @@ class Lease:
     deadline: float | None = None
     finished: set[int] = field(default_factory=set)
     """rows that left, by their place in the claim"""
+    claim: int = 0
+    """of a part in a plan, the number of its call"""
     claimed: tuple[int, int] | None = None
     """session and operation that took it, while they may ask again"""
 
@@ -41,9 +43,16 @@ class Leases:
         return len(self._leases)
 
     def open(
-        self, session: Session, number: int, partition: str, generation: int, stage: str, rows: int
+        self,
+        session: Session,
+        number: int,
+        partition: str,
+        generation: int,
+        stage: str,
+        rows: int,
+        claim: int = 0,
     ) -> Lease:
-        lease = Lease(number, partition, generation, stage, rows, {session})
+        lease = Lease(number, partition, generation, stage, rows, {session}, claim=claim)
         self._leases[number] = lease
         session.leases.add(number)
         return lease

@@ -321,7 +321,7 @@ class ClaimQueues:
         found["sealed"], found["producers"] = entry.sealed, self.producers()
         stage = self._stages.get((entry.name, entry.generation, body.stage))
         found["before"] = 0 if stage is None else stage.queue.before(body.claim)
-        found["plan"] = "" if stage is None else stage.queue.waits_for(body.claim)
+        found["plan"] = "" if stage is None else stage.queue.waits_for(body.claim, self.host.now())
         return StatsDone(found)
 
     # whoever waits must go

@@ -1,0 +1,121 @@
+"""How a micro-batch of a plan is fetched: in as many messages as its rows take, and in step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.client.operations.balancing import Layout
+from dataplane.client.operations.plan import SOUGHT, Fetching, Joined, Part, fetch
+from dataplane.errors import FrameTooLarge, RowsGone
+from dataplane.metadata.tables import names
+from dataplane.wire.messages import Claimed, Fetch, Fetched
+from dataplane.wire.records import U4, column
+from dataplane.wire.tables import Laid, Rows, Shape, Table
+
+
+class Shard:
+    """Answers what a part of a plan asks for; no answer has more than `most` rows with fields."""
+
+    def __init__(self, n: int, most: int = 1 << 20) -> None:
+        self.most = most
+        self.there = np.ones(n, np.bool_)
+        self.asked: list[int] = []
+        self.pins: list[int] = []
+        session: Any = SimpleNamespace(
+            max_rows=65_536,
+            pinned=lambda *pins: self.pins.extend(pins),
+            abandon=lambda *_: None,
+            tally=SimpleNamespace(of_stage=lambda *_, **__: None),
+        )
+        handle: Any = SimpleNamespace(session=session, name="p")
+        self.part = Part(handle, "s", Claimed(31, 0, Table(Rows(b""))), n)
+
+    def answer(self, body: Fetch) -> Fetched:
+        at = column(body.index or b"", U4).astype(np.intp)
+        self.asked.append(len(at))
+        if body.fields and len(at) > self.most:
+            raise FrameTooLarge("the answer would be too large")
+        at = at[self.there[at]]
+        keys = [int(one) for one in at]
+        return Fetched(
+            len(self.asked), Table(Rows(names.hash_names(keys), keys)), at.astype(U4).tobytes()
+        )
+
+    def fetched(self, rows: list[int]) -> Fetching:
+        going = fetch(self.part, ["x"], rows)
+        try:
+            call: Any = next(going)
+            while True:
+                try:
+                    reply = self.answer(call.body)
+                except FrameTooLarge as exc:
+                    call = going.throw(exc)
+                else:
+                    call = going.send(reply)
+        except StopIteration as done:
+            found: Fetching = done.value
+            return found
+
+
+def test_what_no_message_carries_comes_in_several() -> None:
+    shard = Shard(100, most=30)
+    came, positions, mask = shard.fetched(list(range(99, -1, -1)))
+    assert came.table.rows.names == list(range(100)) == came.there.tolist()
+    assert positions.tolist() == list(range(99, -1, -1)) and mask.all()
+    assert shard.asked == [100, 50, 25, 25, 25, 25] and shard.pins == [3, 4, 5, 6]
+    shard.fetched(list(range(50)))
+    assert shard.asked[6:] == [25, 25], "what was too large once is not tried again"
+    shard.most = 0
+    with pytest.raises(FrameTooLarge):
+        shard.fetched([1, 2])
+
+
+def test_for_rows_that_are_gone_another_stands_that_is_looked_for_a_few_at_a_time() -> None:
+    shard = Shard(5 * SOUGHT)
+    shard.there[: 3 * SOUGHT + 1] = False
+    came, positions, mask = shard.fetched([4, 5])
+    assert shard.asked == [2, *[SOUGHT] * 4, 1]
+    assert came.there.tolist() == [3 * SOUGHT + 1] and not mask.any()
+    assert positions.tolist() == [3 * SOUGHT + 1] * 2
+
+
+def test_one_that_goes_as_it_is_fetched_is_looked_for_again_and_where_none_is_that_is_said() -> (
+    None
+):
+    shard = Shard(8)
+    shard.there[:4] = False
+    answer = shard.answer
+
+    def gone_by_then(body: Fetch) -> Fetched:
+        at = column(body.index or b"", U4)
+        if body.fields and len(at) == 1 and at[0] < 6:
+            shard.there[at[0]] = False
+        return answer(body)
+
+    shard.answer = gone_by_then  # type: ignore[method-assign]
+    came, _, mask = shard.fetched([0, 1])
+    assert came.there.tolist() == [6] and not mask.any()
+    shard.there[:] = False
+    with pytest.raises(RowsGone, match="every row of this plan"):
+        shard.fetched([6, 7])
+
+
+def test_a_layout_that_is_kept_is_given_whole_to_whoever_asks_meanwhile() -> None:
+    shard = Shard(8)
+    layout = Layout(Shape(ranks=1, minibatches=2, epochs=4), Laid(8))
+    joined = Joined(shard.part, layout, 0, ["x"])
+    taken = layout.mini
+
+    def other_first(rank: int, epoch: int, number: int) -> Any:
+        """Another thread has gone on to the last epochs before this one has its mini-batch."""
+        layout.mini = taken  # type: ignore[method-assign]
+        joined.mini(7)
+        return taken(rank, epoch, number)
+
+    layout.mini = other_first  # type: ignore[method-assign]
+    assert joined.mini(0) == taken(0, 0, 0)
+    assert joined.mini(7) == taken(0, 3, 1)

@@ -232,6 +232,11 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
             assert most <= lag
             finish(s, taken)
             trained += len(names)
+        oldest = s.permits.oldest(s.state)
+        s.permits.look_again()
+        assert oldest == s.permits.oldest(s.state)
+        if rng.random() < 0.9:  # else nobody asks for a while
+            s.permits.oldest(s.state)
         if trained == per:
             version, trained = version + 1, 0
             s.advance(version)

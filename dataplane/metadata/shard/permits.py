@@ -60,6 +60,8 @@ class Permits:
         counts"""
         self.done = 0
         """groups that are here and `DONE`"""
+        self._slow = -1
+        """a group that was not all there, when somebody looked last, and none was begun earlier"""
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +104,8 @@ class Permits:
             if permit.left:
                 mine, groups = groups[: permit.left], groups[permit.left :]
                 self.begun[mine] = permit.version
+                if self._slow >= 0 and permit.version < self.begun.item(self._slow):
+                    self._slow = mine.item(0)
                 permit.left -= len(mine)
                 self.left -= len(mine)
             if not len(groups):
@@ -116,6 +120,8 @@ class Permits:
 
     def removed(self, groups: Array, finished: Array) -> None:
         """Groups are no more; which of them were finished, and not dropped or lost."""
+        if self._slow in groups:
+            self._slow = -1
         before = self.begun[groups] == DONE
         self.done -= int(np.count_nonzero(before))
         self._count(int(np.count_nonzero(finished & ~before)))
@@ -179,21 +185,48 @@ class Permits:
         """Places of what was finished before this version, which nothing yet gives back."""
         if all(version >= self.version for version in self.trained):
             return 0
-        since, _ = self.slowest(state)
+        since = self.oldest(state)
         return sum(n for v, n in self.trained.items() if since <= v < self.version)
 
     def slowest(self, state: State) -> tuple[int, list[int]]:
-        """The oldest version at which something was begun that is not all there yet, and which
-        groups were; a permit may have been given out then, too."""
+        """`oldest`, and which groups were begun then that are not all there."""
+        oldest, groups = self.oldest(state), self._not_all_there(state)
+        return oldest, groups[self.begun[groups] == oldest].tolist() if self.counts else []
+
+    def oldest(self, state: State) -> int:
+        """The version at which the first was begun of all that is not all there yet; a permit may
+        have been given out then, too. Asked whenever something changes while somebody waits: all
+        groups are looked at when the slowest one is there."""
+        if self.counts and not self._lacks(state, self._slow):
+            groups = self._not_all_there(state)
+            groups = groups[self.begun[groups] != DONE]
+            self._slow = groups.item(int(np.argmin(self.begun[groups]))) if len(groups) else -1
+        slow: list[int] = [self.begun.item(self._slow)] if self._slow >= 0 else []
+        return min([self.version, *slow, *self._promised()])
+
+    def look_again(self) -> None:
+        """Groups that were all there may not be any more, or were begun earlier than was known."""
+        self._slow = -1
+
+    def _lacks(self, state: State, group: int) -> bool:
+        """Whether this group is not all there."""
+        if group < 0:
+            return False
+        one = np.array([group])
+        slots = state.groups.members.gather(one)[1].astype(np.int64)
+        stages = state.stages.values()
+        return not state.groups.closed(one).item() or any(
+            PENDING in stage.rows.state[slots].tobytes() for stage in stages
+        )
+
+    def _not_all_there(self, state: State) -> Array:
+        """Groups that are open, or have rows that some stage's fields lack."""
         rows = [stage.rows for stage in state.stages.values() if stage.rows.counts[PENDING]]
         live = state.live() if rows else np.zeros(0, np.int64)
         pending = [state.group[live[one.state[live] == PENDING]] for one in rows]
         groups = np.unique(np.concatenate([state.groups.open(), *pending]))
         groups = groups[groups >= 0]
-        begun = self.begun[groups].tolist() if self.counts else []
-        oldest = min([self.version, *begun, *self._promised()])
-        slow = [g for g, v in zip(groups.tolist(), begun, strict=False) if v == oldest]
-        return oldest, slow
+        return groups.astype(np.int64)
 
     def _promised(self) -> list[int]:
         """At which versions that was begun which may still be opened with permits."""

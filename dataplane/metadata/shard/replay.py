@@ -258,6 +258,7 @@ def _sized(store: Store, op: Sized, now: float) -> None:
         if not store.permits.counts or (begun < 0).any():
             raise ProtocolError("groups are begun at versions, and nothing says at which they are")
         store.permits.begun[ids] = begun
+        store.permits.look_again()
         store.permits.done += int(np.count_nonzero(begun == DONE))
 
 

@@ -107,6 +107,7 @@ class State:
         self.definition = msgspec.structs.replace(self.definition, stages=stages)
         stage = Stage(name, fields, self.fields.mask(fields), self.groups, self.group, self._test)
         self.stages[name] = stage
+        self.permits.look_again()
         live = self.live()
         stage.rows.add(len(live))
         stage.groups.add(len(self.groups))

@@ -16,9 +16,11 @@ from dataplane import Partition, Plane
 from dataplane.client.session import extents, housekeeping
 from dataplane.client.session.bell import Bell
 from dataplane.client.session.extents import Leftovers
+from dataplane.client.session.housekeeping import undo
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Claim,
+    Claimed,
     Finish,
     GiveBack,
     Goodbye,
@@ -31,6 +33,7 @@ from dataplane.wire.messages import (
     Unpin,
 )
 from dataplane.wire.records import EXTENT, column
+from dataplane.wire.tables import Laid, Rows, Table
 from tests.client.scripted_peer import ScriptedPeer
 
 
@@ -184,6 +187,11 @@ def test_an_answer_that_nobody_waits_for_any_more_is_undone(
         part.claim("s", rows=2, timeout=0.01)
     assert peer.await_body(Finish).outcome == "release"
     assert peer.await_body(Unpin).pins == [1]
+
+
+def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody() -> None:
+    claimed = Claimed(31, 0, Table(Rows(b"")), Laid(2))
+    assert undo(claimed) == [Finish(31, "leave")]
 
 
 def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Partition) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from dataplane.errors import LeaseExpired
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
-from dataplane.wire.messages import Body, Claimed, Finish
+from dataplane.wire.messages import Body, Claimed, Done, Finish
 from dataplane.wire.peering import Withdraw
 from dataplane.wire.tables import Rows, Table
 
@@ -80,20 +81,25 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     async def insist(find: Callable[[], str], body: Body) -> None:
         told.append(body)
 
-    host: Any = SimpleNamespace()
+    host: Any = SimpleNamespace(now=lambda: 0.0)
+    grants: Any = SimpleNamespace(unless_refused=lambda *_: nullcontext())
     mesh: Any = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future, insist=insist)
     leases, holder = Leases(), client()
-    finishing = Finishing(host, mesh, leases, *[None] * 5)  # type: ignore[arg-type]
+    finishing = Finishing(host, mesh, leases, grants, *[None] * 4)  # type: ignore[arg-type]
     leases.open(holder, 7, "p", 1, "s", 2)
     leases.open(holder, 8, "p", 1, "s", 0, claim=500)
     leases.open(holder, 9, "p", 1, "s", 0, claim=501)
     for unheard in (7, 8, 8):
         finishing.unheard(holder, unheard)
     finishing.release(holder, 9)
+    leases.open(holder, 10, "p", 1, "s", 0, claim=502)
+    request: Any = SimpleNamespace(rid=0)
+    assert finishing.finish(holder, request, Finish(10, "leave")) == Done()
     await asyncio.sleep(0)
     assert told == [
         Finish(7, "release", partition="p", generation=1),
         Withdraw("p", 1, "s", 500),
         Finish(9, "release", partition="p", generation=1),
+        Withdraw("p", 1, "s", 502),
     ]
     assert not holder.leases

@@ -232,7 +232,7 @@ def undo(body: Body) -> list[Body]:
     """The messages that give back what an answer gave."""
     due: list[Body] = []
     if isinstance(body, Claimed):
-        due.append(Finish(body.lease, "release"))
+        due.append(Finish(body.lease, "release" if body.plan is None else "leave"))
     if isinstance(body, Reserved | PutDone) and body.extents:
         due.append(GiveBack(body.extents))
     if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:

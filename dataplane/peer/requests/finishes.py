@@ -57,6 +57,9 @@ class Finishing:
         committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
         with self.grants.unless_refused(session, body.ranges):
             lease = self.leases.of(session, body.lease, self.host.now())
+            if body.outcome == "leave":
+                self.unheard(session, body.lease)
+                return Done()
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dataplane
+from dataplane.client.read import tensors
 from dataplane.client.session import direct
 from dataplane.client.session.direct import DirectCopies, Landing, Runs
 from dataplane.errors import DeviceMissing
@@ -74,7 +75,7 @@ def test_every_layout_comes_straight_from_the_arena_as_it_was_put(
     assert len(device.pinned) >= 3 and max(device.pinned.values()) == MIB
     for layout in ("list", "padded", "jagged"):
         found = rows.torch("ragged", layout=layout)
-        wanted = dataplane.client.tensors.to_torch(plain, layout)
+        wanted = tensors.to_torch(plain, layout)
         pairs = (
             zip(found.unbind(), wanted.unbind(), strict=True)
             if layout != "list"

@@ -225,6 +225,7 @@ def test_a_claim_waits_through_its_homes_new_start(hosts: Addressed) -> None:
     thread = threading.Thread(target=lambda: got.append(stage.claim("s", rows=1, timeout=60).keys))
     thread.start()
     until(lambda: a.stats()["waiting_claims"] == 1, "the claim waits")
+    in_sync(a)  # else the partition is lost with its only host
     hosts.kill("b")
     hosts.start_one("b")
     with hosts.connect("b") as again:

@@ -87,18 +87,21 @@ def _in_the_way(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """stages: rows by stage, and by what they are for it."""
+    """stages: rows by stage, and by what they are for it. admission: the trainer's version, and how
+    many the slowest group is behind it; 0, 0 without."""
 
     rows: int
     groups: int
     tombstones: int
     metadata_bytes: int
     stages: dict[str, dict[str, int]]
+    admission: tuple[int, int]
 
 
 def figures(state: State) -> Figures:
-    """The part of `stats` that costs the same however many rows there are."""
-    stages = {}
+    """The part of `stats` that costs the same however many rows there are, but for the lag when the
+    group was finished that was the slowest."""
+    permits, stages = state.permits, {}
     for name, stage in state.stages.items():
         counts = stage.rows.counts
         states = {"pending": PENDING, "ready": READY, "leased": LEASED, "acked": ACKED}
@@ -109,6 +112,7 @@ def figures(state: State) -> Figures:
         tombstones=len(state.tombstones),
         metadata_bytes=state.nbytes,
         stages=stages,
+        admission=(permits.version, permits.version - permits.oldest(state)),
     )
 
 

@@ -212,6 +212,12 @@ def _rows(peer: Peer) -> Iterator[Family]:
         "Names remembered of rows and groups that were dropped or freed.",
         sum(s.tombstones for s in stores),
     )
+    version = max((s.admission[0] for s in stores), default=0)
+    help = "The trainer's version that advance() named last, of the partition that is furthest."
+    yield gauge("dataplane_admission_version", help, version)
+    help = "How many versions the slowest group or permit of this peer's shards is behind."
+    lag = max((s.admission[1] for s in stores), default=0)
+    yield gauge("dataplane_admission_lag", help, lag)
     help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
     yield counter("dataplane_lost_rows", help, peer.host.lost_rows)
 

@@ -32,6 +32,10 @@ def test_a_killed_producers_permits_return_and_the_trainers_advance_lets_others_
     cluster.start("a", "b")
     with cluster.connect("a") as here, cluster.connect("b") as there:
         part = here.partition("p", stages=STAGES, group_size=2)
+        with part.admit(1, per_version=2):
+            for _ in range(5):  # more than there are places, and none is used
+                with part.admit(1, per_version=2, timeout=30):
+                    pass
         holder = cluster.worker(HOLDER)
         assert line(holder) == "permitted"
         with (
@@ -63,6 +67,8 @@ def test_a_killed_producers_permits_return_and_the_trainers_advance_lets_others_
         assert begun == [1]
         told = there.partition("p").stats()["admission"]
         assert (told["version"], told["unfinished_groups"], told["permits"]) == (1, 4, 0)
+        figures = here.metrics() | there.metrics()  # of the shard's host only
+        assert (figures["admission/version"], figures["admission/lag"]) == (1, 0)
 
 
 def test_whoever_waits_is_told_of_the_seal_and_of_the_drop(cluster: Cluster) -> None:

@@ -66,11 +66,20 @@ class Tally:
                 taken[f"{what}/rows_per_s"] = sums[f"{what}/rows"] / seconds
         for stage in stages:
             taken[f"stage/{stage}/behind_rows"] = _behind(stats, stage)
+        taken |= _admission(stats)
         taken["peer/pulled_bytes"] = 0.0 if first else moved
         arena = stats["arena"]
         taken |= {f"arena/{name}_bytes": float(arena[f"{name}_bytes"]) for name in _OF_ARENA}
         taken["arena/used"] = arena["used_bytes"] / max(1, arena["size_bytes"])
         return taken
+
+
+def _admission(stats: dict[str, Any]) -> dict[str, float]:
+    """Of partitions whose groups are begun with permits; nothing where there are none."""
+    partitions = stats["everywhere"]["partitions"].values()
+    told = [one["admission"] for one in partitions if one.get("admission")]
+    names = ("version", "lag") if told else ()
+    return {f"admission/{name}": float(max(one[name] for one in told)) for name in names}
 
 
 def _behind(stats: dict[str, Any], stage: str) -> float:

@@ -119,7 +119,7 @@ test-verl: $(VENV)/.test-installed $(VERL)/.installed
 
 $(VERL)/.installed: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[compare,transfer-queue]' 'transformers<5' \
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compare,transfer-queue]' 'transformers<5' \
 	  accelerate cachetools codetiming datasets dill fastapi orjson pandas peft pylatexenc tensorboard torchdata uvicorn
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	rm -rf $(VERL)/lib/python*/site-packages/tests
@@ -163,7 +163,8 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("dataplane needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 
-# --no-compile: of most packages little is imported, and the rest need not be compiled now.
+#: of most packages little is imported, and the rest need not be compiled now.
 $(VENV)/.%-installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m compileall -q dataplane bench
 	touch $@

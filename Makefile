@@ -163,7 +163,7 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("dataplane needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 
-#: of most packages little is imported, and the rest need not be compiled now.
+# Compiled ahead: dozens of processes start in a run, and some machines keep no bytecode of their own accord.
 $(VENV)/.%-installed: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	$(BIN)/python -m compileall -q dataplane bench

@@ -13,6 +13,7 @@ from dataplane.errors import counted
 STUCK_S = 10.0
 """A call that waits for so long is shown first."""
 SHOWN_HOLDERS = 3
+SHOWN_RANKS = 8
 _BAR = 20
 
 Stats = Mapping[str, Any]
@@ -125,6 +126,8 @@ def _stage(
     if holders:
         shown = [f"{h['rows']} by {h['holder']} for {_age(h['for_s'])}" for h in holders]
         parts[-1] += f": {_few(shown, SHOWN_HOLDERS)}"
+    if plan := figures.get("plan"):
+        parts.append(f"plan: {_plan(plan)}")
     waits = list(filter(ours, seen["waits"]))
     if waits:
         oldest = max(wait["for_s"] for wait in waits)
@@ -133,6 +136,19 @@ def _stage(
     if (name, stage) in rates:
         parts.append(f"{rates[name, stage]:.1f} rows/s")
     return " | ".join(parts)
+
+
+def _plan(plan: Stats) -> str:
+    """Ranks that are behind are named, the first ones."""
+    said = f"{plan['acked']} of {counted(plan['ranks'], 'rank')} acked"
+    for word, many, ranks in (
+        ("working", plan["came"] - plan["acked"], plan["working"]),
+        ("not come", plan["ranks"] - plan["came"], plan["absent"]),
+    ):
+        shown = ranks[:SHOWN_RANKS]
+        more = " …" if many > len(shown) else ""
+        said += f", {word}: {', '.join(map(str, shown))}{more}" if many else ""
+    return said
 
 
 def _waits(seen: Stats, name: str) -> bool:

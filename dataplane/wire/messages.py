@@ -271,7 +271,8 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
 
 class Claim(Body, tag=40):
     """declare: the fields of a stage that is not declared yet. lease_ms 0: no hard limit.
-    timeout_ms -1: as long as rows can come.
+    timeout_ms -1: as long as rows can come. own: the thread or task that claims has rows of this
+    partition already, for which it may wait in vain.
 
     Between peers with all fields that it fetches. number: of the claim, which no other one has.
     label: what people call its holder. waited_ms: its age. most_bytes: what its host can have
@@ -294,6 +295,7 @@ class Claim(Body, tag=40):
     most_bytes: int = 0
     plan: Shape | None = None
     rank: int = 0
+    own: bool = False
 
 
 class Claimed(Body, tag=41):
@@ -393,6 +395,8 @@ class Admit(Body, tag=53):
     """Until `count` groups more may be begun: see `dataplane.metadata.shard.permits`. timeout_ms
     -1: for as long as there may be new groups.
 
+    own: the thread or task that asks has permits of this partition already.
+
     Between peers: number: of the permit, which no other one has. label: what people call its
     holder. waited_ms: its age."""
 
@@ -405,6 +409,7 @@ class Admit(Body, tag=53):
     number: int = 0
     label: str = ""
     waited_ms: int = 0
+    own: bool = False
 
 
 class Admitted(Body, tag=54):

@@ -69,6 +69,8 @@ def test_every_row_has_its_turn_in_every_epoch_and_ranks_stay_in_step(cluster: C
         assert mine[0][2] != mine[2][2], "another epoch, another order"
         for plan in plans[:2]:
             plan.ack()
+        told = part.stats()["stages"]["train"]["plan"]
+        assert (told["ranks"], told["acked"], told["working"], told["absent"]) == (2, 1, [1], [])
         assert part.stats()["rows"] == 18, "rows stay until all have acked"
         with pytest.raises(dataplane.ClaimTimeout):
             part.wait("train", below=1, timeout=0.1)

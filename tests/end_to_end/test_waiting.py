@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import dataplane
 from dataplane import Plane, aio, cli, tag
-from dataplane.metadata.shard.reasons import FIRST_S
+from dataplane.metadata.shard.reasons import FIRST_S, SOON_S
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 
@@ -39,12 +40,20 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
     part.put({"x": [1, 2]})
     batch = part.claim("s", rows=2)
     with pytest.raises(dataplane.ClaimTimeout) as caught:
-        part.claim("s", rows=1, timeout=FIRST_S / 2)
+        part.claim("s", rows=1, timeout=SOON_S + 1)
     (line,) = lines(caplog, "claim of 1 (rows) for stage 's' of partition 'p'")
     for text in (line, caught.value.message):
         assert "2 rows leased by this process for" in text
         assert "only this process itself could end this wait: ack, release or drop" in text
     assert caught.value.details["only_own"] is True
+    plane.partition("q", stages={"s": ["x"]}).put({"x": [1, 2]})
+    loaded = next(iter(plane.partition("q").loader("s", rows=2)))
+    caplog.clear()
+    with ThreadPoolExecutor() as other, pytest.raises(dataplane.ClaimTimeout) as caught:
+        other.submit(part.claim, "s", rows=1, timeout=SOON_S + 1).result()
+    assert "leased by this process for" in caught.value.message
+    assert "only this process" not in caught.value.message + caplog.text, "this thread may ack"
+    assert len(loaded) == 2
     batch.ack()
 
 

@@ -24,6 +24,7 @@ def partition(rows: int, phase: str, **stages: dict[str, int]) -> dict[str, Any]
 
 
 ADMISSION = {"version": 7, "lag": 1, "permits": 3, "unfinished_groups": 5}
+PLAN = {"ranks": 40, "came": 3, "acked": 1, "working": [0, 2], "absent": [1, *range(4, 20)]}
 ADMISSION |= {"finished_groups": 2, "held_groups": 0, "places": 16}
 
 
@@ -47,7 +48,7 @@ PEERS: dict[str, Any] = {
                     8,
                     "open",
                     reward=stage(ready_rows=3, leased_rows=5, acked_rows=10),
-                    train=stage(ready_rows=4, ready_groups=1),
+                    train=stage(ready_rows=4, ready_groups=1) | {"plan": PLAN},
                 )
                 | {"admission": ADMISSION},
             },
@@ -79,7 +80,8 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "    version 7, lag 1 | 10 of 16 places taken, 3 of them permitted",
         "    reward  3 ready | 5 leased: 5 by pid 7 on host b for 5 min | 1 call waits, the oldest "
         "2 s | 31.2 rows/s",
-        "    train   4 ready (1 whole group) | 0 leased | 8 calls wait, the oldest 95 s",
+        "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "
+        "2, not come: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 calls wait, the oldest 95 s",
         "  2 drained partitions: step-1, step-2",
     ]
     assert cli_status.acked(PEERS)["step-3", "reward"] == 10

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import LimitExceeded, ProtocolError
+from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import (
     NEAR_TURNS,
     WITHHELD_UNITS,
@@ -346,6 +347,12 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     assert shard.put(0, 4) == [] and not asked
     shard.store.seal()
     shard.sealed = True
+    with monkeypatch.context() as small:
+        small.setattr(plans, "MAX_PLAN_ROWS", 3)
+        told = shard.queue.serve(0.0, True)
+        assert [type(one.error) for one in told if isinstance(one, Over)] == [LimitExceeded] * 3
+    for rank in range(3):
+        shard.queue.add(Waiting(rank, rows(0), rank, "a", None, 0, 0.0, shape, rank))
     joined = shard.queue.serve(0.0, True)
     assert [one.member.rank for one in joined if isinstance(one, Joined)] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):

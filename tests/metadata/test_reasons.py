@@ -80,7 +80,8 @@ def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
         ([(ME, "s", 1, 0.0)], False, True, True),
         ([(ME, "s", 1, 0.0)], False, False, False),
         ([(ME, "s", 1, 0.0), (OTHER, "s", 1, 0.0)], True, True, False),
-        ([(ME, "t", 1, 0.0)], True, True, False),
+        ([(ME, "t", 1, 0.0)], True, True, True),
+        ([(ME, "t", 1, 0.0)], True, False, False),
         ([], True, True, False),
     ],
 )

@@ -42,14 +42,25 @@ class Admitting:
             raise InvalidCall("these permits are in use: call admit(…) for each `with`")
         generation = yield from self._handle.attach_to_wait(self._timeout)
         name, limit_ms = self._handle.name, milliseconds(self._timeout)
-        body = Admit(name, generation, self.n, self._max_lag, self._per_version, limit_ms)
+        permits = self._handle.session.permits
+        body = Admit(
+            name,
+            generation,
+            self.n,
+            self._max_lag,
+            self._per_version,
+            limit_ms,
+            own=permits.mine(name),
+        )
         admitted = yield from wait_for(body, Admitted, self._timeout)
         self.version = admitted.version
+        permits.add(admitted.permit, name)
         self._held = Unadmit(name, generation, [admitted.permit])
 
     def _give_back(self) -> Operation[None]:
         held, self._held = self._held, None
         assert held is not None
+        self._handle.session.permits.discard(held.permits[0])
         yield from ask(held, Done, Deadline(DEFAULT_TIMEOUT_S))
 
     def __repr__(self) -> str:

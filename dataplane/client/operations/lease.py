@@ -107,8 +107,10 @@ def claim(
     fields: Sequence[str] | None,
     timeout: float | None,
     lease_s: float | None,
+    ahead: bool = False,
 ) -> Operation[Claimed]:
-    """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`."""
+    """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`. ahead: while the
+    caller works on what was claimed before, and does not wait."""
     session = handle.session
     if handle.defined is None:  # else it is checked below, before anything is sent
         demand.want("rows")
@@ -128,13 +130,14 @@ def claim(
         declare=None if stage in handle.definition.stages else wanted,
         timeout_ms=milliseconds(timeout),
         lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
+        own=not ahead and session.leases.mine(handle.name),
     )
     began = time.monotonic()
     try:
         claimed = yield from wait_for(body, Claimed, timeout)
     finally:
         session.tally.of_stage(stage, wait_s=time.monotonic() - began)
-    session.leased(claimed.lease)
+    session.leased(claimed.lease, handle.name)
     rows, nbytes = claimed.table.rows, volume(claimed.table.columns, PLACE)
     session.tally.of_stage(stage, claims=1, rows=len(rows.keys) // KEY.itemsize, bytes=nbytes)
     session.familiar.note(rows.group_keys or rows.keys)

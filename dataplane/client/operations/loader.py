@@ -61,7 +61,9 @@ class Loading(Generic[B, L]):
         self._ahead = arguments.count(prefetch, "prefetch")
         self._batches = None if batches is None else arguments.count(batches, "batches")
         self._run, self._make, self._handle = run, make, handle
-        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(handle, stage, demand, **how)
+        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(
+            handle, stage, demand, ahead=True, **how
+        )
         self._given = 0
         self._done: set[Name] = set()
         self._latest: weakref.ref[L] | None = None  # which a `break` ends: nobody holds it then

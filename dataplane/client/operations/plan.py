@@ -168,13 +168,14 @@ def join(
         timeout_ms=milliseconds(timeout),
         plan=shape,
         rank=rank,
+        own=session.leases.mine(handle.name),
     )
     began = time.monotonic()
     try:
         claimed = yield from wait_for(body, Claimed, timeout)
     finally:
         session.tally.of_stage(stage, wait_s=time.monotonic() - began)
-    session.leased(claimed.lease)
+    session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
         raise ProtocolError("the peer answered a call for a plan with rows")
     part = Part(handle, stage, claimed, claimed.plan.rows)

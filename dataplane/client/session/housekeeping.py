@@ -196,7 +196,7 @@ class Housekeeper:
 
     def _goodbye(self) -> None:
         session = self.session
-        leases, session.leases = list(session.leases), set()
+        leases = session.leases.clear()
         session.settle_devices(_GOODBYE_S)
         due = self._undone()
         due += [Finish(lease, "release") for lease in leases]

@@ -6,9 +6,10 @@ and is never held while waiting. Never talks to the peer itself: the shells do (
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ class Session:
         self.leftovers = Leftovers()
         self.familiar = Familiar()
         self.tally = Tally()
-        self.leases: set[int] = set()
+        self.leases, self.permits = InHand(), InHand()
         self.closed: str | None = None
         self.bell = Bell()
         """wakes the housekeeper"""
@@ -197,8 +198,8 @@ class Session:
         """Whether `settle_devices` is to be called again."""
         return self.devices is not None and self.devices.ending
 
-    def leased(self, lease: int) -> None:
-        self.leases.add(lease)
+    def leased(self, lease: int, partition: str) -> None:
+        self.leases.add(lease, partition)
         self.tend()
 
     def abandon(self, lease: int, extents: list[npt.NDArray[Any]]) -> None:
@@ -226,8 +227,7 @@ class Session:
         due: list[Body] = []
         if not self._abandoned.empty():
             for lease in _drain(self._abandoned):
-                if lease in self.leases:
-                    self.leases.discard(lease)
+                if self.leases.discard(lease):
                     due.append(Finish(lease, "release"))
         due += [GiveBack(extents) for extents in _drain(self._excess) if extents]
         if not self._released.empty():
@@ -268,6 +268,52 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._pins} pins, {self.leftovers.nbytes} B granted"
         return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
+
+
+class InHand:
+    """Leases, or permits, by number, and which thread or task of this process took them: what that
+    one then waits for it may itself have."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[int, tuple[str, int]] = {}
+        self._hands: Counter[tuple[str, int]] = Counter()
+
+    def add(self, number: int, partition: str) -> None:
+        hand = partition, _caller()
+        with self._lock:
+            self._taken[number] = hand
+            self._hands[hand] += 1
+
+    def discard(self, number: int) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            hand = self._taken.pop(number, None)
+            if hand is None:
+                return False
+            self._hands[hand] -= 1
+            if not self._hands[hand]:
+                del self._hands[hand]
+            return True
+
+    def clear(self) -> list[int]:
+        """All of them, which are nobody's now."""
+        with self._lock:
+            taken, self._taken = list(self._taken), {}
+            self._hands.clear()
+            return taken
+
+    def mine(self, partition: str) -> bool:
+        """Whether who calls has some of this partition."""
+        return bool(self._hands) and (partition, _caller()) in self._hands
+
+
+def _caller() -> int:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        task = None
+    return threading.get_ident() if task is None else id(task)
 
 
 class Familiar:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.metadata.shard.leases import Lease
+from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import UNGROUPED, State
 from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY
 from dataplane.metadata.tables.columns import Array
 from dataplane.wire.tables import Where
+
+SHOWN_RANKS = 16
 
 
 def missing(
@@ -137,12 +139,12 @@ def stats(state: State) -> dict[str, Any]:
         "short_groups": state.short_groups,
         "lost_rows": state.losses.total,
         "admission": state.permits.stats(state) if state.permits.counts else {},
-        "stages": {name: _stage_stats(stage) for name, stage in state.stages.items()},
+        "stages": {name: _stage_stats(state, stage) for name, stage in state.stages.items()},
     }
 
 
-def _stage_stats(stage: Stage) -> dict[str, Any]:
-    counts = stage.counts(None)
+def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:
+    counts, plan = stage.counts(None), state.leases.plan(stage.name)
     return {
         "fields": list(stage.fields),
         "ready_rows": counts.ready_rows,
@@ -152,4 +154,21 @@ def _stage_stats(stage: Stage) -> dict[str, Any]:
         "ready_groups": counts.ready_groups,
         "leased_groups": stage.groups.counts[LEASED],
         "outstanding_groups": counts.outstanding_groups,
+        "plan": {} if plan is None else _plan_stats(plan),
+    }
+
+
+def _plan_stats(plan: Plan) -> dict[str, Any]:
+    """Ranks, which of them have yet to ack, and which have not come (the first ones). A rank says
+    once, with its ack, that it has done all its steps: the shard knows of no single ones."""
+    came = {one.rank for one in plan.members.values()}
+    working = {one.rank for one in plan.working}
+    return {
+        "ranks": plan.shape.ranks,
+        "minibatches": plan.shape.minibatches,
+        "epochs": plan.shape.epochs,
+        "acked": len(came - working),
+        "came": len(came),
+        "working": sorted(working)[:SHOWN_RANKS],
+        "absent": [rank for rank in range(plan.shape.ranks) if rank not in came][:SHOWN_RANKS],
     }

@@ -32,6 +32,9 @@ from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.records import U4
 from dataplane.wire.tables import Column, Laid, Owner, Scalar, Shape, Spec
 
+MAX_PLAN_ROWS = 1 << 20
+"""What is told of them all at once, 40 bytes a row at most, fits into a message."""
+
 
 def check(shape: Shape, rank: int) -> None:
     """ProtocolError where no plan is like that, or has no such rank."""
@@ -202,6 +205,13 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     """All ready rows are leased, in the order of their keys: the same rows make the same plan,
     whenever each of them became ready. Groups are taken whole where no row is without."""
     slots = stage.rows.ready_ids()
+    if len(slots) > MAX_PLAN_ROWS:
+        raise LimitExceeded(
+            f"{len(slots)} rows are left for stage {stage.name!r}, and a plan has at most "
+            f"{MAX_PLAN_ROWS}: put fewer into a partition, or claim some of them first",
+            rows=len(slots),
+            limit=MAX_PLAN_ROWS,
+        )
     _check_tags(state, shape, slots)
     groups = stage.groups.ready_ids()
     whole = int(state.groups.members.counts[groups].sum()) == len(slots)

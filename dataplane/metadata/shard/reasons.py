@@ -103,12 +103,15 @@ def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
     return "; ".join(parts)
 
 
-def of_admission(told: Mapping[str, Any], wanted: int, holders: Mapping[str, int]) -> str:
+def of_admission(
+    told: Mapping[str, Any], wanted: int, holders: Mapping[str, int], me: str = ""
+) -> str:
     """Why groups may not be begun: of `Permits.stats`, with how many wait `before` it. holders: how
-    many groups each may still open."""
+    many groups each may still open, of whom `me` is who asks."""
     version = told["version"]
     taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
-    taken += "".join(f", {n} permitted to {who}" for who, n in list(holders.items())[:SHOWN_LEASES])
+    for who, n in list(holders.items())[:SHOWN_LEASES]:
+        taken += f", {n} permitted to {'this process' if who == me else who}"
     more = sum(list(holders.values())[SHOWN_LEASES:])
     taken += f", and {more} to others" if more else ""
     if told["finished_groups"]:
@@ -124,6 +127,8 @@ def of_admission(told: Mapping[str, Any], wanted: int, holders: Mapping[str, int
         parts.append(f"what was begun at version {begun} is not all there yet{such}")
     if told["finished_groups"]:
         parts.append("what is finished gives its places back at the next part.advance(version)")
+    if told.get("only_own"):
+        parts.append(OWN_PERMITS)
     return "; ".join(parts)
 
 
@@ -145,15 +150,25 @@ def _leases(facts: Facts, stage: str, me: str) -> list[str]:
 
 
 def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
-    """Whether nobody but the process that asks could end its wait: it holds rows of this very
-    stage, nobody else holds any, and nobody else puts some. alone: no other client has anything to
-    do with the partition."""
-    holds = any(who == me and of == stage for who, of, _, _ in facts.leases)
+    """Whether nobody but the process that asks could end its wait: it holds rows that are waited
+    for, nobody else holds any, and nobody else puts some. alone: no other client has anything to do
+    with the partition."""
+    mine = {of for who, of, _, _ in facts.leases if who == me}
     others = any(who != me for who, _, _, _ in facts.leases) or facts.producers or facts.silent
-    return holds and not others and (facts.sealed or alone)
+    return not others and (stage in mine and facts.sealed or bool(mine) and alone)
+
+
+def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -> bool:
+    """Whether all places are taken by permits of the process that asks for more."""
+    others = told["unfinished_groups"] + told["finished_groups"] + told["held_groups"]
+    return set(holders) == {me} and not others
 
 
 OWN = "only this process itself could end this wait: ack, release or drop the batch it holds first"
+OWN_PERMITS = (
+    "only this process itself could end this wait: open the groups that it has permits for, or "
+    "leave their `with` first"
+)
 
 
 class Subject(NamedTuple):

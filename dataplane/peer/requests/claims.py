@@ -197,16 +197,21 @@ class Claims:
         ClaimTimeout, of which the shard is told."""
         body, session = one.body, one.session
         look = self.waits.looks(
-            session, one.entry, body.stage, body.want.unit, body.want, lambda: one.number
+            session,
+            one.entry,
+            body.stage,
+            body.want.unit,
+            body.want,
+            lambda: one.number,
+            body.own,
         )
         told = None if one.end is None else self.waits.explain(one.end, look)
         among = (one.entry.generation, body.want.unit, str(body.want.where))
         subject = Subject("claim", one.entry.name, body.stage, among)
-        mine = self.leases.among(session.leases, one.entry.name, body.stage)
         session.waiting += 1
         self._waiting.add(one)
         try:
-            with Telling(self.host, str(one), subject, look, soon=mine):
+            with Telling(self.host, str(one), subject, look, soon=body.own):
                 granted = await self._answered(one, answer)
                 if granted is None:
                     assert told is not None

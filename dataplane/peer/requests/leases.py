@@ -8,7 +8,6 @@ repeats is answered from its lease, until the client has shown that it has it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dataplane.errors import LeaseExpired
@@ -72,11 +71,6 @@ class Leases:
             if lease is not None:
                 passed.append(lease)
         return passed
-
-    def among(self, leases: Iterable[int], partition: str, stage: str) -> bool:
-        """Whether some of these are of a stage."""
-        found = filter(None, map(self._leases.get, leases))
-        return any((one.partition, one.stage) == (partition, stage) for one in found)
 
     def of(self, session: Session, number: int, now: float) -> Lease:
         """LeaseExpired unless this session holds it, and its time is not up."""

@@ -111,11 +111,13 @@ class Waits:
         unit: str,
         want: Want | None = None,
         claim: Callable[[], int] = lambda: 0,
+        own: bool = True,
     ) -> Callable[[float], Awaitable[Why]]:
-        """`why` of one call. claim: its number at the moment."""
+        """`why` of one call. claim: its number at the moment. own: who waits may be who could end
+        it, and is told."""
 
         def look(limit_s: float = WHY_S) -> Awaitable[Why]:
-            return self._why(session, entry, stage, unit, want, claim(), limit_s)
+            return self._why(session, entry, stage, unit, want, claim(), own, limit_s)
 
         return look
 
@@ -127,6 +129,7 @@ class Waits:
         unit: str,
         want: Want | None,
         claim: int,
+        own: bool,
         limit_s: float,
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
@@ -144,6 +147,6 @@ class Waits:
         said = reasons.reason(facts, stage, wanted, session.label)
         others = (s for s in self.sessions if entry.name in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)
-        own = reasons.only_own(facts, stage, session.label, alone)
+        own = own and reasons.only_own(facts, stage, session.label, alone)
         details = facts.details | {"only_own": own}
         return f"{said}; {reasons.OWN}" if own else said, details

@@ -40,6 +40,8 @@ from dataplane.wire.tables import Owner
 
 TURN_S = 5.0
 """A shard is asked again after so long, and says what the call waits for."""
+SOON_S = 0.5
+"""... the first time, where who asks may be all that it waits for."""
 RETRY_S = 0.5
 MAX_PERMITS = 65_536
 """that one client has at a time"""
@@ -107,7 +109,7 @@ class Admissions:
         subject = reasons.Subject("admit", entry.name, "", limits)
         session.waiting += 1
         try:
-            with Telling(self.host, str(call), subject, call.look):
+            with Telling(self.host, str(call), subject, call.look, soon=body.own):
                 admitted = await call.run()
         finally:
             session.waiting -= 1
@@ -245,7 +247,9 @@ class Admissions:
             holders[permit.holder] += permit.left
         holders = +holders
         who = {self.host.labels.get(h, f"client {h:x}"): n for h, n in holders.items()}
-        return reasons.of_admission(told, one.asked.count, who), told
+        me = one.asked.label
+        told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
+        return reasons.of_admission(told, one.asked.count, who, me), told
 
     # whoever waits must go
 
@@ -296,12 +300,13 @@ class _Call:
 
     async def run(self) -> Admitted:
         """Also while nobody can be reached who has the shard: that may end."""
+        turn_s = SOON_S if self.body.own else TURN_S
         while True:
             now = self.host.now()
             left_s = max(0.0, self.end - now)
             asked = msgspec.structs.replace(
                 self.body,
-                timeout_ms=int(min(left_s, TURN_S) * 1000),
+                timeout_ms=int(min(left_s, turn_s) * 1000),
                 waited_ms=int((now - self.began) * 1000),
             )
             roster, self.settled = self.host.roster, False
@@ -309,9 +314,10 @@ class _Call:
                 admitted: Admitted = await self.ask_home(self.body.partition, asked, self.caller)
             except ClaimTimeout as exc:
                 self.why = exc.message, exc.details
-                if left_s <= TURN_S:
+                if left_s <= turn_s:
                     self.settled = True
                     raise self._late() from exc
+                turn_s = TURN_S
             except (StaleEpoch, Unavailable, DeadlineExceeded) as exc:
                 self.why = exc.message, exc.details
                 now = self.host.now()

@@ -21,6 +21,8 @@ SCENARIOS = (
     "killed_two_replicas",
     "killed_one_replica",
     "killed_authority",
+    "deaths_two_replicas",
+    "deaths_one_replica",
     "frozen",
     "failing_calls",
     "slow_consumer",
@@ -30,10 +32,10 @@ SCENARIOS = (
 
 
 def register(commands: Any) -> None:
-    faults = commands.add_parser("faults", help="damage to a plane of three peers")
+    faults = commands.add_parser("faults", help="damage to a plane of three to five peers")
     faults.add_argument("--only", type=names(SCENARIOS), default=SCENARIOS, metavar="NAME,…")
     faults.add_argument(
-        "--seconds", type=up_to(86_400, "a day"), default=60, help="of a slow consumer"
+        "--seconds", type=up_to(86_400, "a day"), default=60, help="of deaths, of a slow consumer"
     )
     faults.add_argument(
         "--frames", type=bounds.frames, default=100_000, help="corrupt ones at each door"
@@ -90,6 +92,8 @@ def _scenarios(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, 
         "killed_two_replicas": functools.partial(dying.killed, 2),
         "killed_one_replica": functools.partial(dying.killed, 1),
         "killed_authority": dying.killed_authority,
+        "deaths_two_replicas": functools.partial(dying.deaths, 2, options.seconds),
+        "deaths_one_replica": functools.partial(dying.deaths, 1, options.seconds),
         "frozen": dying.frozen,
         "failing_calls": dying.failing_calls,
         "slow_consumer": functools.partial(pressure.slow_consumer, options.seconds),

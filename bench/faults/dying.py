@@ -1,93 +1,84 @@
-"""One of three peers is killed or frozen under load; where etcd keeps the roster, its authority."""
+"""Peers are killed under load, in turn or every few seconds, or frozen; calls to who is gone."""
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from bench.faults.busy import Busy, Outcome
 from bench.faults.etcd import etcd
-from bench.faults.load import Consumer, Producer, join, start
-from bench.faults.peers import KEEPER, NAMES, OTHER, VICTIM, Peers, members, three_peers, until
+from bench.faults.peers import (
+    KEEPER,
+    NAMES,
+    OTHER,
+    VICTIM,
+    members,
+    several_peers,
+    three_peers,
+    until,
+)
 from dataplane import ClaimTimeout, ConnectError, DataplaneError, DeadlineExceeded, Partition
 
 NOTICED_S = 3.0
 LOAD_S = 1.0
-DRAIN_S = 60.0
 PATIENCE_S = 15.0
+FOUR = (*NAMES, "d")
+EVERY_S, DOWN_S = 14.0, 5.0
 BUSY_S = 0.5
 """What a busy machine may add to a deadline."""
 
-Outcome = dict[str, Any]
-
 
 def killed(replicas: int) -> Outcome:
-    """Kill -9 of a host with a producer, while two others consume.
-
-    No claim waits longer than 3 s; of what was acknowledged, no row is lost with two replicas, and
-    with one the lost rows are named."""
-    with three_peers() as peers:
-        return _killed(peers, VICTIM, replicas)
+    """In turn the primary of a busy partition, its backup, a host whose only part is that it owns
+    bytes, and one that only reads, of five."""
+    names = (*FOUR, "e")
+    with several_peers(names) as peers:
+        busy = Busy(peers, replicas)
+        busy.join(KEEPER)
+        for role in ("primary", "backup", "owner", "reader"):
+            for host in names[1:]:
+                busy.join(host, producing=False, consuming=False)
+            primary, backup = busy.serving()
+            owner, reader = sorted({*names} - {KEEPER, primary, backup})
+            for host in (owner, reader):
+                busy.leave(host)
+            busy.join(owner, consuming=False)
+            busy.join(reader, producing=False)
+            time.sleep(LOAD_S)
+            victim = {"primary": primary, "backup": backup, "owner": owner, "reader": reader}[role]
+            busy.kill(victim, role, NOTICED_S - LOAD_S)
+            busy.again(victim)
+            for host in {*names[1:]} - {victim}:
+                busy.leave(host)
+        return busy.outcome()
 
 
 def killed_authority() -> Outcome:
-    """The same with two replicas, of the host whose peer makes the rosters, which etcd keeps."""
+    """Of three, the host whose peer makes the rosters, which etcd keeps."""
     with etcd() as server, three_peers(server) as peers:
-        return _killed(peers, peers.authority(), replicas=2)
-
-
-def _killed(peers: Peers, victim: str, replicas: int) -> Outcome:
-    one, other = sorted({*NAMES} - {victim})
-    with ExitStack() as stack:
-        planes = {name: peers.connect(name) for name in NAMES}
-        for plane in planes.values():
-            stack.callback(_leave, plane)
-        part = planes[one].partition("p", {"s": ["x"]}, replicas=replicas)
-        near, far = planes[other].partition("p"), planes[victim].partition("p")
-        producers = Producer(near, "near"), Producer(far, "far")
-        consumers = Consumer(part), Consumer(near)
-        reported: list[set[Any]] = []
-        subscriber = threading.Thread(target=_hear, args=(near, reported), daemon=True)
-        subscriber.start()
-        putting, claiming = start(*producers), start(*consumers)
+        busy = Busy(peers, replicas=2)
+        for host in NAMES:
+            busy.join(host)
         time.sleep(LOAD_S)
-        gone_at = time.monotonic()
-        peers.kill(victim)
-        until(lambda: members(planes[other]) == 2, "the peer is no member any more", PATIENCE_S)
-        noticed_s = time.monotonic() - gone_at
-        time.sleep(LOAD_S)
-        for producer in producers:
-            producer.stopped.set()
-        hanging = not join(putting, PATIENCE_S)
-        part.seal()
-        hanging |= not join([*claiming, subscriber], DRAIN_S)
-    acknowledged = producers[0].acknowledged | producers[1].acknowledged
-    seen = consumers[0].seen.keys() | consumers[1].seen.keys()
-    lost = acknowledged - seen
-    named = set().union(*reported)
-    gap_s = max(one.longest_gap_s(gone_at) for one in consumers)
-    unnamed = lost - named
-    wrong = sum(len(one.wrong) for one in consumers)
-    ok = gap_s < NOTICED_S and not hanging and not wrong
-    ok &= not lost if replicas == 2 else not unnamed
-    return {
-        "ok": ok,
-        "acknowledged_rows": len(acknowledged),
-        "lost_rows": len(lost),
-        "lost_rows_not_named": len(unnamed),
-        "wrong_rows": wrong,
-        "noticed_s": round(noticed_s, 2),
-        "longest_gap_between_claims_s": round(gap_s, 2),
-        "slowest_call_s": round(max(one.slowest_s for one in consumers), 2),
-        "hanging": hanging,
-        "errors": {**_errors(producers), **_errors(consumers)},
-    }
+        victim = peers.authority()
+        busy.kill(victim, "authority", NOTICED_S + LOAD_S)
+        return busy.outcome()
 
 
-def _hear(part: Partition, reported: list[set[Any]]) -> None:
-    with suppress(ConnectError):  # the scenario broke off, and ended the peers
-        reported += map(set, part.lost())
+def deaths(replicas: int, seconds: float) -> Outcome:
+    """Of four hosts, each under load, one dies every 14 s and is back after 5."""
+    with several_peers(FOUR) as peers:
+        busy = Busy(peers, replicas)
+        for host in FOUR:
+            busy.join(host)
+        for nth in range(max(1, round(seconds / EVERY_S))):
+            victim, began = FOUR[(1 + nth) % len(FOUR)], time.monotonic()
+            busy.kill(victim, victim, DOWN_S)
+            busy.again(victim)
+            busy.join(victim)
+            time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
+        return busy.outcome()
 
 
 def frozen() -> Outcome:
@@ -179,11 +170,3 @@ def _error_of(call: Any) -> str | None:
 def _leave(plane: Any) -> None:
     with suppress(ConnectError, DeadlineExceeded):  # its peer may be gone
         plane.close()
-
-
-def _errors(workers: tuple[Producer | Consumer, ...]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for worker in workers:
-        for name, count in worker.errors.items():
-            total[name] = total.get(name, 0) + count
-    return total

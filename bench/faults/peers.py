@@ -1,4 +1,4 @@
-"""Three peers of one plane on this machine, with a cluster token, for as long as a body runs.
+"""Peers of one plane on this machine, with a cluster token, for as long as a body runs.
 
 The first of them keeps the roster, or etcd does, and then any of them may be its authority.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,24 +106,29 @@ class Peers:
 
 @contextmanager
 def three_peers(roster: str = "") -> Iterator[Peers]:
+    with several_peers(NAMES, roster) as peers:
+        yield peers
+
+
+@contextmanager
+def several_peers(names: Sequence[str], roster: str = "") -> Iterator[Peers]:
     """With every backup in sync."""
     with tempfile.TemporaryDirectory(prefix="dp-") as name:
         folder = Path(name)
         token = folder / "token"
         token.touch(0o600)
         token.write_text(new_token())
-        addresses = free_addresses(len(NAMES))
-        peers = Peers(folder, dict(zip(NAMES, addresses, strict=True)), roster)
+        addresses = free_addresses(len(names))
+        peers = Peers(folder, dict(zip(names, addresses, strict=True)), roster)
         with _environment(DATAPLANE_RUN_DIR=str(folder / "run"), DATAPLANE_TOKEN_FILE=str(token)):
             (folder / "run").mkdir(0o700)
             try:
-                for peer in NAMES:
+                for peer in names:
                     peers.start(peer)
-                for peer in NAMES:
+                for peer in names:
                     until(lambda peer=peer: peers.is_up(peer), f"peer {peer} is up", START_S)
                 with peers.connect(KEEPER) as plane:
-                    until(lambda: members(plane) == len(NAMES), "all are members", START_S)
-                    until(lambda: is_protected(plane), "every backup is in sync", START_S)
+                    whole(plane, len(names))
                 yield peers
             finally:
                 peers.end()
@@ -131,6 +136,12 @@ def three_peers(roster: str = "") -> Iterator[Peers]:
 
 def is_protected(plane: Plane) -> bool:
     return plane.stats()["roster"]["unprotected"] == 0
+
+
+def whole(plane: Plane, count: int) -> None:
+    """Waits until so many are members and every backup is in sync."""
+    until(lambda: members(plane) == count, f"{count} are members", START_S)
+    until(lambda: is_protected(plane), "every backup is in sync", START_S)
 
 
 def members(plane: Plane) -> int:

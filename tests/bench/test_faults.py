@@ -15,8 +15,7 @@ SHORT = ["--seconds", "3", "--frames", "100"]
 @pytest.mark.parametrize(
     "scenario",
     [
-        "killed_two_replicas",
-        "killed_one_replica",
+        "killed_two_replicas",  # the others that kill take as long, and are no other code
         pytest.param("killed_authority", marks=pytest.mark.needs("etcd")),
         "frozen",
         "failing_calls",

@@ -88,7 +88,7 @@ class Cluster:
         self.answer_loss = 0.0
         """how likely it is that a local connection breaks instead of bringing an answer"""
         self.on_extinct: list[Callable[[], None]] = []
-        """called when the last seed ended that was a member: what the plane had is gone"""
+        """called when the last seed of a plane ended that was a member: what that had is gone"""
         self.gone: Container[Owner] = ()
         """who is no member any more, whether it knows or, as a frozen one, not"""
         self.stalled: list[str] = []
@@ -151,7 +151,7 @@ class Cluster:
                 self.loop.failures.append(f"{place.name} could not start: {exc!r}")
                 again = False
             finally:
-                self._ended(place)
+                self._ended(place, peer)
                 if place.peer is peer:
                     await peer.close()
                     self._retire(place, peer)
@@ -177,12 +177,12 @@ class Cluster:
 
     def crash(self, place: Place, at_once: bool) -> None:
         """The process is gone, with all that it had; a new one would run on a new machine."""
-        old = place.machine
-        if place.peer is not None:
-            self._retire(place, place.peer)
+        old, peer = place.machine, place.peer
+        if peer is not None:
+            self._retire(place, peer)
+            self._ended(place, peer)
         old.crashed = True
         place.peer = None
-        self._ended(place)
         self.network.crashed(old, at_once)
         for line in self.lines:
             if line.machine is old:
@@ -190,14 +190,21 @@ class Cluster:
         self.lines = [line for line in self.lines if not line.lost]
         place.machine = self.loop.machine(place.name)
 
-    def _ended(self, place: Place) -> None:
+    def _ended(self, place: Place, ended: Peer) -> None:
         if place.serves:
             place.serves = False
             # A keeper that starts again asks the seeds: who only joined is not known to any.
             peers = [other.peer for other in self.places if other.serves and not other.joins]
-            if all(peer is None or peer.host.owner in self.gone for peer in peers):
+            if not any(peer and self._goes_on(peer, ended) for peer in peers):
                 for tell in self.on_extinct:
                     tell()
+
+    def _goes_on(self, peer: Peer, ended: Peer) -> bool:
+        """Whether a peer is of the plane of one that ended. A keeper that was started while it was
+        cut off from all who live began another one, in which none of these is."""
+        mine, last = peer.host.roster, ended.host.roster
+        anew = not last.has(peer.host.owner) and mine.epoch[1] < last.epoch[1]
+        return peer.host.owner not in self.gone and not anew
 
     def freeze(self, place: Place) -> None:
         place.machine.frozen = True

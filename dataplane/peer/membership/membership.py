@@ -117,22 +117,22 @@ class Membership:
         A seed that was started again waits as well: the first roster, which it knows by itself, may
         be long out of force, and under it others' shards and homes would seem to be its own.
         """
-        until = self.host.now() + timeout_s
-        log_at = self.host.now() + LOG_EVERY_S
+        waited_s, told_s = 0.0, 0.0  # turn by turn: while it is stopped, nobody is waited for
         while self.host.owner not in self.host.roster.owners:
             if self._refused is not None:
                 raise self._refused
-            turn = min(until, self.host.now() + BEAT_S)
-            if await self.host.another_roster(self.host.roster, turn) or turn < min(until, log_at):
+            if await self.host.another_roster(self.host.roster, self.host.now() + BEAT_S):
                 continue
-            log_at = self.host.now() + LOG_EVERY_S
+            waited_s += BEAT_S
             asks = (
                 f"the authority{self._whereabouts()}: does it run, with the same --run, --seeds, "
                 "--roster and --token-file?"
             )
-            if self.host.now() >= until:
+            if waited_s >= timeout_s:
                 raise Unavailable(f"not let in within {timeout_s:g} s by {asks}")
-            log.info("waits to be let in by %s", asks)
+            if waited_s >= told_s + LOG_EVERY_S:
+                told_s = waited_s
+                log.info("waits to be let in by %s", asks)
 
     async def _say(self) -> None:
         leaving = self._leaving and self.host.progress.is_settled

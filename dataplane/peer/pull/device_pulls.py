@@ -20,11 +20,9 @@ from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory
-from dataplane.memory.placement import place
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.device_paths import STAGED, DevicePath, DevicePaths
-from dataplane.peer.pull.device_sampling import DeviceSampling
+from dataplane.peer.pull.paths import STAGED, DevicePaths, Path
 from dataplane.peer.pull.pulls import PULLER, Pulls
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
@@ -48,14 +46,8 @@ class DevicePulls:
         self.engine: BulkEngine | None = None
         self._choice = choice
         self._memory = host.space if isinstance(host.space, HostMemory) else None
-        self.paths: DevicePaths | None = None
-        """None: without devices"""
-        if self._memory is not None:
-            sampling = DeviceSampling(self._memory, lambda: pulls.room.beside)
-            pulls.sampling.of_devices = sampling
-            self.paths = DevicePaths(mesh, sampling, pulls.sampling, choice)
+        self.paths = DevicePaths(mesh, pulls.sampling, choice)
         self._missing: dict[str, str] = {}
-        self._remotes: dict[Owner, Remote] = {}
         mesh.others.on_away.append(self._gone)
 
     @property
@@ -67,9 +59,9 @@ class DevicePulls:
         """What was asked for, what the worker runs, why not more, and by peer what is used."""
         return {
             "requested": str(self._choice),
-            "runs": self.paths.runs if self.paths is not None else [],
+            "runs": self.paths.runs,
             "missing": self._missing,
-            "peers": self.paths.stats() if self.paths is not None else {},
+            "peers": self.paths.shown(),
         }
 
     def check(self) -> None:
@@ -84,7 +76,7 @@ class DevicePulls:
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
         """Starts the worker, where there are devices, with what the choice allows of CUDA IPC, the
         engine that moves host memory between hosts, and NCCL. TransportMissing."""
-        if self._memory is None or self.paths is None:
+        if self._memory is None:
             return
         names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else []), NCCL]
         names = [name for name in names if self._choice.allows(name)]
@@ -123,8 +115,6 @@ class DevicePulls:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.stop()
-        if self.paths is not None:
-            await self.paths.sampling.close()
 
     # reading from others
 
@@ -137,15 +127,20 @@ class DevicePulls:
         pins: list[int] = []
         memory = self._memory
         number = memory.first_read(holder) if memory is not None else 0
-        if memory is None or self.paths is None or not number or self.engine is None:
+        if memory is None or not number or self.engine is None:
             return local, pins
-        self._pin_found(memory, number, owner, remote, needed, holder, local, pins)
+        copies = memory.devices[number - 1].space.copies
+        every = np.arange(len(remote))
+        self.pulls.pin_found(copies, owner, remote, needed, holder, local, pins, every)
         rest = np.flatnonzero(local["generation"] == 0)
+        if not len(rest):
+            return local, pins
         way = STAGED
         try:
-            if len(rest):
-                source, way = await self._way(owner, number)
-            if way != STAGED:
+            source, staged = await self._remotes_of(owner)
+            if source is not None:
+                way = await self.paths.take(source, staged, number)
+            if source is not None and way != STAGED:
                 fresh = await self._transfer(
                     memory, number, source, way, remote[rest], needed[rest]
                 )
@@ -153,51 +148,22 @@ class DevicePulls:
                 if here.any():
                     pins.append(memory.pin(holder, fresh[here]))
                     local[rest] = fresh
-                    copies = memory.devices[number - 1].space.copies
                     copies.insert(owner.incarnation, remote[rest][here], fresh[here])
-                self.paths.worked(owner)
+                self.paths.worked(owner, way)
         except BaseException as exc:
-            if isinstance(exc, DataplaneError) and not self.paths.requires:
-                self.paths.failed(owner, exc)
+            if isinstance(exc, DataplaneError) and not self.paths.required:
+                self.paths.failed(owner, way, exc)
                 return local, pins
             memory.unpin(holder, pins)
             raise
         return local, pins
 
-    async def ways(self, owner: Owner) -> DevicePath | None:
+    async def ways(self, owner: Owner) -> Path | None:
         """The ways to the first device here, tried anew; None where one of the two has none."""
         source, staged = await self._remotes_of(owner)
-        if source is None or self.paths is None or self.engine is None:
+        if source is None or self.engine is None:
             return None
         return await self.paths.tried(source, staged, 1)
-
-    def _pin_found(
-        self,
-        memory: HostMemory,
-        number: int,
-        owner: Owner,
-        remote: Records,
-        needed: Records,
-        holder: int,
-        local: Records,
-        pins: list[int],
-    ) -> None:
-        found = memory.devices[number - 1].space.copies.lookup(owner.incarnation, remote)
-        hit = np.flatnonzero(found["generation"] != 0)
-        if len(hit):
-            hit = hit[memory.ranges.extents(found[hit])["length"] >= needed[hit]]
-        if len(hit):
-            pins.append(memory.pin(holder, found[hit]))
-            local[hit] = found[hit]
-            self.pulls.hits += len(hit)
-
-    async def _way(self, owner: Owner, number: int) -> tuple[Remote, str]:
-        """Where the owner's device worker listens, and what brings values from there."""
-        source, staged = await self._remotes_of(owner)
-        if source is None or self.paths is None:
-            return staged, STAGED
-        self._remotes[owner] = source
-        return source, await self.paths.take(source, staged, number)
 
     async def _remotes_of(self, owner: Owner) -> tuple[Remote | None, Remote]:
         """The owner's device worker, where it has one, and the one for its host arena."""
@@ -217,46 +183,37 @@ class DevicePulls:
     ) -> Records:
         """Copies of those that are on a device there, generation 0 for the others; one reference
         to each."""
-        assert self.engine is not None
-        nothing = np.zeros(len(remote), RANGE)
+        engine = self.engine
+        assert engine is not None
         sizes = padded(needed.astype(U8))
         try:
             granted = self.pulls.room.beside[number - 1].at_once(PULLER, Admission.PULL, [sizes])
         except ValueTooLarge:
             granted = None
         if granted is None:
-            return nothing
-        extents = granted[1]
-        try:
-            dest = place(sizes, extents)
+            return np.zeros(len(remote), RANGE)
+        gone = np.zeros(len(remote), np.bool_)
+
+        async def read(dest: Records) -> None:
             copies = np.zeros(len(remote), COPY)
             copies["range"], copies["generation"] = remote["range"], remote["generation"]
             copies["nbytes"], copies["dest"] = sizes, dest
-            outcome = await self.engine.read(source, copies, self.pulls.left_s(), way)
-            written = np.zeros(len(sizes), EXTENT)
-            written["offset"], written["length"] = dest, sizes
-            fresh = memory.commit(PULLER, written, np.ones(len(sizes), U4), Admission.PULL)
-        except BaseException:
-            memory.give_back(PULLER, extents)
-            raise
-        self.pulls.give_back_rest(written, extents)
-        if outcome.gone.any():
-            memory.release(fresh[outcome.gone])
-            fresh[outcome.gone] = nothing[outcome.gone]
-        nbytes = int(needed[~outcome.gone].sum())
+            gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
+
+        ones = np.ones(len(sizes), U4)
+        fresh = await self.pulls.write(sizes, granted[1], read, ones, Admission.PULL)
+        if gone.any():
+            memory.release(fresh[gone])
+            fresh[gone] = np.zeros(1, RANGE)
+        nbytes = int(needed[~gone].sum())
         self.pulls.brought[way].add(call_stage.get(), nbytes)
         self.pulls.pulled_bytes += nbytes
         return fresh
 
     def _gone(self, owner: Owner) -> None:
-        if self.paths is not None:
-            self.paths.gone(owner)
         if self._memory is not None:
             for arena in self._memory.devices:
                 arena.space.copies.drop_owner(owner.incarnation)
-        remote = self._remotes.pop(owner, None)
-        if remote is not None and self.engine is not None:
-            self.engine.forget(remote)
 
     # serving others
 

@@ -1,9 +1,9 @@
-"""Which transport a pull from each other peer takes, and why.
+"""Which transport brings values from each other peer, to the arena and to devices here, and why.
 
-With every peer that it reads from for the first time, this one tries its engine against TCP on
-bytes that both know. Under `auto` TCP carries the values until that is done, and where the engine
+A transport is tried with every peer that is read from for the first time, on bytes that both know,
+against the plain way that is always there: TCP between arenas, and between devices the way through
+both of them. The plain way carries the values while that is not known, and where the other one
 fails, is slower, or later breaks off again and again; each is logged and stands in the stats.
-Small reads always take TCP then: another engine needs an exchange more for each.
 Where a transport is required nothing else is used, and what does not work is an error.
 """
 
@@ -11,42 +11,48 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.sampling import Sampling, Trial
+from dataplane.peer.pull.sampling import ROUNDS, TRY_S, Sampling, Trial
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.identity import new_identity
-from dataplane.transport.registry import TCP
+from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
+from dataplane.wire.sampling import Sample, Sampled
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
+STAGED = "host arena"
+"""The plain way from device to device: to the owner's host arena, and from there as all values."""
 REQUIRED_S = 15.0
 """How long a first pull waits to know whether the transport that is required works."""
+FIRST_S = 5.0
+"""... and how long for devices where none is: the plain way takes room in both arenas."""
 FAILURES = 3
-"""In a row, before `auto` goes back to TCP with a peer."""
+"""In a row, before the plain way is taken again with a peer."""
 RETRY_S = (10.0, 600.0)
 """Before a trial that failed is made again: at first, and at most after many."""
 
 
 @dataclass(slots=True)
 class Path:
-    """From one peer to this one."""
+    """From one peer to this one. settled: else it is tried again, at `again_s`; see RETRY_S."""
 
     transport: str
     why: str
     trials: dict[str, Trial] = field(default_factory=dict)
     settled: bool = True
-    """else it is tried again, see RETRY_S"""
     failures: int = 0
+    again_s: float = math.inf
 
     def shown(self) -> dict[str, Any]:
         trials = {name: trial.shown() for name, trial in self.trials.items()}
@@ -54,45 +60,71 @@ class Path:
 
 
 class Paths:
-    def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
+    """plain: the way that is always there. moves: what goes these ways, for the log."""
+
+    def __init__(
+        self, mesh: Mesh, sampling: Sampling, choice: TransportChoice, plain: str, moves: str
+    ) -> None:
         self.mesh = mesh
         self.sampling = sampling
         self.choice = choice
         self.engine: BulkEngine | None = None
+        self._plain = plain
+        self._moves = moves
         self._paths: dict[Owner, Path] = {}
-        self._trying: dict[Owner, asyncio.Task[Any]] = {}
+        self._trying: dict[Owner, asyncio.Task[None]] = {}
         self._remotes: dict[Owner, Remote] = {}
-        self._waiting: set[Owner] = set()
         self._waits_s: dict[Owner, float] = {}
-        self._one_at_a_time = asyncio.Lock()
         mesh.others.on_away.append(self._gone)
 
     @property
-    def own(self) -> str:
-        """The engine that this peer's workers run beside TCP; `tcp`: none."""
-        return self.engine.transport if self.engine is not None else TCP
+    def required(self) -> bool:
+        """Whether the plain way is none."""
+        return bool(self.choice.required)
 
-    async def take(self, source: Remote, nbytes: int) -> str:
-        """The transport for a pull. TransportMissing where the one that is required fails."""
-        if self.own == TCP or (nbytes <= SMALL_LANE_BYTES and not self.choice.required):
-            return TCP
-        path = self._paths.get(source.owner)
-        if path is None:
-            task = self._try_soon(source)
-            if not self.choice.required:
-                return TCP
-            await asyncio.wait({task}, timeout=REQUIRED_S)
-            path = self._paths.get(source.owner) or Path(TCP, "trying it was not done in time")
-        elif not path.settled and source.owner not in self._waiting:
-            self._wait_and_try(source)
-        if self.choice.required and path.transport == TCP:
+    async def _take(
+        self, source: Remote, first_s: float, tried: Callable[[], Coroutine[Any, Any, Path]]
+    ) -> str:
+        """The way from a peer. first_s: how long to wait for it to be known. TransportMissing where
+        the one that is required does not work."""
+        owner = source.owner
+        path = self._paths.get(owner)
+        if path is None or self._now() >= path.again_s:
+            self._remotes[owner] = source
+            if owner not in self._trying:
+                self._trying[owner] = self.mesh.spawn(self._try(owner, tried))
+                self._trying[owner].add_done_callback(lambda _: self._trying.pop(owner, None))
+            if path is None and first_s:
+                await asyncio.wait({self._trying[owner]}, timeout=first_s)
+            path = path or self._paths.get(owner)
+            path = path or Path(self._plain, "trying it was not done in time")
+        if self.required and path.transport == self._plain:
             raise TransportMissing(
-                f"--transport {self.choice}: it does not work with peer {source.owner.peer!r}: "
-                f"{path.why}",
+                f"--transport {self.choice}: it does not bring {self._moves} of peer "
+                f"{owner.peer!r}: {path.why}",
                 transport=self.choice.required,
-                peer=source.owner.peer,
+                peer=owner.peer,
             )
         return path.transport
+
+    async def _try(self, owner: Owner, tried: Callable[[], Coroutine[Any, Any, Path]]) -> None:
+        try:
+            path = await tried()
+        except DataplaneError as exc:
+            path = Path(self._plain, f"it could not be tried: {exc.message}", settled=False)
+        if owner in self._remotes:  # else it went meanwhile
+            self._set(owner, path)
+
+    def _set(self, owner: Owner, path: Path) -> None:
+        self._paths[owner] = path
+        if not path.settled:
+            wait_s = self._waits_s.get(owner, RETRY_S[0])
+            self._waits_s[owner] = min(2 * wait_s, RETRY_S[1])
+            path.again_s = self._now() + wait_s
+        tell = log.info if path.transport != self._plain else log.warning
+        peer, transport = self.mesh.others.name(owner.peer), path.transport
+        says = "%s of peer %s at %s come over %s: %s"
+        tell(says, self._moves, peer, owner.peer, transport, path.why)
 
     def worked(self, owner: Owner, transport: str) -> None:
         """A read came to its end."""
@@ -103,14 +135,52 @@ class Paths:
     def failed(self, owner: Owner, transport: str, error: DataplaneError) -> str:
         """A read broke off: what to repeat it with."""
         path = self._paths.get(owner)
-        if transport == TCP or path is None or self.choice.required:
+        if transport == self._plain or path is None or self.required:
             return transport
         path.failures += 1
         log.warning("a read from %s over %s failed: %s", owner.peer, transport, error.message)
-        if path.failures >= FAILURES and path.transport != TCP:
-            why = f"{transport} failed {FAILURES} times: {error.message}"
-            self._set(owner, Path(TCP, why, settled=False))
-        return TCP
+        never = isinstance(error, TransportMissing)
+        if path.transport != self._plain and (never or path.failures >= FAILURES):
+            why = f"{transport} failed {path.failures} times: {error.message}"
+            self._set(owner, Path(self._plain, why, path.trials, settled=False))
+        return self._plain
+
+    def shown(self) -> dict[str, Any]:
+        """By peer, what is used and why."""
+        return {owner.peer: path.shown() for owner, path in self._paths.items()}
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _gone(self, owner: Owner) -> None:
+        self._paths.pop(owner, None)
+        self._waits_s.pop(owner, None)
+        remote = self._remotes.pop(owner, None)
+        if remote is not None and self.engine is not None:
+            self.engine.forget(remote)
+
+
+class ArenaPaths(Paths):
+    """Small reads always take TCP unless another is required, which needs an exchange more."""
+
+    def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
+        super().__init__(mesh, sampling, choice, TCP, "values")
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def own(self) -> str:
+        """The engine that this peer's workers run beside TCP; `tcp`: none."""
+        return self.engine.transport if self.engine is not None else TCP
+
+    async def take(self, source: Remote, nbytes: int) -> str:
+        """The transport for a pull of so much. TransportMissing."""
+        if self.own == TCP or (nbytes <= SMALL_LANE_BYTES and not self.required):
+            return TCP
+
+        async def tried() -> Path:
+            return (await self.tried(source))[0]
+
+        return await self._take(source, REQUIRED_S if self.required else 0.0, tried)
 
     def stats(self) -> dict[str, Any]:
         """Requested, what runs, and what is used with each peer."""
@@ -119,7 +189,7 @@ class Paths:
             "runs": self.own,
             "missing": self.engine.missing if self.engine is not None else "",
             "tls": self.engine is not None and bool(self.engine.fingerprint),
-            "peers": {owner.peer: path.shown() for owner, path in self._paths.items()},
+            "peers": self.shown(),
         }
 
     async def tried(self, source: Remote) -> tuple[Path, dict[str, Any]]:
@@ -131,6 +201,7 @@ class Paths:
                 await self.sampling.done(source.owner.peer)
 
     async def _tried(self, source: Remote) -> tuple[Path, dict[str, Any]]:
+        assert self.engine is not None
         sampled, skew_s = await self.sampling.ask(source.owner.peer)
         about = {
             "version": sampled.version,
@@ -143,50 +214,78 @@ class Paths:
         }
         both = self.own == sampled.transport != TCP
         names = [TCP, self.own] if both else [TCP]
-        trials = await self.sampling.try_all(source, sampled, names)
-        path = chosen(self.own, sampled.transport, trials, bool(self.choice.required))
-        return path, about
+        trials = await self.sampling.try_all(self.engine, source, sampled, names)
+        return chosen(self.own, sampled.transport, trials, self.required), about
 
-    def _wait_and_try(self, source: Remote) -> None:
-        owner = source.owner
-        wait_s = self._waits_s.get(owner, RETRY_S[0])
-        self._waits_s[owner] = min(2 * wait_s, RETRY_S[1])
-        self._waiting.add(owner)
 
-        def again() -> None:
-            self._waiting.discard(owner)
-            if owner in self._paths:
-                self._try_soon(source)
+class DevicePaths(Paths):
+    """To devices here. The transports that this peer's device workers run are tried in the order in
+    which they are best: within a host the GPUs copy themselves, and need be compared with nothing.
+    """
 
-        asyncio.get_running_loop().call_later(wait_s, again)
+    def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
+        super().__init__(mesh, sampling, choice, STAGED, "values on devices")
+        self.runs: list[str] = []
+        """what the device workers here run, best first"""
 
-    def _try_soon(self, source: Remote) -> asyncio.Task[Any]:
-        owner = source.owner
-        if owner not in self._trying:
-            self._remotes[owner] = source
-            self._trying[owner] = self.mesh.spawn(self._try(source))
-            self._trying[owner].add_done_callback(lambda _: self._trying.pop(owner, None))
-        return self._trying[owner]
+    @property
+    def required(self) -> bool:
+        return self.choice.required in DEVICE_ONLY
 
-    async def _try(self, source: Remote) -> None:
+    async def take(self, source: Remote, staged: Remote, number: int) -> str:
+        """What brings values to the device of this number. staged: the worker for the owner's host
+        arena. TransportMissing."""
+        first_s = REQUIRED_S if self.required else FIRST_S
+        return await self._take(source, first_s, lambda: self.tried(source, staged, number))
+
+    async def tried(self, source: Remote, staged: Remote, number: int) -> Path:
+        """Tries the ways anew: what would be chosen."""
+        peer = source.owner.peer
         try:
-            path, _ = await self.tried(source)
-        except DataplaneError as exc:
-            path = Path(TCP, f"it could not be tried: {exc.message}", settled=False)
-        self._set(source.owner, path)
+            sampled: Sampled = await self.mesh.call(peer, Sample(device=True), timeout_s=TRY_S)
+            return await self._tried(source, staged, sampled, number)
+        finally:
+            await self.sampling.done(peer, device=True)
 
-    def _set(self, owner: Owner, path: Path) -> None:
-        self._paths[owner] = path
-        peer = self.mesh.others.name(owner.peer)
-        tell = log.info if path.transport != TCP else log.warning
-        tell("values of peer %s at %s come over %s: %s", peer, owner.peer, path.transport, path.why)
+    async def _tried(self, source: Remote, staged: Remote, sampled: Sampled, number: int) -> Path:
+        """The first that works and is faster than the host arenas are."""
+        assert self.engine is not None and self.sampling.engine is not None
+        trials: dict[str, Trial] = {}
+        for name in self.runs:
+            free = name == CUDA_IPC or bool(self.choice.required)
+            rounds = 1 if free else ROUNDS
+            tried = await self.sampling.try_all(
+                self.engine, source, sampled, [name], number, rounds
+            )
+            if not tried:
+                return Path(STAGED, "one of the two has no room to try it", trials, settled=False)
+            trials |= tried
+            if tried[name].exact and free:
+                return Path(name, f"{tried[name].GBps:.2f} GB/s, self-test passed", trials)
+            if tried[name].exact:
+                if STAGED not in trials:
+                    # as fast as it is when the owner's host arena has them already
+                    tcp = await self.sampling.try_all(self.sampling.engine, staged, sampled, [TCP])
+                    trials[STAGED] = tcp.get(TCP, Trial())
+                compared = (
+                    f"{name} {tried[name].GBps:.2f} GB/s, by way of the host "
+                    f"{trials[STAGED].GBps:.2f} GB/s at most"
+                )
+                if tried[name].GBps >= trials[STAGED].GBps:
+                    return Path(name, compared, trials)
+        return Path(STAGED, _why_not(trials), trials, settled=False)
 
-    def _gone(self, owner: Owner) -> None:
-        self._paths.pop(owner, None)
-        self._waits_s.pop(owner, None)
-        remote = self._remotes.pop(owner, None)
-        if remote is not None and self.engine is not None:
-            self.engine.forget(remote)
+
+def _why_not(trials: dict[str, Trial]) -> str:
+    """Of each that was tried, why it is not used."""
+    if not trials:
+        return "this peer runs no transport that moves device memory between hosts"
+    reasons = []
+    for name, trial in trials.items():
+        if name != STAGED:
+            slow = f"{trial.GBps:.2f} GB/s is slower than by way of the host"
+            reasons.append(f"{name}: {trial.error or slow}")
+    return "; ".join(reasons)
 
 
 def chosen(own: str, theirs: str, trials: dict[str, Trial], required: bool = False) -> Path:

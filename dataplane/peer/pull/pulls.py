@@ -29,13 +29,14 @@ from dataplane.errors import (
 )
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
+from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded
-from dataplane.memory.placement import place
+from dataplane.memory.placement import place, remainder
 from dataplane.memory.spilled import DISK
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.meters import ByLabel
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.paths import Paths
+from dataplane.peer.pull.paths import ArenaPaths
 from dataplane.peer.pull.sampling import Sampling
 from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices
@@ -73,7 +74,7 @@ class Pulls:
         self.devices = devices
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(host, mesh, room, transport)
-        self.paths = Paths(mesh, self.sampling, transport)
+        self.paths = ArenaPaths(mesh, self.sampling, transport)
         self.pulled_bytes = 0
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
@@ -87,7 +88,7 @@ class Pulls:
         self.engine = self.paths.engine = self.sampling.engine = engine
 
     async def close(self) -> None:
-        self.sampling.close()
+        await self.sampling.close()
         if self.engine is not None:
             await self.engine.stop()
 
@@ -106,7 +107,8 @@ class Pulls:
             while True:
                 rest = (local["generation"] == 0).nonzero()[0]
                 if len(rest):
-                    self._pin_found(owner, remote, needed, holder, local, pins, rest)
+                    copies = self.host.space.copies
+                    self.pin_found(copies, owner, remote, needed, holder, local, pins, rest)
                     rest = rest[local["generation"][rest] == 0]
                 if not len(rest):
                     return local, pins
@@ -134,8 +136,9 @@ class Pulls:
                 limit_s=limit_s,
             )
 
-    def _pin_found(
+    def pin_found(
         self,
+        copies: PulledCopies,
         owner: Owner,
         remote: npt.NDArray[Any],
         needed: npt.NDArray[Any],
@@ -144,8 +147,9 @@ class Pulls:
         pins: list[int],
         rest: npt.NDArray[np.intp],
     ) -> None:
+        """Of these, take the copies that are there and reach far enough."""
         space = self.host.space
-        found = space.copies.lookup(owner.incarnation, remote[rest])
+        found = copies.lookup(owner.incarnation, remote[rest])
         hit = found["generation"].nonzero()[0]
         if len(hit):
             long_enough = space.ranges.extents(found[hit])["length"] >= needed[rest[hit]]
@@ -318,7 +322,7 @@ class Pulls:
         async def read(dest: npt.NDArray[Any]) -> None:
             await self._copy(source, remote, lengths, dest)
 
-        return await self._write(padded(lengths), extents, read, refs, Admission.OPEN)
+        return await self.write(padded(lengths), extents, read, refs, Admission.OPEN)
 
     async def _copy(
         self,
@@ -343,9 +347,9 @@ class Pulls:
         write: Callable[[npt.NDArray[Any]], Awaitable[None]],
     ) -> npt.NDArray[Any]:
         _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
-        return await self._write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
+        return await self.write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
 
-    async def _write(
+    async def write(
         self,
         sizes: npt.NDArray[np.uint64],
         extents: npt.NDArray[Any],
@@ -364,21 +368,10 @@ class Pulls:
         except BaseException:
             space.give_back(PULLER, extents)
             raise
-        self.give_back_rest(written, extents)
+        rest = remainder(sizes, dest, extents)
+        if len(rest):
+            space.give_back(PULLER, rest)
         return fresh
-
-    def give_back_rest(self, written: npt.NDArray[Any], extents: npt.NDArray[Any]) -> None:
-        """Pulls write all they reserve but the end of each page-rounded extent."""
-        ends = written["offset"] + written["length"]
-        left = []
-        for extent in extents:
-            start, end = int(extent["offset"]), int(extent["offset"] + extent["length"])
-            inside = ends[(ends > start) & (ends <= end)]
-            used = int(inside.max()) if len(inside) else start
-            if used < end:
-                left.append((used, end - used))
-        if left:
-            self.host.space.give_back(PULLER, np.array(left, EXTENT))
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
         assert self.engine is not None

@@ -1,17 +1,20 @@
 """Tries the transports between this peer and another, on bytes that both know.
 
-The owner lends a range of its own arena for a while; the reader brings it into room of its own, as
-it brings values, and compares every byte. Nothing of it is kept.
+The owner lends a range of its arena, or of its first device, for a while; the reader brings it into
+room of its own, there or on a device, as it brings values, and compares every byte. Nothing of it
+is kept.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +22,13 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place
+from dataplane.memory.device_arena import DeviceArena
+from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.placement import place, remainder
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.lent import Lent, pattern
 from dataplane.peer.room.admission import Room
+from dataplane.peer.threads import Threads
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
@@ -33,18 +38,21 @@ from dataplane.wire.messages import Body, Done
 from dataplane.wire.records import EXTENT, U4, U8
 from dataplane.wire.sampling import Sample, Sampled
 
-if TYPE_CHECKING:
-    from dataplane.peer.pull.device_sampling import DeviceSampling
-
 log = logging.getLogger(__name__)
 
 PULLER = 0
+ARENA, DEVICE = 0, 1
+"""The memories that lend: the host arena, and the first device."""
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
 ROUNDS = 3
 REPEATS = 8
 """How often a sample is read at once for a rate: alone it would measure the exchanges before it."""
 TRY_S = 5.0
+LENT_S = 30.0
+
+Bytes = npt.NDArray[np.uint8]
+Records = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -69,57 +77,85 @@ class Trial:
         return {"exact": self.exact, "GBps": round(self.GBps, 3), "latency_us": latency_us}
 
 
+class _Lent:
+    """One range of known bytes that others read, or none. release: of one that nobody reads."""
+
+    def __init__(self, release: Callable[[Records], object]) -> None:
+        self.range: Records | None = None
+        self.seed = 0
+        self._release = release
+        self._readers: set[str] = set()
+        self._ends: asyncio.TimerHandle | None = None
+
+    def to(self, reader: str) -> None:
+        """This peer reads it, for LENT_S at most."""
+        self._readers.add(reader)
+        if self._ends is not None:
+            self._ends.cancel()
+        self._ends = asyncio.get_running_loop().call_later(LENT_S, self._take_back)
+
+    def done(self, reader: str) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        self._readers.clear()
+        self.close()
+        lent, self.range = self.range, None
+        if lent is not None:
+            self._release(lent)
+
+    def close(self) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+
+
 class Sampling:
+    """Memories go by number: 0 is the host arena, 1 the first device."""
+
     def __init__(self, host: Host, mesh: Mesh, room: Room, choice: TransportChoice) -> None:
         self.host = host
         self.mesh = mesh
         self.room = room
         self.choice = choice
         self.engine: BulkEngine | None = None
-        self.of_devices: DeviceSampling | None = None
-        """lends what lies on a device"""
-        self._lent = Lent(self._release)
+        self._lent = {number: _Lent(self._release) for number in (ARENA, DEVICE)}
+        self._writing = asyncio.Lock()
+        self._threads = Threads()
         mesh.handlers[Sample] = self._asked
 
+    def _size_bytes(self, number: int) -> int:
+        """A small part of that memory, so that lending it is not felt; 0 where there is none."""
+        if number >= len(self._rooms):
+            return 0
+        return min(SAMPLE_BYTES, self._rooms[number].space.size_bytes // 64 & ~0xFFF)
+
     @property
-    def size_bytes(self) -> int:
-        """A small part of the arena, so that lending it is not felt."""
-        return min(SAMPLE_BYTES, self.host.space.size_bytes // 64 & ~0xFFF)
+    def _rooms(self) -> list[Room]:
+        return [self.room, *self.room.beside]
 
     # the owner
 
-    def _asked(self, caller: Caller, body: Sample) -> Body | Awaitable[Body]:
-        if not body.device:
-            lent: Lent | None = self._lent
-        else:
-            lent = self.of_devices.lent if self.of_devices is not None else None
+    async def _asked(self, caller: Caller, body: Sample) -> Body:
+        number = DEVICE if body.device else ARENA
+        lent, engine = self._lent[number], self.engine
         if body.done:
-            if lent is not None:
-                lent.done(caller.address)
+            lent.done(caller.address)
             return Done()
-        if lent is None:
-            return self._sampled(None, 0, 0)
-        return self._lend_on_device(caller) if body.device else self._lend(caller)
-
-    def _lend(self, caller: Caller) -> Sampled:
-        if self._lent.range is None:
-            self._lent.range = self._written()
-        self._lent.to(caller.address)
-        return self._sampled(self._lent.range, self._lent.seed, self.size_bytes)
-
-    async def _lend_on_device(self, caller: Caller) -> Sampled:
-        assert self.of_devices is not None
-        nbytes = await self.of_devices.lend(caller.address)
-        lent = self.of_devices.lent
-        return self._sampled(lent.range, lent.seed, nbytes)
-
-    def _sampled(self, lent: npt.NDArray[Any] | None, seed: int, nbytes: int) -> Sampled:
-        engine = self.engine
+        nbytes = self._size_bytes(number)
+        async with self._writing:
+            if lent.range is None and nbytes:
+                lent.seed = secrets.randbits(31)
+                lent.range = await self._written(number, pattern(lent.seed, nbytes))
+        lent.to(caller.address)
+        known = lent.range
         return Sampled(
-            range=0 if lent is None else int(lent[0]["range"]),
-            generation=0 if lent is None else int(lent[0]["generation"]),
-            nbytes=0 if lent is None else nbytes,
-            seed=seed,
+            range=0 if known is None else int(known[0]["range"]),
+            generation=0 if known is None else int(known[0]["generation"]),
+            nbytes=0 if known is None else nbytes,
+            seed=lent.seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
             requested=str(self.choice),
@@ -128,45 +164,61 @@ class Sampling:
             wall_ns=time.time_ns(),
         )
 
-    def _written(self) -> npt.NDArray[Any] | None:
-        """A range of known bytes with one reference, ours; None where there is no room at once."""
-        place_at = self.reserved()
-        if place_at is None:
+    async def _written(self, number: int, known: Bytes) -> Records | None:
+        """A range of these bytes with one reference, ours; None where there is no room at once."""
+        reserved = self._reserved(number, len(known))
+        if reserved is None:
             return None
-        dest, extents = place_at
-        size = self.size_bytes
-        self.host.arena.view[dest : dest + size] = pattern(self._lent.new_seed(), size).data
-        written = np.array([(dest, size)], EXTENT)
-        lent = self.host.space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
-        self._give_back_rest(dest + size, extents)
+        dest, extents = reserved
+        space = self.host.space
+        try:
+            await self._write(number, dest, known)
+            written = np.array([(dest, len(known))], EXTENT)
+            lent = space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
+        except BaseException:
+            space.give_back(PULLER, extents)
+            raise
+        space.give_back(PULLER, remainder(written["length"], written["offset"], extents))
         return lent
 
-    def reserved(self) -> tuple[int, npt.NDArray[Any]] | None:
+    def _reserved(self, number: int, nbytes: int) -> tuple[int, Records] | None:
         """Where a sample has room now, and the extents to give back."""
-        sizes = np.array([self.size_bytes], U8)
-        granted = self.room.at_once(PULLER, Admission.PULL, [sizes])
-        if granted is None:
-            return None
-        return int(place(sizes, granted[1])[0]), granted[1]
+        sizes = np.array([nbytes], U8)
+        granted = self._rooms[number].at_once(PULLER, Admission.PULL, [sizes])
+        return None if granted is None else (int(place(sizes, granted[1])[0]), granted[1])
 
-    def _give_back_rest(self, used: int, extents: npt.NDArray[Any]) -> None:
-        end = int(extents[-1]["offset"] + extents[-1]["length"])
-        if used < end:
-            self.host.space.give_back(PULLER, np.array([(used, end - used)], EXTENT))
+    async def _write(self, number: int, dest: int, data: Bytes) -> None:
+        if number:
+            await self._threads.run(self._device(number).write, dest, data)
+        else:
+            self.host.arena.view[dest : dest + len(data)] = data.data
 
-    def _release(self, lent: npt.NDArray[Any]) -> None:
+    async def _read(self, number: int, dest: int, into: Bytes) -> None:
+        if number:
+            await self._threads.run(self._device(number).read, dest, into)
+        else:
+            into[:] = np.frombuffer(self.host.arena.view[dest : dest + len(into)], np.uint8)
+
+    def _device(self, number: int) -> DeviceArena:
+        assert isinstance(self.host.space, HostMemory)
+        return self.host.space.devices[number - 1]
+
+    def _release(self, lent: Records) -> None:
         if self.host.space.release(lent):
             self.room.pump()
 
-    def close(self) -> None:
-        self._lent.close()
+    async def close(self) -> None:
+        """When nothing is asked of it any more: its copies have ended."""
+        for lent in self._lent.values():
+            lent.close()
+        await self._threads.ended()
 
     # the reader
 
-    async def done(self, address: str) -> None:
+    async def done(self, address: str, device: bool = False) -> None:
         """The peer there may have its bytes back; at the latest it has them in LENT_S."""
         with suppress(DataplaneError):
-            await self.mesh.call(address, Sample(done=True), timeout_s=TRY_S)
+            await self.mesh.call(address, Sample(done=True, device=device), timeout_s=TRY_S)
 
     async def ask(self, address: str) -> tuple[Sampled, float]:
         """What the peer there lends, and how far its clock is ahead of this one's, in seconds."""
@@ -177,55 +229,52 @@ class Sampling:
         return sampled, (sampled.wall_ns - middle) / 1e9
 
     async def try_all(
-        self, source: Remote, sampled: Sampled, transports: list[str]
+        self,
+        engine: BulkEngine,
+        source: Remote,
+        sampled: Sampled,
+        transports: Iterable[str],
+        number: int = ARENA,
+        rounds: int = ROUNDS,
     ) -> dict[str, Trial]:
-        """Each transport in turn, a few rounds. Empty where there is no room for it."""
-        reserved = self.reserved() if sampled.nbytes else None
+        """Each transport in turn, a few rounds, to the memory of this number. Empty where there is
+        no room for it."""
+        nbytes = min(sampled.nbytes, self._size_bytes(number))
+        reserved = self._reserved(number, nbytes) if nbytes else None
         if reserved is None:
             return {}
         dest, extents = reserved
-        expected = pattern(sampled.seed, min(sampled.nbytes, self.size_bytes))
+        expected = pattern(sampled.seed, nbytes)
         trials = {name: Trial() for name in transports}
+        found = np.empty(nbytes, np.uint8)
+
+        async def timed(name: str, nbytes: int, times: int) -> float:
+            return await _timed(engine, source, sampled, name, dest, nbytes, times)
+
         try:
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 for name, trial in trials.items():
-                    if not trial.error:
-                        await self._try(source, sampled, name, trial, dest, expected)
+                    if trial.error:
+                        continue
+                    try:
+                        await self._write(number, dest, np.zeros(nbytes, np.uint8))
+                        small_s = await timed(name, SMALL_BYTES, 1)
+                        whole_s = await timed(name, nbytes, REPEATS)
+                        await self._read(number, dest, found)
+                    except DataplaneError as exc:
+                        trial.error = exc.message
+                        continue
+                    if np.array_equal(found, expected):
+                        trial.note(small_s, REPEATS * nbytes, whole_s)
+                    else:
+                        trial.error = "the bytes that arrived are not those that were sent"
+                        log.error("transport %s from %s: %s", name, source.owner.peer, trial.error)
         finally:
             self.host.space.give_back(PULLER, extents)
         return trials
 
-    async def _try(
-        self,
-        source: Remote,
-        sampled: Sampled,
-        name: str,
-        trial: Trial,
-        dest: int,
-        expected: npt.NDArray[np.uint8],
-    ) -> None:
-        view = self.host.arena.view[dest : dest + len(expected)]
-        view[:] = bytes(len(expected))
-        try:
-            small = await self._timed(source, sampled, name, dest, SMALL_BYTES, 1)
-            whole = await self._timed(source, sampled, name, dest, len(expected), REPEATS)
-        except DataplaneError as exc:
-            trial.error = exc.message
-            return
-        if not np.array_equal(np.frombuffer(view, np.uint8), expected):
-            trial.error = "the bytes that arrived are not those that were sent"
-            log.error("transport %s from %s: %s", name, source.owner.peer, trial.error)
-            return
-        trial.note(small, REPEATS * len(expected), whole)
 
-    async def _timed(
-        self, source: Remote, sampled: Sampled, name: str, dest: int, nbytes: int, times: int
-    ) -> float:
-        assert self.engine is not None
-        return await timed(self.engine, source, sampled, name, dest, nbytes, times)
-
-
-async def timed(
+async def _timed(
     engine: BulkEngine,
     source: Remote,
     sampled: Sampled,
@@ -243,3 +292,12 @@ async def timed(
     if outcome.gone.any():
         raise DataplaneError("the sample was gone before it could be read: try again")
     return time.perf_counter() - began
+
+
+def pattern(seed: int, nbytes: int) -> Bytes:
+    """The bytes of a sample, see `Sampled`."""
+    index = np.arange(nbytes, dtype=np.uint32)
+    mixed = index * np.uint32(167) + np.uint32(seed)
+    mixed ^= index >> np.uint32(8)
+    mixed ^= index >> np.uint32(16)
+    return mixed.astype(np.uint8)

@@ -46,7 +46,7 @@ class Room:
     def __init__(self, host: Host, space: Space | None = None) -> None:
         """space: None for the host arena. Nobody waits for room on a device: see `Devices`."""
         self._host = host
-        self._space = host.space if space is None else space
+        self.space = host.space if space is None else space
         self.beside: list[Room] = []
         """the rooms of the devices"""
         self.on_room: list[Callable[[], None]] = []
@@ -81,12 +81,12 @@ class Room:
         """As `reserve`; None where it would wait."""
         if self._lines[admission]:
             return None
-        count, extents = self._space.reserve(holder, admission, units)
+        count, extents = self.space.reserve(holder, admission, units)
         return (count, extents) if count else None
 
     def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]] | None:
         """As `Space.for_copies`; None also where somebody waits for room for pulls."""
-        return None if self._lines[Admission.PULL] else self._space.for_copies(sizes)
+        return None if self._lines[Admission.PULL] else self.space.for_copies(sizes)
 
     async def reserve(
         self, holder: int, admission: Admission, units: Units, timeout_s: float
@@ -95,7 +95,7 @@ class Room:
 
         ValueTooLarge at once for a unit that never fits; BackPressure when the wait ends in vain.
         """
-        space = self._space
+        space = self.space
         line = self._lines[admission]
         granted = self.at_once(holder, admission, units)
         if granted is not None:
@@ -136,14 +136,14 @@ class Room:
         for line in self._by_rank:
             while line:
                 waiter = line[0]
-                count, extents = self._space.reserve(waiter.holder, waiter.admission, waiter.units)
+                count, extents = self.space.reserve(waiter.holder, waiter.admission, waiter.units)
                 if not count:
                     break
                 line.popleft()
                 if not waiter.granted.done():
                     waiter.granted.set_result((count, extents))
                 else:
-                    self._space.give_back(waiter.holder, extents)
+                    self.space.give_back(waiter.holder, extents)
         for told in self.on_room:
             told()
 
@@ -164,7 +164,7 @@ class Room:
         return self._full(waiter, why)
 
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
-        host, stats = self._host, self._space.stats()
+        host, stats = self._host, self.space.stats()
         needed = int(waiter.units[0].sum())
         kind = waiter.admission.name.lower()
         room = stats["classes"][kind]["room_bytes"]
@@ -177,7 +177,7 @@ class Room:
                 "granted_bytes": granted,
                 "pinned_bytes": pinned,
             }
-            for holder, granted, pinned in self._space.holders()
+            for holder, granted, pinned in self.space.holders()
         ]
         views = "; ".join(
             f"{h['holder']} has {h['granted_bytes'] + h['pinned_bytes']} B granted or in view"

@@ -14,8 +14,8 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.device_paths import STAGED
 from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.paths import STAGED
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.room.admission import Room

@@ -74,7 +74,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stop if leave.is_set() else leave).set())
-    metrics = _metrics(config)
+    metrics = await _metrics(config)
     again = True
     while again:
         peer = Peer(config)
@@ -104,7 +104,7 @@ async def _serve(
             log.warning("peer %r returns as an empty new one", config.name)
 
 
-def _metrics(config: PeerConfig) -> Metrics | None:
+async def _metrics(config: PeerConfig) -> Metrics | None:
     """The library is not there for peers that show none."""
     if config.metrics is None:
         return None
@@ -115,7 +115,9 @@ def _metrics(config: PeerConfig) -> Metrics | None:
             f"metrics need {exc.name}: pip install 'dataplane-rl[metrics]', or leave out --metrics "
             "and DATAPLANE_METRICS"
         ) from exc
-    return Metrics(config.metrics.host, config.metrics.port)
+    metrics = Metrics()
+    await metrics.open(config.metrics.host, config.metrics.port)
+    return metrics
 
 
 async def _started(peer: Peer, socket_path: str, ends: tuple[asyncio.Event, ...]) -> bool:

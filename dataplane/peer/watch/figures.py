@@ -1,23 +1,29 @@
-"""The metrics of one peer: their names, and what they are now, read in one go on the peer's loop.
+"""The metrics of one peer: one table of their names, and what they are now, read in one go on the
+peer's loop.
 
 Added up over partitions: a partition's name is never a label, or a long run would make a series
-for every step. What it costs grows with partitions, clients and pins, never with rows. Nothing here
-knows how metrics are shown.
+for every step. What it costs grows with partitions, clients and pins, never with rows.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import HostMemory
-from dataplane.peer.host import Host
-from dataplane.peer.meters import OTHER, ByLabel, Histogram, Meters
+from dataplane.peer import rows as rowset
+from dataplane.peer.meters import OTHER, ByLabel
 from dataplane.transport.registry import TCP
 from dataplane.version import __version__
+from dataplane.wire import messages as m
+from dataplane.wire.records import PLACE, VALUE
+from dataplane.wire.tables import volume
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -26,27 +32,133 @@ MAX_CLIENTS = 20
 """Clients that hold most are named one by one, the others together."""
 MAX_LETTERS = 64
 """of a label that a user chose"""
+BOUNDS_S: tuple[float, ...] = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
+BOUNDS_S += (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0, 300.0)
+"""Upper ends of the histogram's buckets: a local claim takes under a millisecond, one that waits
+for rows may take minutes."""
+CALLS: dict[type[m.Body], str] = {
+    m.Put: "put",
+    m.Reserve: "reserve",
+    m.Claim: "claim",
+    m.Finish: "finish",
+    m.Fetch: "fetch",
+    m.Read: "read",
+}
+TABLE = {
+    "call_failures_total{error}": "Calls that ended in an error.",
+    "put_rows_total": "Rows that clients here put.",
+    "put_bytes_total": "Bytes of values that clients here put.",
+    "stage_rows_total{stage}": "Rows that claims here were handed.",
+    "stage_bytes_total{stage}": "Bytes of the rows that claims here were handed.",
+    "info{plane,peer,address,version}": "Who this is.",
+    "ready": "1 while calls of clients are answered.",
+    "clients": "Client processes that are attached.",
+    "connections": "Connections of clients.",
+    "arena_size_bytes": "Memory for rows: used, granted and free together.",
+    "arena_used_bytes": "Bytes of rows and of cached copies.",
+    "arena_granted_bytes": "Bytes that clients may write into, not yet part of a row.",
+    "arena_free_bytes": "Bytes that nobody has.",
+    "arena_largest_free_bytes": "The longest free stretch.",
+    "arena_touched_bytes": "Bytes below the highest one ever granted: what the kernel counts.",
+    "arena_pinned_bytes": "Bytes in view of clients, or being read by other peers.",
+    "arena_quarantined_bytes": "Bytes that processes hold whose client was lost, and which live.",
+    "arena_room_bytes{class}": "Bytes that an admission class may still take.",
+    "cached_bytes": "Bytes of cached copies of other hosts' values.",
+    "spill_bytes": "Bytes of rows in the spill file.",
+    "spill_size_bytes": "The most that the spill file may take.",
+    "spill_written_bytes_total": "Bytes written to the spill file.",
+    "spill_read_bytes_total": "Bytes read back from the spill file.",
+    "device_size_bytes{device}": "Memory of a device for rows: used, granted and free together.",
+    "device_used_bytes{device}": "Bytes of rows on a device.",
+    "device_granted_bytes{device}": "Bytes of a device that clients may write into, no row yet.",
+    "device_free_bytes{device}": "Bytes of a device that nobody has.",
+    "device_pinned_bytes{device}": "Bytes of a device in view of clients.",
+    "device_staged_bytes_total{device}": "Bytes copied to the host arena for who does not read it.",
+    "device_overflowed_bytes_total{device}": "Bytes put from a device that was full, to the host.",
+    "client_held_bytes{client,how}": "Bytes granted to a client, or in its view; 20, and others.",
+    "leases": "Claims that clients here hold.",
+    "leases_abandoned_total": "Leases that clients held when they ended; their rows went back.",
+    "leases_expired_total": "Leases that were over their limit (lease=); their rows went back.",
+    "rows_by_stage{stage,state}": "Rows of this peer's shards by what they are for a stage.",
+    "partitions": "Partitions whose metadata is here.",
+    "rows": "Rows of this peer's shards.",
+    "groups": "Groups of this peer's shards.",
+    "metadata_bytes": "Memory that the metadata of rows takes.",
+    "inline_bytes": "Small values that live with the rows of this peer's shards.",
+    "tombstones": "Names remembered of rows and groups that were dropped or freed.",
+    "admission_version": "The trainer's version that advance() named last, of the furthest.",
+    "admission_lag": "How many versions the slowest group or permit here is behind.",
+    "lost_rows_total": "Rows of this peer's shards whose only bytes were on a peer that died.",
+    "roster_epoch": "Number of the roster in force.",
+    "roster_members": "Members of the roster in force.",
+    "roster_leaving": "Members that hand over what they have.",
+    "roster_unprotected": "Members with shards of which no backup is in sync.",
+    "shards": "Shards that are served here.",
+    "backup_in_sync": "1 where another peer could take over.",
+    "backup_behind": "Operations that the backup has yet to confirm.",
+    "backpressure_waiting{class}": "Who waits for room now.",
+    "backpressure_waits_total{class}": "Who had to wait for room.",
+    "backpressure_wait_seconds_total{class}": "How long they waited, those that are done.",
+    "backpressure_refused_total{class}": "Waits for room that ended in BackPressure.",
+    "waiting_claims": "Claims that wait for rows.",
+    "starved_claims": "Claims that wait for room to pull into.",
+    "stage_remote_bytes_total{stage}": "Bytes granted to claims here that lay at other hosts.",
+    "pulled_bytes_total": "Bytes of other hosts' values read in bulk; few together are not.",
+    "pull_hits_total": "Values found in a cached copy.",
+    "second_copies": "Values of other peers of which the second copy lies here (replicas=2).",
+    "transport_bytes_total{transport,direction}": "Bytes that moved between arenas.",
+    "transport_jobs_total{transport,outcome}": "Transfers into this arena.",
+    "transport_restarts_total{transport}": "Bulk workers that died and were started anew.",
+    "stage_transport_bytes_total{stage,transport}": "Bytes brought for a stage, by what did.",
+    "transport_peers{requested,transport}": "Peers read over a transport, once that was tried.",
+    "device_transport_peers{requested,transport}": "Peers whose devices are read over a transport.",
+    "refused_total{door}": "Strangers and bad frames that were turned away.",
+}
+"""Without their prefix, with their labels. A total is a counter, any other one a gauge;
+docs/metrics.md says more of some."""
 
 Values = Mapping[Any, float]
 """by the values of the labels, a tuple"""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric, whole. values: by the values of its labels. A histogram has `histograms`."""
+class Meters:
+    """What is counted of the calls of a host's clients, where metrics are shown at all: `observe`
+    is told of each that was answered, and takes a few microseconds."""
 
-    kind: Literal["gauge", "counter", "histogram"]
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    values: Values
-    histograms: Mapping[str, Histogram] | None = None
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        took = Histogram(
+            "dataplane_call_seconds",
+            "How long calls of this host's clients took in the peer; a claim, its wait too.",
+            ["call"],
+            registry=self.registry,
+            buckets=BOUNDS_S,
+        )
+        self.calls = {kind: took.labels(name) for kind, name in CALLS.items()}
+        self.failures = ByLabel()
+        """by the class of the error"""
+        self.put_rows = 0
+        self.put_bytes = 0
+        self.claimed_rows = ByLabel()
+        self.claimed_bytes = ByLabel()
+        """by stage"""
 
-
-def families_of(peer: Peer, meters: Meters) -> list[Family]:
-    """On the peer's loop."""
-    parts = (_identity, _arena, _devices, _clients, _rows, _roster, _waits, _moved, _refused)
-    return [*_calls(meters), *(family for part in parts for family in part(peer))]
+    def observe(self, request: m.Body, answer: m.Body, began: float) -> None:
+        """began: when the request came in (monotonic)."""
+        call = self.calls.get(type(request))
+        if call is None:
+            return
+        call.observe(time.monotonic() - began)
+        if isinstance(answer, m.Failed):
+            if not answer.details.get("values"):  # its client keeps them in the arena now
+                self.failures.add(answer.code, 1)
+        elif isinstance(request, m.Put):
+            self.put_rows += rowset.count(request.rows)
+            self.put_bytes += volume(request.columns, VALUE)
+        elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
+            self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
+            self.claimed_bytes.add(request.stage, volume(answer.table.columns, PLACE))
 
 
 def serves(peer: Peer) -> bool:
@@ -54,16 +166,23 @@ def serves(peer: Peer) -> bool:
     return peer.door.is_open and peer.door.serving.is_sure()
 
 
-def gauge(name: str, help: str, value: float | Values, *labels: str) -> Family:
-    return Family("gauge", name, help, labels, _values(value))
+def families_of(peer: Peer, meters: Meters) -> list[Metric]:
+    """On the peer's loop."""
+    now = dict[str, float | Values]()
+    for part in (_calls(meters), _memory(peer), _shards(peer), _roster(peer), _moved(peer)):
+        now |= part
+    return [*meters.registry.collect(), *_families(now)]
 
 
-def counter(name: str, help: str, value: float | Values, *labels: str) -> Family:
-    return Family("counter", name, help, labels, _values(value))
-
-
-def _values(value: float | Values) -> Values:
-    return {(): value} if isinstance(value, int | float) else value
+def _families(now: Mapping[str, float | Values]) -> Iterator[Metric]:
+    for title, help in TABLE.items():
+        name, _, labels = title.rstrip("}").partition("{")
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        metric = kind(f"dataplane_{name}", help, labels=labels.split(",") if labels else [])
+        value = now[name]
+        for of, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+            metric.add_metric(of, number)
+        yield metric
 
 
 def _by(sums: ByLabel) -> Values:
@@ -77,229 +196,124 @@ def _short(label: str) -> str:
     return label if len(label) <= MAX_LETTERS else label[: MAX_LETTERS - 1] + "…"
 
 
-def _calls(meters: Meters) -> Iterator[Family]:
-    yield Family(
-        "histogram",
-        "dataplane_call_seconds",
-        "How long calls of this host's clients took in the peer; a claim, its wait for rows too.",
-        ("call",),
-        {},
-        meters.calls,
-    )
-    failures = _by(meters.failures)
-    yield counter("dataplane_call_failures", "Calls that ended in an error.", failures, "error")
-    yield counter("dataplane_put_rows", "Rows that clients here put.", meters.put_rows)
-    yield counter("dataplane_put_bytes", "Bytes of values that clients here put.", meters.put_bytes)
-    rows, nbytes = _by(meters.claimed_rows), _by(meters.claimed_bytes)
-    yield counter("dataplane_stage_rows", "Rows that claims here were handed.", rows, "stage")
-    yield counter(
-        "dataplane_stage_bytes", "Bytes of the rows that claims here were handed.", nbytes, "stage"
-    )
-
-
-def _identity(peer: Peer) -> Iterator[Family]:
-    host = peer.host
-    labels = {"plane": host.plane, "peer": host.name, "address": host.address}
-    who = (*map(_short, labels.values()), __version__)
-    yield gauge("dataplane_info", "Who this is.", {who: 1}, *labels, "version")
-    yield gauge("dataplane_ready", "1 while calls of clients are answered.", serves(peer))
-    yield gauge("dataplane_clients", "Client processes that are attached.", len(peer.sessions))
-    yield gauge("dataplane_connections", "Connections of clients.", len(peer.door.connections))
-
-
-def _arena(peer: Peer) -> Iterator[Family]:
-    space = peer.host.space.figures()
-    told = {
-        "size": "Memory for rows: used, granted and free together.",
-        "used": "Bytes of rows and of cached copies.",
-        "granted": "Bytes that clients may write into, not yet part of a row.",
-        "free": "Bytes that nobody has.",
-        "largest_free": "The longest free stretch.",
-        "touched": "Bytes below the highest one ever granted: what the kernel counts.",
-        "pinned": "Bytes in view of clients, or being read by other peers.",
-        "quarantined": "Bytes that processes hold whose client was lost and which still live.",
+def _calls(meters: Meters) -> dict[str, float | Values]:
+    return {
+        "call_failures_total": _by(meters.failures),
+        "put_rows_total": meters.put_rows,
+        "put_bytes_total": meters.put_bytes,
+        "stage_rows_total": _by(meters.claimed_rows),
+        "stage_bytes_total": _by(meters.claimed_bytes),
     }
-    for name, help in told.items():
-        yield gauge(f"dataplane_arena_{name}_bytes", help, space[f"{name}_bytes"])
-    classes = space["classes"].items()
-    room = {(name,): figures["room_bytes"] for name, figures in classes}
-    yield gauge(
-        "dataplane_arena_room_bytes", "Bytes that an admission class may still take.", room, "class"
-    )
-    yield gauge(
-        "dataplane_cached_bytes",
-        "Bytes of cached copies of other hosts' values.",
-        space["cached_bytes"],
-    )
-    yield gauge("dataplane_spill_bytes", "Bytes of rows in the spill file.", space["spilled_bytes"])
-    yield gauge(
-        "dataplane_spill_size_bytes", "The most that the spill file may take.", space["spill_bytes"]
-    )
-    spilling = peer.spilling
-    written, read = (spilling.written_bytes, spilling.read_bytes) if spilling else (0, 0)
-    yield counter("dataplane_spill_written_bytes", "Bytes written to the spill file.", written)
-    yield counter("dataplane_spill_read_bytes", "Bytes read back from the spill file.", read)
 
 
-def _devices(peer: Peer) -> Iterator[Family]:
-    space = peer.host.space
-    devices = space.device_figures() if isinstance(space, HostMemory) else []
-    told = {
-        "size": "Memory of a device for rows: used, granted and free together.",
-        "used": "Bytes of rows on a device.",
-        "granted": "Bytes of a device that clients may write into, not yet part of a row.",
-        "free": "Bytes of a device that nobody has.",
-        "pinned": "Bytes of a device in view of clients.",
-    }
-    for name, help in told.items():
-        values = {(device["device"],): device[f"{name}_bytes"] for device in devices}
-        yield gauge(f"dataplane_device_{name}_bytes", help, values, "device")
-    staged = {(device["device"],): device["staged_bytes"] for device in devices}
-    help = "Bytes of a device that were copied to the host arena for whoever does not read it."
-    yield counter("dataplane_device_staged_bytes", help, staged, "device")
-    overflowed = {(device["device"],): device["overflowed_bytes"] for device in devices}
-    help = "Bytes that were put from a device and went to the host arena, because its own was full."
-    yield counter("dataplane_device_overflowed_bytes", help, overflowed, "device")
-
-
-def _clients(peer: Peer) -> Iterator[Family]:
+def _memory(peer: Peer) -> dict[str, float | Values]:
+    host, room, spilling = peer.host, peer.room, peer.spilling
+    space = host.space.figures()
+    devices = host.space.device_figures() if isinstance(host.space, HostMemory) else []
+    classes = [((admission.name.lower(),), admission) for admission in Admission]
     held: Counter[tuple[str, ...]] = Counter()
-    for nth, (holder, granted, pinned) in enumerate(peer.host.space.holders()):
-        named = nth < MAX_CLIENTS
-        label = _short(_label(peer.host, holder)) if named else OTHER
+    for nth, (holder, granted, pinned) in enumerate(host.space.holders()):
+        known = "transfers" if holder == 0 else host.labels.get(holder, "a client that left")
+        label = _short(known) if nth < MAX_CLIENTS else OTHER
         held[label, "granted"] += granted
         held[label, "pinned"] += pinned
-    help = "Bytes granted to a client, or in its view; the 20 that hold most, and the others."
-    yield gauge("dataplane_client_held_bytes", help, held, "client", "how")
-    abandoned, expired = peer.finishing.abandoned_leases, peer.janitor.expired_leases
-    yield gauge("dataplane_leases", "Claims that clients here hold.", len(peer.claims.leases))
-    help = "Leases that clients held when they ended; their rows went back."
-    yield counter("dataplane_leases_abandoned", help, abandoned)
-    help = "Leases that were over their limit (lease=); their rows went back."
-    yield counter("dataplane_leases_expired", help, expired)
+    now: dict[str, float | Values] = {
+        "arena_room_bytes": {(n,): one["room_bytes"] for n, one in space["classes"].items()},
+        "cached_bytes": space["cached_bytes"],
+        "spill_bytes": space["spilled_bytes"],
+        "spill_size_bytes": space["spill_bytes"],
+        "spill_written_bytes_total": spilling.written_bytes if spilling else 0,
+        "spill_read_bytes_total": spilling.read_bytes if spilling else 0,
+        "client_held_bytes": held,
+        "backpressure_waiting": {name: room.waiting(at) for name, at in classes},
+        "backpressure_waits_total": {name: room.waited[at] for name, at in classes},
+        "backpressure_wait_seconds_total": {name: room.waited_s[at] for name, at in classes},
+        "backpressure_refused_total": {name: room.refused[at] for name, at in classes},
+    }
+    plain = ("size", "used", "granted", "free", "pinned")
+    for name in (*plain, "largest_free", "touched", "quarantined"):
+        now[f"arena_{name}_bytes"] = space[f"{name}_bytes"]
+    for name in (*plain, "staged", "overflowed"):
+        of_each = {(one["device"],): one[f"{name}_bytes"] for one in devices}
+        now[f"device_{name}_bytes{'' if name in plain else '_total'}"] = of_each
+    return now
 
 
-def _label(host: Host, holder: int) -> str:
-    return "transfers" if holder == 0 else host.labels.get(holder, "a client that left")
-
-
-def _rows(peer: Peer) -> Iterator[Family]:
+def _shards(peer: Peer) -> dict[str, float | Values]:
     stages: Counter[tuple[str, ...]] = Counter()
     names = ByLabel()
-    stores = [entry.store.figures() for entry in peer.host.entries.values()]
+    entries = peer.host.entries.values()
+    stores = [entry.store.figures() for entry in entries]
     for store in stores:
         for stage, states in store.stages.items():
             names.add(stage, 0)
             label = _short(stage) if stage in names.sums else OTHER
             for state, count in states.items():
                 stages[label, state] += count
-    help = "Rows of this peer's shards by what they are for a stage."
-    yield gauge("dataplane_rows_by_stage", help, stages, "stage", "state")
-    yield gauge(
-        "dataplane_partitions", "Partitions whose metadata is here.", len(peer.host.entries)
-    )
-    yield gauge("dataplane_rows", "Rows of this peer's shards.", sum(s.rows for s in stores))
-    yield gauge("dataplane_groups", "Groups of this peer's shards.", sum(s.groups for s in stores))
-    yield gauge(
-        "dataplane_metadata_bytes",
-        "Memory that the metadata of rows takes.",
-        sum(s.metadata_bytes for s in stores),
-    )
-    help = "Small values that live with the rows of this peer's shards, of the metadata's share."
-    yield gauge("dataplane_inline_bytes", help, peer.share.figures()["values_bytes"])
-    yield gauge(
-        "dataplane_tombstones",
-        "Names remembered of rows and groups that were dropped or freed.",
-        sum(s.tombstones for s in stores),
-    )
-    version = max((s.admission[0] for s in stores), default=0)
-    help = "The trainer's version that advance() named last, of the partition that is furthest."
-    yield gauge("dataplane_admission_version", help, version)
-    help = "How many versions the slowest group or permit of this peer's shards is behind."
-    lag = max((s.admission[1] for s in stores), default=0)
-    yield gauge("dataplane_admission_lag", help, lag)
-    help = "Rows whose only bytes were on a peer that died, as far as this one has heard."
-    yield counter("dataplane_lost_rows", help, peer.host.lost_rows)
+    return {
+        "leases": len(peer.claims.leases),
+        "leases_abandoned_total": peer.finishing.abandoned_leases,
+        "leases_expired_total": peer.janitor.expired_leases,
+        "rows_by_stage": stages,
+        "partitions": len(stores),
+        "rows": sum(store.rows for store in stores),
+        "groups": sum(store.groups for store in stores),
+        "metadata_bytes": sum(store.metadata_bytes for store in stores),
+        "inline_bytes": peer.share.figures()["values_bytes"],
+        "tombstones": sum(store.tombstones for store in stores),
+        "admission_version": max((store.admission[0] for store in stores), default=0),
+        "admission_lag": max((store.admission[1] for store in stores), default=0),
+        "lost_rows_total": peer.host.lost_rows,
+        "waiting_claims": peer.claims.waiting,
+        "starved_claims": len(peer.claims.credit),
+        "second_copies": sum(len(e.copies) for e in entries if e.copies is not None),
+    }
 
 
-def _roster(peer: Peer) -> Iterator[Family]:
+def _roster(peer: Peer) -> dict[str, float | Values]:
     host, roster = peer.host, peer.host.roster
-    _, in_sync = roster.backup_of(host.address)
-    shards = len(roster.shards_of(host.address))
-    hosts = [member for member in roster.members if len(roster.shards_of(member))]
-    unprotected = sum(not roster.backup_of(member)[1] for member in hosts)
-    yield gauge("dataplane_roster_epoch", "Number of the roster in force.", roster.epoch[1])
-    yield gauge("dataplane_roster_members", "Members of the roster in force.", len(roster.members))
-    yield gauge(
-        "dataplane_roster_leaving", "Members that hand over what they have.", len(roster.leaving)
-    )
-    help = "Members with shards of which no backup is in sync; a lone peer has none to have."
-    yield gauge("dataplane_roster_unprotected", help, 0 if host.solo else unprotected)
-    yield gauge("dataplane_shards", "Shards that are served here.", shards)
-    yield gauge("dataplane_backup_in_sync", "1 where another peer could take over.", in_sync)
-    behind = host.progress.done - host.progress.confirmed
-    yield gauge("dataplane_backup_behind", "Operations that the backup has yet to confirm.", behind)
+    unprotected = sum(not roster.backup_of(member)[1] for member in roster.hosts)
+    who = (*map(_short, (host.plane, host.name, host.address)), __version__)
+    return {
+        "info": {who: 1},
+        "ready": serves(peer),
+        "clients": len(peer.sessions),
+        "connections": len(peer.door.connections),
+        "refused_total": {("local",): peer.door.refusals.total, ("peer",): peer.mesh.refused},
+        "roster_epoch": roster.epoch[1],
+        "roster_members": len(roster.members),
+        "roster_leaving": len(roster.leaving),
+        "roster_unprotected": 0 if host.solo else unprotected,
+        "shards": len(roster.shards_of(host.address)),
+        "backup_in_sync": roster.backup_of(host.address)[1],
+        "backup_behind": host.progress.done - host.progress.confirmed,
+    }
 
 
-def _waits(peer: Peer) -> Iterator[Family]:
-    room = peer.room
-    classes = {(admission.name.lower(),): admission for admission in Admission}
-    now = {name: room.waiting(which) for name, which in classes.items()}
-    yield gauge("dataplane_backpressure_waiting", "Who waits for room now.", now, "class")
-    waits = {name: room.waited[which] for name, which in classes.items()}
-    yield counter("dataplane_backpressure_waits", "Who had to wait for room.", waits, "class")
-    seconds = {name: room.waited_s[which] for name, which in classes.items()}
-    help = "How long they waited, those that are done."
-    yield counter("dataplane_backpressure_wait_seconds", help, seconds, "class")
-    refused = {name: room.refused[which] for name, which in classes.items()}
-    help = "Waits for room that ended in BackPressure."
-    yield counter("dataplane_backpressure_refused", help, refused, "class")
-    waiting, starved = peer.claims.waiting, len(peer.claims.credit)
-    yield gauge("dataplane_waiting_claims", "Claims that wait for rows.", waiting)
-    yield gauge("dataplane_starved_claims", "Claims that wait for room to pull into.", starved)
-
-
-def _moved(peer: Peer) -> Iterator[Family]:
+def _moved(peer: Peer) -> dict[str, float | Values]:
     pulls = peer.pulls
-    far = _by(peer.claims.far_bytes)
-    help = "Bytes granted to claims here that lay at other hosts, or in a cached copy of them."
-    yield counter("dataplane_stage_remote_bytes", help, far, "stage")
-    help = "Bytes of other hosts' values read in bulk; few together come on the link between peers."
-    yield counter("dataplane_pulled_bytes", help, pulls.pulled_bytes)
-    yield counter("dataplane_pull_hits", "Values found in a cached copy.", pulls.hits)
-    copies = [len(e.copies) for e in peer.host.entries.values() if e.copies is not None]
-    help = "Values of other peers of which the second copy lies here (replicas=2)."
-    yield gauge("dataplane_second_copies", help, sum(copies))
     bulk = [pulls.engine.stats()] if pulls.engine is not None else []
-    by = {(name, "in"): count for b in bulk for name, count in b["bytes_in_over"].items()}
-    # Who reads here with another engine does not say so: then out is both together.
-    out = {b["transport"]: b["bytes_out"] for b in bulk}
-    by |= {(TCP if name == TCP else "any", "out"): count for name, count in out.items()}
-    help = "Bytes that moved between arenas."
-    yield counter("dataplane_transport_bytes", help, by, "transport", "direction")
+    moved = {(name, "in"): count for b in bulk for name, count in b["bytes_in_over"].items()}
+    for b in bulk:
+        # Who reads here with another engine does not say so: then out is both together.
+        moved[TCP if b["transport"] == TCP else "any", "out"] = b["bytes_out"]
     brought: Counter[tuple[str, ...]] = Counter()
     for carrier, by_stage in pulls.brought.items():
         for stage, nbytes in by_stage.sums.items():
             brought[_short(stage), carrier] += nbytes
-    help = "Bytes brought here from other hosts for claims of a stage, by what carried them."
-    yield counter("dataplane_stage_transport_bytes", help, brought, "stage", "transport")
-    ways = pulls.paths.stats()
-    used = Counter((ways["requested"], way["transport"]) for way in ways["peers"].values())
-    help = "Peers whose values come over a transport, once that was tried; what was asked for."
-    yield gauge("dataplane_transport_peers", help, used, "requested", "transport")
-    ways = peer.device_pulls.stats()
-    used = Counter((ways["requested"], way["transport"]) for way in ways["peers"].values())
-    help = "Peers whose devices are read over a transport, once that was tried; what was asked for."
-    yield gauge("dataplane_device_transport_peers", help, used, "requested", "transport")
     jobs = {(b["transport"], how): b[f"jobs_{how}"] for b in bulk for how in ("done", "failed")}
-    help = "Transfers into this arena."
-    yield counter("dataplane_transport_jobs", help, jobs, "transport", "outcome")
-    restarts = {(b["transport"],): b["restarts"] for b in bulk}
-    help = "Bulk workers that died and were started anew."
-    yield counter("dataplane_transport_restarts", help, restarts, "transport")
+    return {
+        "stage_remote_bytes_total": _by(peer.claims.far_bytes),
+        "pulled_bytes_total": pulls.pulled_bytes,
+        "pull_hits_total": pulls.hits,
+        "transport_bytes_total": moved,
+        "transport_jobs_total": jobs,
+        "transport_restarts_total": {(b["transport"],): b["restarts"] for b in bulk},
+        "stage_transport_bytes_total": brought,
+        "transport_peers": _used(pulls.paths.stats()),
+        "device_transport_peers": _used(peer.device_pulls.stats()),
+    }
 
 
-def _refused(peer: Peer) -> Iterator[Family]:
-    doors = {("local",): peer.door.refusals.total, ("peer",): peer.mesh.refused}
-    help = "Strangers and bad frames that were turned away."
-    yield counter("dataplane_refused", help, doors, "door")
+def _used(ways: dict[str, Any]) -> Values:
+    return Counter((ways["requested"], way["transport"]) for way in ways["peers"].values())

@@ -102,7 +102,7 @@ class Peer:
 
         self.shipping = Shipping(host, mesh, self.copying)
         self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
-        self.share = share = MetadataShare(host, mesh)
+        self.share = share = MetadataShare(host)
         self.losses = LossReports(host, mesh, parts)
         self.admissions = admissions = Admissions(host, mesh, parts, self.shipping)
         self.queues = queues = ClaimQueues(
@@ -112,12 +112,11 @@ class Peer:
             self.shipping,
             self.losses,
             self.settle,
-            producers=lambda: room.producers + len(share),
+            producers=lambda: room.producers + share.writers,
             admits=admissions.waits,
         )
         admissions.on_wait.append(queues.admit_waits)
-        share.on_wait.append(queues.producers_wait)
-        parts.on_phase.append(lambda entry, phase: share.all_try())
+        share.on_refused.append(queues.producers_wait)
 
         self.leases = leases = Leases()
         self.references = refs = References(host, mesh, room)
@@ -165,7 +164,6 @@ class Peer:
             refs,
             queues,
             admissions,
-            share,
             self.losses,
             claims,
             door,

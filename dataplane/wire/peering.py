@@ -131,15 +131,6 @@ class Release(Body, tag=120):
     counts: bytes
 
 
-class Vacancy(Body, tag=122):
-    """To a partition's shard, which is full: a writer's new rows wait there, and not their message.
-    Answered when it is worth another try, after `wait_ms` in any case."""
-
-    partition: str
-    generation: int
-    wait_ms: int
-
-
 class Found(Body, tag=121):
     """Rows of a Read or Fetch between peers: VALUE columns. more: ask again behind the last key.
     index: as in `Fetched`."""
@@ -172,7 +163,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Claim
         | Withdraw
         | Missing
-        | Vacancy
         | Release
         | Pull
         | Define

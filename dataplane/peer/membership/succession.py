@@ -19,7 +19,6 @@ from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.peer.shards.losses import LossReports
-from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.tables import Owner
@@ -40,7 +39,6 @@ class Succession:
         references: References,
         queues: ClaimQueues,
         admissions: Admissions,
-        share: MetadataShare,
         losses: LossReports,
         claims: Claims,
         door: Door,
@@ -52,7 +50,6 @@ class Succession:
         self.references = references
         self.queues = queues
         self.admissions = admissions
-        self.share = share
         self.losses = losses
         self.claims = claims
         self.membership = Membership(host, mesh, keeper, serving, self, begins_anew)
@@ -75,7 +72,6 @@ class Succession:
             self.queues.turned()
             self.admissions.turned()
             self.claims.turned()
-        self.share.all_try()
         self.losses.turned()
 
     def gone(self, owner: Owner) -> None:

@@ -29,7 +29,7 @@ from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket, SocketClosed
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release, Vacancy
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
 from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
 from dataplane.wire.sampling import Sample
 from dataplane.wire.tables import Owner
@@ -44,7 +44,7 @@ ANYBODY = (PeerHello, Beat, Rostered, Stats)
 """What a peer may say that is no member, or not yet."""
 ANY_EPOCH = (Inherited, Release, Sample, Pull, Void)
 """What does not depend on who serves which shard."""
-ONLY_WAITS = (Claim, Wait, Losses, Admit, Define, Vacancy)
+ONLY_WAITS = (Claim, Wait, Losses, Admit, Define)
 """What changes nothing of itself while it is not answered."""
 WHENEVER = (*ANYBODY, *ANY_EPOCH)
 UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)

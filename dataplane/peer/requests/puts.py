@@ -44,6 +44,11 @@ class Writing:
         mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
+        outcome = self._put(session, request, body)
+        return self._put_later(session, request, body) if outcome is None else outcome
+
+    def _put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body] | None:
+        """None, and nothing was done, where the shard, which is here, has no room for new rows."""
         with self.grants.unless_refused(session, body.ranges):
             entry = self.host.entry(body.partition, body.generation)
             if entry is None:
@@ -52,7 +57,7 @@ class Writing:
                 body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
             )
             if self.share.is_full and len(plan.new):
-                return self._put_later(session, request, body)
+                return None
             committed = self._commit_put(session, body, plan.continues)
         try:
             with self.grants.kept_where_full(session, committed):
@@ -64,16 +69,15 @@ class Writing:
             raise
         done = self._put_done(session, body, committed, outcome.gone)
         self.settle(entry)
-        self.share.look()
         return done
 
     async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
-        """New rows wait here while the shard, which is here as well, has no room for them."""
-        with self.grants.unless_refused(session, body.ranges):
-            full = self.share.full()
-            await self.share.another_try(session, body.partition, body.generation, full)
-        answer = self.put(session, request, body)
-        return answer if isinstance(answer, Body) else await answer
+        while True:
+            with self.grants.unless_refused(session, body.ranges):
+                await self.share.pause(session, self.share.full())
+            answer = self._put(session, request, body)
+            if answer is not None:
+                return answer if isinstance(answer, Body) else await answer
 
     async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
         """To the partition's shard; where another peer has that in the end, to that one."""
@@ -106,7 +110,7 @@ class Writing:
                 except ShardFull as exc:
                     if exc.details.get("values"):
                         raise
-                    await self.share.another_try(session, body.partition, body.generation, exc)
+                    await self.share.pause(session, exc)
                     end = min(self.host.now() + CALL_S, call_deadline.get())
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):
@@ -180,6 +184,5 @@ class Writing:
         self.share.check_values(body.inline)
         outcome = self._store(entry, body, body.columns, body.owners, plan, caller.session)
         self.settle(entry)
-        self.share.look()
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)

@@ -219,8 +219,8 @@ class ClaimQueues:
 
     def producers_wait(self) -> None:
         """Somewhere puts wait for room, which others' claims may free: those get what is there."""
-        self._yields_until = self.host.now() + YIELD_S
-        for stage in list(self._stages.values()):
+        kept, self._yields_until = self._yields_until < self.host.now(), self.host.now() + YIELD_S
+        for stage in list(self._stages.values()) if kept else ():
             self._look(stage)
 
     def admit_waits(self, entry: Entry) -> None:

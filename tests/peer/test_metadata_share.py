@@ -43,7 +43,7 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     shard.share.on_refused.append(lambda: refused.append(None))
     put(shard.store, [1])
     full = shard.share.full()
-    waits = [asyncio.create_task(shard.share.pause(one, full)) for _ in range(2)]  # type: ignore[arg-type]
+    waits = [asyncio.create_task(shard.share.pause(one, full, 1)) for _ in range(2)]  # type: ignore[arg-type]
     await asyncio.sleep(0)
     assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 1)
     shard.share.end_in_vain()

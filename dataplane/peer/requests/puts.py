@@ -6,6 +6,7 @@ again, so that a failure leaves nothing behind.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 
 from dataplane.errors import ShardFull, StaleEpoch, Unavailable
@@ -72,12 +73,13 @@ class Writing:
         return done
 
     async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
-        while True:
+        for tries in itertools.count(1):
             with self.grants.unless_refused(session, body.ranges):
-                await self.share.pause(session, self.share.full())
+                await self.share.pause(session, self.share.full(), tries)
             answer = self._put(session, request, body)
             if answer is not None:
                 return answer if isinstance(answer, Body) else await answer
+        raise AssertionError("it counts for ever")
 
     async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
         """To the partition's shard; where another peer has that in the end, to that one."""
@@ -96,7 +98,7 @@ class Writing:
             owners=committed.owners,
             inline=body.inline,
         )
-        end = min(self.host.now() + CALL_S, call_deadline.get())
+        end, tries = min(self.host.now() + CALL_S, call_deadline.get()), 0
         with (
             self.references.under_way(committed.ranges, committed.counts, caller),
             self.grants.kept_where_full(session, committed),
@@ -110,7 +112,8 @@ class Writing:
                 except ShardFull as exc:
                     if exc.details.get("values"):
                         raise
-                    await self.share.pause(session, exc)
+                    tries += 1
+                    await self.share.pause(session, exc, tries)
                     end = min(self.host.now() + CALL_S, call_deadline.get())
                 except (StaleEpoch, Unavailable) as exc:
                     if not await self.host.another_roster(roster, end):

@@ -23,8 +23,8 @@ LEAST_BYTES = 4 << 20
 """Of a small arena, the smaller of the two; the other is four times as much."""
 MEASURED_S = 0.1
 """How old the figures of the tables may be; what small values took since is added."""
-AGAIN_S = 0.3
-"""New rows that wait are tried again after so long."""
+AGAIN_S = (0.1, 2.0)
+"""New rows that wait are tried again after so long, and then ever later: at first, at most."""
 
 
 class MetadataShare:
@@ -93,11 +93,12 @@ class MetadataShare:
 
     # for clients of this host
 
-    async def pause(self, session: Session, full: ShardFull) -> None:
-        """Before new rows that a shard did not take are tried again. ShardFull where the call ends
-        before, or nobody is left who could make room."""
-        left_s = call_deadline.get() - self._host.now()
-        if left_s <= AGAIN_S:
+    async def pause(self, session: Session, full: ShardFull, tries: int) -> None:
+        """Before new rows that a shard did not take are tried again, so many times up to now.
+        ShardFull where the call ends before, or nobody is left who could make room."""
+        wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
+        left_s = call_deadline.get() - self._host.now() - AGAIN_S[0]
+        if left_s <= 0:
             raise full
         if self._vain is None:
             self._vain = asyncio.get_running_loop().create_future()
@@ -105,7 +106,7 @@ class MetadataShare:
         self.writers += 1
         session.waiting += 1
         try:
-            await asyncio.wait([vain], timeout=AGAIN_S)
+            await asyncio.wait([vain], timeout=min(wait_s, left_s))
         finally:
             self.writers -= 1
             session.waiting -= 1

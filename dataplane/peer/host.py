@@ -79,19 +79,15 @@ class Entry:
     """with replicas=2: the second copies of what other peers wrote"""
     seal_told: bool = False
     """all here that follow its phase know that it is sealed"""
+    name: str = field(init=False)
+    generation: int = field(init=False)
+    key: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.name, self.generation = self.key = self.store.partition, self.store.generation
         if self.definition.replicas == 2:
             self.copies = Copies()
         self.seal_told = self.sealed
-
-    @property
-    def name(self) -> str:
-        return self.store.partition
-
-    @property
-    def generation(self) -> int:
-        return self.store.generation
 
     @property
     def definition(self) -> Definition:
@@ -100,10 +96,6 @@ class Entry:
     @property
     def sealed(self) -> bool:
         return self.store.sealed
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.name, self.generation
 
 
 Known = Entry | Handle

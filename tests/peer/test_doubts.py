@@ -50,7 +50,7 @@ class Far:
             raise self.refuses
         part = body.part if isinstance(body, Void) else part_of(body)
         start = Done if isinstance(body, Void) else self._carry_out
-        outcome = self.once.run(caller.session, caller.op, caller.floor, start, part)
+        outcome = self.once.run(caller.session, caller.op, caller.floor, part, start)
         assert isinstance(outcome, Body)
         if "answers" in self.loses:
             raise Unavailable("nothing comes back")

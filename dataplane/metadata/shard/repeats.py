@@ -85,7 +85,8 @@ class Operations(Generic[ReplyT]):
         self._sessions.pop(session, None)
 
     def _raise_floor(self, known: _Session[ReplyT], floor: int) -> None:
-        if floor > known.floor:
-            known.floor = floor
-            for below in [key for key in known.answers if key[0] < floor]:
-                del known.answers[below]
+        if floor <= known.floor:
+            return
+        known.floor = floor
+        while known.answers and (oldest := next(iter(known.answers)))[0] < floor:
+            del known.answers[oldest]

@@ -6,7 +6,6 @@ What an answer hands out that nobody received comes back: leases, extents, pins.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,12 +131,12 @@ class Answers:
         def once(session: Session, request: m.Request, body: m.Body) -> Any:
             if not request.op:
                 return handler(session, request, body)
-            start = functools.partial(handler, session, request, body)
+            who, op, floor = session.id, request.op, request.floor
             if isinstance(body, m.Claim):
-                return self._claims.run(session.id, request.op, request.floor, start)
-            if not isinstance(body, WAITING):
-                start = functools.partial(final, start)
-            return self._operations.run(session.id, request.op, request.floor, start)
+                return self._claims.run(who, op, floor, 0, handler, session, request, body)
+            if isinstance(body, WAITING):
+                return self._operations.run(who, op, floor, 0, handler, session, request, body)
+            return self._operations.run(who, op, floor, 0, final, handler, session, request, body)
 
         return once
 

@@ -23,7 +23,7 @@ from dataplane.wire.tables import Rows
 REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release)
 """Operations that a peer carries out once however often they are forwarded to it."""
 
-Start = Callable[[], Body | Awaitable[Body]]
+Start = Callable[..., Body | Awaitable[Body]]
 
 
 class Memory(Protocol):
@@ -42,17 +42,17 @@ class Once:
         self._under_way: dict[tuple[Hashable, int, int], asyncio.Future[Body]] = {}
 
     def run(
-        self, who: Hashable, op: int, floor: int, start: Start, part: int = 0
+        self, who: Hashable, op: int, floor: int, part: int, start: Start, *given: Any
     ) -> Body | Awaitable[Body]:
-        """The answer to a part of operation `op`: remembered, or what `start` does. At once where
-        it can."""
+        """The answer to a part of operation `op`: remembered, or what `start` does with what it is
+        given. At once where it can."""
         first = self._under_way.get((who, op, part))
         if first is not None:
-            return self._after(first, who, op, floor, start, part)
+            return self._after(first, who, op, floor, part, start, *given)
         before = self.answers.recall(who, op, part)
         if before is not None:
             return before
-        outcome = start()
+        outcome = start(*given)
         if isinstance(outcome, Body):
             self.answers.remember(who, op, floor, outcome, part)
             return outcome
@@ -74,19 +74,20 @@ class Once:
         who: Hashable,
         op: int,
         floor: int,
-        start: Start,
         part: int,
+        start: Start,
+        *given: Any,
     ) -> Body:
         await asyncio.wait([first])
-        outcome = self.run(who, op, floor, start, part)
+        outcome = self.run(who, op, floor, part, start, *given)
         return outcome if isinstance(outcome, Body) else await outcome
 
 
-def final(start: Start) -> Body | Awaitable[Body]:
+def final(start: Start, *given: Any) -> Body | Awaitable[Body]:
     """With a failure as the answer, so that a repetition is told the same. What a client wrote for
     a request that failed is granted to it no more, or for another one already."""
     try:
-        outcome = start()
+        outcome = start(*given)
     except Exception as exc:
         return failed(exc)
     return outcome if isinstance(outcome, Body) else _final(outcome)

@@ -219,16 +219,24 @@ class PeerDoor:
             # The answer that this operation got, or is getting. One that never came never will be
             # carried out: `Done` is its answer from now on.
             return self._once.run(
-                request.session, request.op, request.floor, Done, request.body.part
+                request.session, request.op, request.floor, request.body.part, Done
             )
         handler = self.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
-        start = functools.partial(self._start, handler, caller, request.body)
         if request.op and isinstance(request.body, REPEATABLE):
             part = part_of(request.body, request.epoch)
-            return self._once.run(request.session, request.op, request.floor, start, part)
-        return start()
+            return self._once.run(
+                request.session,
+                request.op,
+                request.floor,
+                part,
+                self._start,
+                handler,
+                caller,
+                request.body,
+            )
+        return self._start(handler, caller, request.body)
 
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
         outcome = handler(caller, body)

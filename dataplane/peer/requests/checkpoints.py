@@ -102,20 +102,27 @@ class Checkpoints:
     # in
 
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
-        with self.grants.unless_refused(session, body.ranges):
+        try:
             present = [column(c.values, VALUE)["owner"] != ABSENT for c in body.columns]
             written = [_only(c, here) for c, here in zip(body.columns, present, strict=True)]
             committed = self.grants.commit(session, written, body.ranges, b"", Admission.OPEN)
+        except BaseException:
+            self.grants.refused(session, body.ranges)
+            raise
         columns = [_spread(c, here) for c, here in zip(committed.columns, present, strict=True)]
         sub = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
         caller = caller_of(self.host, request, session)
 
         async def hand_over(roster: Roster) -> PutDone:
             address = roster.home(body.partition)
-            return await self.references.hand_over(address, sub, caller, roster.epoch)
+            return await self.references.hand_over(
+                address, sub, committed.ranges, caller, roster.epoch
+            )
 
-        with self.references.under_way(committed.ranges, committed.counts, caller):
+        try:
             return await self._under_one_roster(hand_over)
+        finally:
+            self.references.arrived(committed.ranges, committed.counts, caller)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)

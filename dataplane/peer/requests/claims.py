@@ -337,7 +337,7 @@ class Claims:
             0 if granted.plan is None else one.number,
         )
         try:
-            if granted.plan is None:
+            if one.body.fields and granted.plan is None:
                 _check_fields(table, one.body.fields)
             needed_bytes = self.credit.of(table)
             resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
@@ -405,11 +405,11 @@ def _process(roster: Roster, address: str) -> str:
     return f"{address} {roster.incarnations[roster.members.index(address)]}"
 
 
-def _check_fields(table: Table, asked: list[str] | None) -> None:
+def _check_fields(table: Table, asked: list[str]) -> None:
     """FieldUnknown for a field that none of these rows has."""
     there = {c.field for c in table.columns}
     others = f" (there are {sorted(there)})" if there else ""
-    for name in asked or ():
+    for name in asked:
         if name not in there:
             raise FieldUnknown(
                 f"no row of this claim has a field {name!r}, the rows were given back: claim it "

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 
-import numpy as np
-
 from dataplane.errors import LeaseExpired, PartitionGone, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.metadata.tables.references import by_owner
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
-from dataplane.peer.requests.grants import Committed, Grants
+from dataplane.peer.requests.grants import NONE, Committed, Grants
 from dataplane.peer.requests.leases import Lease, Leases
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
@@ -25,7 +23,7 @@ from dataplane.peer.shards.second_copies import Copying
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.peering import Withdraw
-from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.records import U4, column
 from dataplane.wire.tables import INLINE
 
 
@@ -54,8 +52,8 @@ class Finishing:
         mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
-        committed = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
-        with self.grants.unless_refused(session, body.ranges):
+        committed = NONE
+        try:
             lease = self.leases.of(session, body.lease, self.host.now())
             if body.outcome == "leave":
                 self.unheard(session, body.lease)
@@ -67,6 +65,9 @@ class Finishing:
                 committed = self.grants.commit(
                     session, body.columns, body.ranges, body.shared, Admission.CONTINUE
                 )
+        except BaseException:
+            self.grants.refused(session, body.ranges)
+            raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
         if self.host.serves(lease.partition):
@@ -77,9 +78,9 @@ class Finishing:
         self, session: Session, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
         try:
-            with self.grants.kept_where_full(session, committed):
-                done = self._finish_at(_at_shard(lease, body, committed))
+            done = self._finish_at(_at_shard(lease, body, committed))
         except BaseException as exc:
+            self.grants.keep_where_full(session, committed, exc)
             self.grants.let_be(committed)
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
@@ -92,26 +93,29 @@ class Finishing:
         self, session: Session, request: Request, lease: Lease, body: Finish, committed: Committed
     ) -> Body:
         caller = caller_of(self.host, request, session)
-        with (
-            self.references.under_way(committed.ranges, committed.counts, caller),
-            self.grants.kept_where_full(session, committed),
-        ):
-            try:
-                done = await self._hand_over(lease, _at_shard(lease, body, committed), caller)
-            except LeaseExpired:
-                self.leases.close(lease)
-                raise
+        try:
+            done = await self._hand_over(lease, body, committed, caller)
             self._left(lease, body)
+        except BaseException as exc:
+            self.grants.keep_where_full(session, committed, exc)
+            if isinstance(exc, LeaseExpired):
+                self.leases.close(lease)
+            raise
+        finally:
+            self.references.arrived(committed.ranges, committed.counts, caller)
         return PutDone(self.grants.ahead(session, body.want_bytes), done.kept)
 
-    async def _hand_over(self, lease: Lease, body: Finish, caller: Caller) -> PutDone:
+    async def _hand_over(
+        self, lease: Lease, asked: Finish, committed: Committed, caller: Caller
+    ) -> PutDone:
         """To whoever has the shard; again where another peer took it over."""
+        body = _at_shard(lease, asked, committed)
         end = min(self.host.now() + CALL_S, call_deadline.get())
         while True:
             roster = self.host.roster
             try:
                 return await self.references.hand_over(
-                    roster.home(lease.partition), body, caller, roster.epoch
+                    roster.home(lease.partition), body, committed.ranges, caller, roster.epoch
                 )
             except (StaleEpoch, Unavailable) as exc:
                 body.again |= isinstance(exc, Unavailable)

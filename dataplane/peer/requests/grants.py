@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import every, some
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
-_NO_RANGES, _NO_COUNTS = np.zeros(0, RANGE), np.zeros(0, U4)
 
 
 @dataclass(slots=True)
@@ -50,6 +50,9 @@ class Committed:
     owners: list[Owner]
     ranges: npt.NDArray[Any]
     counts: npt.NDArray[Any]
+
+
+NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
 
 
 class Grants:
@@ -138,15 +141,15 @@ class Grants:
         """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
         live in the shard stays as it came."""
         space = self.host.space
-        flat = rowset.flat_values(columns).copy()
-        owners, inline = [self.host.owner], flat["owner"] != 0
-        if inline.any():
-            if (flat["owner"][inline] != 1).any():
-                raise ProtocolError("a value is in a range of this message, or in the message")
-            owners.append(INLINE)
-            if not written and not shared and inline.all():
-                return Committed(columns, owners, _NO_RANGES, _NO_COUNTS)
-        whole, flat = flat, flat[~inline]
+        whole = rowset.flat_values(columns)
+        inline = whole["owner"] == 1
+        if not written and not shared and every(inline):
+            return Committed(columns, [self.host.owner, INLINE], NONE.ranges, NONE.counts)
+        if np.count_nonzero(whole["owner"] > 1):
+            raise ProtocolError("a value is in a range of this message, or in the message")
+        owners = [self.host.owner, INLINE] if some(inline) else [self.host.owner]
+        whole = whole.copy()
+        flat = whole[~inline]
         extents, known = column(written, EXTENT), column(shared, RANGE)
         index = flat["range"].astype(np.intp)
         total = len(extents) + len(known)
@@ -172,20 +175,15 @@ class Grants:
 
     # for the messages that name what was written
 
-    @contextlib.contextmanager
-    def unless_refused(self, session: Session, written: bytes) -> Iterator[None]:
+    def refused(self, session: Session, written: bytes) -> None:
         """What a refused message wrote comes back: once answered, its extents are the peer's."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(ProtocolError):
-                self.host.space.give_back(session.id, column(written, EXTENT))
-                self.room.pump()
-            raise
+        with contextlib.suppress(ProtocolError):
+            self.host.space.give_back(session.id, column(written, EXTENT))
+            self.room.pump()
 
     def let_be(self, committed: Committed) -> None:
         """The message that named these values is over: what no shard took is free."""
-        if self.host.space.release(committed.ranges, committed.counts):
+        if len(committed.ranges) and self.host.space.release(committed.ranges, committed.counts):
             self.room.pump()
 
     def ahead(self, session: Session, want_bytes: int) -> bytes:
@@ -195,18 +193,15 @@ class Grants:
         nbytes = min(want_bytes, MAX_AHEAD_BYTES)
         return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
 
-    @contextlib.contextmanager
-    def kept_where_full(self, session: Session, committed: Committed) -> Iterator[None]:
+    def keep_where_full(
+        self, session: Session, committed: Committed, failure: BaseException
+    ) -> None:
         """Where a shard has no room for a message's small values, its others stay for the one
         that comes without such: a refusal takes back what was written."""
-        try:
-            yield
-        except ShardFull as exc:
-            if exc.details.get("values"):
-                ranges = committed.ranges
-                pin = self.host.space.keep(session.id, ranges)
-                exc.details |= {"ranges": ranges.tobytes(), "pin": pin}
-            raise
+        if isinstance(failure, ShardFull) and failure.details.get("values"):
+            ranges = committed.ranges
+            pin = self.host.space.keep(session.id, ranges)
+            failure.details |= {"ranges": ranges.tobytes(), "pin": pin}
 
 
 def _admission(body: Reserve) -> Admission:

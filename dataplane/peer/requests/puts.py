@@ -50,22 +50,25 @@ class Writing:
 
     def _put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body] | None:
         """None, and nothing was done, where the shard, which is here, has no room for new rows."""
-        with self.grants.unless_refused(session, body.ranges):
-            entry = self.host.entry(body.partition, body.generation)
-            if entry is None:
-                return self._put_there(session, request, body)
+        entry = self.host.entry(body.partition, body.generation)
+        if entry is None:
+            return self._put_there(session, request, body)
+        try:
             plan = entry.store.check_put(
                 body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
             )
             if self.share.is_full and len(plan.new):
                 return None
             committed = self._commit_put(session, body, plan.continues)
+        except BaseException:
+            self.grants.refused(session, body.ranges)
+            raise
         try:
-            with self.grants.kept_where_full(session, committed):
-                self.share.check_values(body.inline)
+            self.share.check_values(body.inline)
             columns, owners = committed.columns, committed.owners
             outcome = self._store(entry, body, columns, owners, plan, session.id)
-        except BaseException:
+        except BaseException as exc:
+            self.grants.keep_where_full(session, committed, exc)
             self.grants.let_be(committed)
             raise
         done = self._put_done(session, body, committed, outcome.gone)
@@ -74,8 +77,11 @@ class Writing:
 
     async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
         for tries in itertools.count(1):
-            with self.grants.unless_refused(session, body.ranges):
+            try:
                 await self.share.pause(session, self.share.full(), tries)
+            except BaseException:
+                self.grants.refused(session, body.ranges)
+                raise
             answer = self._put(session, request, body)
             if answer is not None:
                 return answer if isinstance(answer, Body) else await answer
@@ -83,8 +89,11 @@ class Writing:
 
     async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
         """To the partition's shard; where another peer has that in the end, to that one."""
-        with self.grants.unless_refused(session, body.ranges):
+        try:
             committed = self._commit_put(session, body, body.continuing)
+        except BaseException:
+            self.grants.refused(session, body.ranges)
+            raise
         caller = caller_of(self.host, request, session)
         sub = Put(
             body.partition,
@@ -99,15 +108,14 @@ class Writing:
             inline=body.inline,
         )
         end, tries = min(self.host.now() + CALL_S, call_deadline.get()), 0
-        with (
-            self.references.under_way(committed.ranges, committed.counts, caller),
-            self.grants.kept_where_full(session, committed),
-        ):
+        try:
             while True:
                 roster = self.host.roster
                 try:
                     home = roster.home(body.partition)
-                    done = await self.references.hand_over(home, sub, caller, roster.epoch)
+                    done = await self.references.hand_over(
+                        home, sub, committed.ranges, caller, roster.epoch
+                    )
                     break
                 except ShardFull as exc:
                     if exc.details.get("values"):
@@ -120,6 +128,11 @@ class Writing:
                         raise
                     # A peer that was lost may have taken it, and who took it over has it then.
                     sub.keep |= isinstance(exc, Unavailable) and not body.replace
+        except BaseException as exc:
+            self.grants.keep_where_full(session, committed, exc)
+            raise
+        finally:
+            self.references.arrived(committed.ranges, committed.counts, caller)
         return self._put_done(session, body, committed, done.gone)
 
     def _commit_put(self, session: Session, body: Put, continues: bool) -> Committed:

@@ -21,7 +21,7 @@ from dataplane.errors import (
     StaleEpoch,
     counted,
 )
-from dataplane.memory.extents import every
+from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_stage
@@ -34,8 +34,8 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
-from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE
-from dataplane.wire.tables import INLINE, Column, Owner, Table
+from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE
+from dataplane.wire.tables import INLINE, Owner, Table
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
@@ -74,10 +74,10 @@ class Reading:
         where the holder reads those."""
         reader = holder if in_place else PULLER
         flat = rowset.flat_values(table.columns)
-        if not len(flat):
-            return _with_places(table, np.zeros(0, PLACE)), 0
-        if all(owner in (self.host.owner, INLINE) for owner in table.owners):
-            here = _in_ranges(table, flat)
+        here, me = _in_ranges(table, flat), self.host.owner
+        if not some(here):
+            return self._places(table, flat, here, holder)
+        if all(owner in (me, INLINE) for owner in table.owners):
             space = self.host.space
             if space.all_here or not self.pulls.away(rowset.ranges_of(flat[here]), reader):
                 return self._places(table, flat, here, holder)
@@ -92,24 +92,26 @@ class Reading:
         pinned: list[int] | None = None,
     ) -> Resolved:
         """pinned: the pin that all of them have already. It is taken out."""
-        space: Space = self.host.space
-        places = np.zeros(len(flat), PLACE)
-        places["nbytes"] = flat["nbytes"]
-        places["spec"] = flat["spec"]
-        whole = every(here)
-        ranges = rowset.ranges_of(flat if whole else flat[here])
-        if pinned:
-            pin, starts = 0, space.ranges.offsets(ranges)
-        else:
-            pin, starts = space.pin_places(holder, ranges)
-        if whole:
-            places["offset"] = starts + flat["delta"]
-        else:
-            places["offset"][here] = starts + flat["delta"][here]
-            inline = ~here & (flat["owner"] != ABSENT)
-            places["offset"][inline] = flat["range"][inline]
-            places["flags"][~here] = np.where(inline[~here], PLACE_INLINE, PLACE_ABSENT)
-        return _with_places(table, places), pinned.pop() if pinned else pin
+        # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
+        # offset where that has its range, of generation 0.
+        places = flat.copy().view(PLACE)
+        places["flags"] = np.where(flat["owner"] == ABSENT, PLACE_ABSENT, PLACE_INLINE)
+        pin = 0
+        if some(here):
+            space: Space = self.host.space
+            whole = every(here)
+            values = flat if whole else flat[here]
+            ranges = rowset.ranges_of(values)
+            if pinned:
+                starts = space.ranges.offsets(ranges)
+                pin = pinned.pop()
+            else:
+                pin, starts = space.pin_places(holder, ranges)
+            at = slice(None) if whole else here
+            places["offset"][at] = starts + values["delta"]
+            places["flags"][at] = 0
+        columns = rowset.with_values(table.columns, places)
+        return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     async def _pull(
         self, table: Table, flat: npt.NDArray[Any], holder: int, reader: int
@@ -261,20 +263,6 @@ class Reading:
             return Found(entry.store.table(body.lease, body.fields))
         slots, index = entry.store.leased_at(body.lease, body.index)
         return Found(entry.store.table(slots, body.fields), index=index)
-
-
-def _with_places(table: Table, places: npt.NDArray[Any]) -> Table:
-    """The table with its VALUE columns replaced, in the order in which they were flattened."""
-    raw, at = places.tobytes(), 0
-    columns = []
-    for c in table.columns:
-        parts = []
-        for source in (c.values, c.leaves):
-            end = at + len(source) // VALUE.itemsize * PLACE.itemsize
-            parts.append(raw[at:end])
-            at = end
-        columns.append(Column(c.field, parts[0], c.leaf_counts, parts[1]))
-    return Table(table.rows, columns, table.specs, [], table.tags, table.inline)
 
 
 def _volume(table: Table) -> int:

@@ -131,7 +131,8 @@ class ClaimQueues:
                 body.rank,
             )
         )
-        self._answer(body.number, StaleEpoch("the claim was repeated"))
+        if body.number in self._answers:
+            self._answer(body.number, StaleEpoch("the claim was repeated"))
         self._owners[body.number] = caller.owner
         self.host.label(caller.session, body.label)
         mine = self._serve(stage, body.number)

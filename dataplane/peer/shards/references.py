@@ -8,11 +8,9 @@ whom, and what a peer may have taken that did not answer, is settled before anyt
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -59,24 +57,31 @@ class References:
 
     # at the peer that carries values to their shards
 
-    @contextlib.contextmanager
-    def under_way(self, ranges: Ranges, counts: Ranges, caller: Caller) -> Iterator[None]:
-        """Values stay while they are carried to their shards, which take references of their own;
-        what none took is free in the end."""
-        try:
-            yield
-        finally:
-            self.doubts.settle(caller)
-            if self.host.space.release(ranges, counts):
-                self.room.pump()
+    def arrived(self, ranges: Ranges, counts: Ranges, caller: Caller) -> None:
+        """Values stayed while they were carried to their shards, which took references of their
+        own; what none took is free."""
+        if not len(ranges):
+            return
+        self.doubts.settle(caller)
+        if self.host.space.release(ranges, counts):
+            self.room.pump()
 
     async def hand_over(
-        self, address: str, body: Put | Finish | Restore, caller: Caller, epoch: tuple[int, int]
+        self,
+        address: str,
+        body: Put | Finish | Restore,
+        carried: Ranges,
+        caller: Caller,
+        epoch: tuple[int, int],
     ) -> PutDone:
         """Carry values of this peer on to the shard that keeps their rows. What it refuses is let
-        go; what it may have taken, should it not answer, is in doubt."""
+        go; what it may have taken, should it not answer, is in doubt. carried: all ranges that it
+        names, once each."""
+        if not len(carried):
+            taken: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
+            return taken
         ranges = _named(body)
-        if not len(ranges) or address == self.host.address:
+        if address == self.host.address:
             self.host.space.hold(ranges)
             try:
                 done: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)

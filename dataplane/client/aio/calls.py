@@ -6,7 +6,8 @@ import time
 from typing import Any, TypeVar
 
 from dataplane.client.aio.driver import exchange, further, offload
-from dataplane.client.core import Operation, Step
+from dataplane.client.core import Operation
+from dataplane.client.session.connection import GRACE_S
 from dataplane.client.session.outgoing import Call, Outgoing
 from dataplane.client.session.session import Session
 from dataplane.errors import PeerLost
@@ -36,12 +37,9 @@ class Calls:
                 # and the caller's, and so the batches in them, until the collector runs.
                 outcome, failure = None, None
             try:
-                outcome = await self._perform(step)
+                outcome = await (self._call(step) if isinstance(step, Call) else offload(step))
             except BaseException as exc:
                 failure = exc
-
-    async def _perform(self, step: Step) -> Any:
-        return await (self._call(step) if isinstance(step, Call) else offload(step))
 
     async def _call(self, step: Call) -> Body:
         """On another connection to the same incarnation of the peer where one breaks."""
@@ -57,7 +55,7 @@ class Calls:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        outgoing.grace_s,
+                        GRACE_S,
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)

@@ -28,7 +28,6 @@ from dataplane.client.core import (
     ask,
     expect,
     milliseconds,
-    wait_for,
 )
 from dataplane.client.operations.inlining import landed
 from dataplane.client.operations.write import write_columns
@@ -58,7 +57,7 @@ Outcome = Literal["ack", "release", "drop"]
 Index = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Demand:
     """What a claim's arguments ask for; `want` checks them."""
 
@@ -134,12 +133,19 @@ def claim(
     )
     began = time.monotonic()
     try:
-        claimed = yield from wait_for(body, Claimed, timeout)
-    finally:
+        claimed = expect((yield Call(body, timeout, True)), Claimed, body)
+    except BaseException:
         session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+        raise
     session.leased(claimed.lease, handle.name)
-    rows, nbytes = claimed.table.rows, volume(claimed.table.columns, PLACE)
-    session.tally.of_stage(stage, claims=1, rows=len(rows.keys) // KEY.itemsize, bytes=nbytes)
+    rows = claimed.table.rows
+    session.tally.of_stage(
+        stage,
+        wait_s=time.monotonic() - began,
+        claims=1,
+        rows=len(rows.keys) // KEY.itemsize,
+        bytes=volume(claimed.table.columns, PLACE),
+    )
     session.familiar.note(rows.group_keys or rows.keys)
     return claimed
 
@@ -262,7 +268,7 @@ class Lease:
         lease that has ended already is no error, unless there is something to be told with it.
         """
         self.check()
-        given = tag_columns(tags, self.n if rows is None else len(rows))
+        given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
         at = self.open_among(rows)
         order = None
         if rows is None:
@@ -333,8 +339,10 @@ class Lease:
 
     def _alike(self, at: Index) -> list[Index]:
         """These rows, by what was added to them."""
+        if not self._added:
+            return [at]
         has = np.array([np.isin(at, one.at) for one in self._added])
-        if not len(has) or has.all():
+        if has.all():
             return [at]
         _, which = np.unique(has, axis=1, return_inverse=True)
         return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
@@ -372,7 +380,8 @@ class Lease:
         else:
             done = yield from self._send(body, timeout)
         if isinstance(done, PutDone):
-            session.keep(np.frombuffer(done.extents, EXTENT))
+            if done.extents:
+                session.keep(np.frombuffer(done.extents, EXTENT))
             if done.kept:
                 log.info(
                     "stage %r of %r was delivered again; values that were there stayed: %s",

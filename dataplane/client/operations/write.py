@@ -87,7 +87,9 @@ class Putting:
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
-        ahead = 0 if self.handle.session.leftovers.holds(few.nbytes) else few.nbytes
+        ahead = few.nbytes
+        if ahead and self.handle.session.leftovers.holds(ahead):
+            ahead = 0
         yield from self._send(written, None, ahead)
 
     def check_units(self, parcels: list[Parcel]) -> None:
@@ -194,7 +196,8 @@ class Putting:
         except BaseException:
             session.pinned(written.pin)  # nobody keeps it, so it is released
             raise
-        session.keep(column(reply.extents, EXTENT))
+        if reply.extents:
+            session.keep(column(reply.extents, EXTENT))
         self.gone += reply.gone
         rows = len(self.identity) if index is None else len(index)
         session.tally.add("put", rows=rows, bytes=volume(body.columns, VALUE))

@@ -18,7 +18,7 @@ from dataplane.client.read import convert
 from dataplane.client.read.device_views import view_of
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
-from dataplane.client.read.views import ColumnView
+from dataplane.client.read.views import NOWHERE, ColumnView
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
@@ -229,7 +229,7 @@ class Selection:
     def _view(self, field: str) -> ColumnView:
         source, table, pin = self._fetched[field]
         session = self._handle.session
-        base = session.reads.base_array(pin)
+        base = session.reads.base_array(pin) if pin.number else NOWHERE
         # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
         name_of = partial(row_name, self._rows)
         if session.devices is not None and session.devices.in_place:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out
 from dataplane.errors import FieldUnknown, ProtocolError
-from dataplane.memory.extents import every
+from dataplane.memory.extents import every, some
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
@@ -41,6 +41,8 @@ Ints = npt.NDArray[np.int64]
 _ROWS_A_RUN = 4
 _NOTHING = bytes(8)
 """Memory for values without bytes."""
+NOWHERE = np.zeros(0, np.uint8)
+"""The arena of rows of which nothing is pinned there."""
 
 T = TypeVar("T")
 
@@ -449,12 +451,12 @@ def _form_of(spec: Spec) -> _Form:
 
 
 def _some_inline(places: Records) -> bool:
-    return bool(len(places)) and bool((places["flags"] & PLACE_INLINE).any())
+    return bool(len(places)) and some(places["flags"] & PLACE_INLINE != 0)
 
 
 def _all_inline(places: Records) -> bool:
     """Whether none of these lies in the arena."""
-    return bool((places["flags"] != 0).all())
+    return not len(places) or every(places["flags"] != 0)
 
 
 def _check_places(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -> None:

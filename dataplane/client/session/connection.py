@@ -7,10 +7,10 @@ loop's side of the same sockets is in `client/aio.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -48,42 +48,43 @@ Opener = Callable[[], socket.socket]
 class Inbox:
     """Cuts what arrives into replies, in one buffer that grows to what a frame announces."""
 
-    __slots__ = ("_buffer", "_filled")
+    __slots__ = ("_buffer", "filled")
 
     def __init__(self) -> None:
         self._buffer = bytearray(_BUFFER_BYTES)
-        self._filled = 0
+        self.filled = 0
+        """bytes that are there and were not cut into replies yet"""
 
     def room(self) -> memoryview:
         """Where the next bytes go. Never empty."""
-        return memoryview(self._buffer)[self._filled :]
+        return memoryview(self._buffer)[self.filled :]
 
     def arrived(self, count: int) -> None:
         """`count` bytes were written into the room."""
-        self._filled += count
+        self.filled += count
 
     def reply(self) -> Reply | None:
         """The next whole reply; None where more bytes are needed."""
-        if self._filled < HEADER_BYTES:
+        if self.filled < HEADER_BYTES:
             return None
-        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
-        if self._filled < end:
+        end = HEADER_BYTES + body_length(self._buffer)
+        if self.filled < end:
             if end > len(self._buffer):
                 self._move(0, end)
             return None
         reply = decode_reply(memoryview(self._buffer)[HEADER_BYTES:end])
-        if self._filled > end or len(self._buffer) > _KEPT_BUFFER_BYTES:
+        if self.filled > end or len(self._buffer) > _KEPT_BUFFER_BYTES:
             self._move(end, _BUFFER_BYTES)
         else:
-            self._filled = 0
+            self.filled = 0
         return reply
 
     def _move(self, start: int, size: int) -> None:
-        rest = bytes(memoryview(self._buffer)[start : self._filled])
+        rest = bytes(memoryview(self._buffer)[start : self.filled])
         # One byte more than what is there, so that room() is never empty.
         self._buffer = bytearray(max(size, len(rest) + 1))
         self._buffer[: len(rest)] = rest
-        self._filled = len(rest)
+        self.filled = len(rest)
 
 
 class Connection:
@@ -131,15 +132,15 @@ class Connection:
     def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
         """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
         started, look_s = time.monotonic(), LOOK_S
-        while True:
-            reply = self.arrived_reply()
-            if reply is not None:
-                return reply
+        reply = self.arrived_reply() if self.inbox.filled else None
+        while reply is None:
             turn_s = self._turn_s(time.monotonic() - started, limit_s, grace_s)
             if self._readable.poll(turn_s * 1e3):
                 self.count(self.sock.recv_into(self.inbox.room()))
+                reply = self.arrived_reply()
             else:
                 look_s = self.look(time.monotonic() - started, look_s)
+        return reply
 
     def look(self, waited_s: float, look_s: float) -> float:
         """Say it in the log where the peer does not run; when to look the next time."""
@@ -272,7 +273,6 @@ class Connections:
 
     def __init__(self, opener: Opener) -> None:
         self.opener = opener
-        self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed: str | None = None
         self.orphaned: Callable[[Connection], None] = Connection.close
@@ -280,10 +280,12 @@ class Connections:
 
     def idle(self) -> Connection | None:
         """The connection used last, which keeps a lone caller's one-way frames in order."""
-        with self._lock:
-            if self._closed is not None:
-                raise ClientClosed(self._closed)
-            return self._idle.pop() if self._idle else None
+        if self._closed is not None:
+            raise ClientClosed(self._closed)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def give_back(self, connection: Connection) -> None:
         if connection.sock.fileno() < 0:
@@ -291,30 +293,20 @@ class Connections:
         if connection.left:
             self.orphaned(connection)
             return
-        with self._lock:
-            if self._closed is None and len(self._idle) < _IDLE_CONNECTIONS:
-                self._idle.append(connection)
+        if len(self._idle) < _IDLE_CONNECTIONS:
+            self._idle.append(connection)
+            if self._closed is None:
                 return
         connection.close()
 
     def close(self, why: str) -> None:
-        with self._lock:
-            self._closed = why
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    def drop(self) -> None:
-        """Close what is idle without a lock, for the collector; nobody refers to the client."""
-        self._closed = "nothing refers to this client any more"
+        """Without a lock: the collector may call it, and a forked child, whose sockets are the
+        parent's too and are closed without a word to the peer. What is given back later is closed
+        then."""
+        self._closed = why
         while self._idle:
-            self._idle.pop().close()
-
-    def poison(self, why: str) -> None:
-        """In a forked child: the parent's lock may be held for ever, and its sockets are shared,
-        so they are closed without a word to the peer."""
-        self._lock = threading.Lock()
-        self.close(why)
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._idle.pop().close()
 
     def __len__(self) -> int:
         return len(self._idle)

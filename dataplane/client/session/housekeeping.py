@@ -153,7 +153,8 @@ class Housekeeper:
         while (reply := anchor.receive(limit_s)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
                 log.info("peer %r: %s", self._peer, reply.body.message)
-        self.session.answered(*self._untold)
+        for request in self._untold:
+            self.session.answered(request)
         self._untold.clear()
 
     def _another(self) -> Connection | None:
@@ -190,7 +191,7 @@ class Housekeeper:
         if self._thread is not None:
             self.session.bell.ring()
             return
-        self.session.connections.drop()
+        self.session.connections.close("nothing refers to this client any more")
         if self._anchor is not None:
             self._anchor.close()
 

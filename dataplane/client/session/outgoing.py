@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dataplane.client.session.connection import GRACE_S, frame_of
+from dataplane.client.session.connection import frame_of
 from dataplane.client.session.session import Session
 from dataplane.errors import PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
@@ -36,7 +36,16 @@ class Call:
 class Outgoing:
     """A call, and what goes ahead of it."""
 
-    __slots__ = ("_ahead", "_blocking", "_repeats", "_request", "_session", "_until", "frame")
+    __slots__ = (
+        "_ahead",
+        "_blocking",
+        "_repeats",
+        "_request",
+        "_session",
+        "_until",
+        "frame",
+        "rid",
+    )
 
     def __init__(self, session: Session, step: Call, began: float) -> None:
         """began: when the call did (monotonic); a connection for it may have been made since."""
@@ -48,29 +57,20 @@ class Outgoing:
         self._ahead: list[Request] = []
         deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
         self._request = session.request(step.body, 0 if step.blocking else deadline_ms)
+        self.rid = self._request.rid
+        """names the answer"""
         try:
             self.frame = frame_of(self._request)
         except BaseException:
             self.done()
             raise
-        due = session.parting()
-        if due:
+        if not session.due.empty() and (due := session.parting()):
             self._ahead = [session.request(body, one_way=True) for body in due]
             self.frame = self._ahead_of() + self.frame
-
-    @property
-    def rid(self) -> int:
-        """What names the answer."""
-        return self._request.rid
 
     def limit_s(self) -> float | None:
         """How long to wait for the answer."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
-
-    @property
-    def grace_s(self) -> float:
-        """How much longer where the peer runs: its own answer comes first, if it can."""
-        return GRACE_S
 
     def broke(self, exc: PeerLost) -> None:
         """The connection broke before the answer was there: `frame` is to be sent again. Raises
@@ -91,7 +91,8 @@ class Outgoing:
 
     def done(self) -> None:
         """Answered, or given up."""
-        self._session.answered(self._request, *self._ahead)
+        for request in (self._request, *self._ahead):
+            self._session.answered(request)
 
     def _ahead_of(self) -> bytearray:
         return bytearray().join(encode(request) for request in self._ahead)

@@ -94,9 +94,9 @@ class Session:
         self._next_op = 1
         self._unanswered: dict[int, None] = {}
         self._minted = 0
-        self._released: SimpleQueue[int] = SimpleQueue()
-        self._abandoned: SimpleQueue[int] = SimpleQueue()
-        self._excess: SimpleQueue[bytes] = SimpleQueue()
+        self.due: SimpleQueue[Finish | GiveBack | list[int]] = SimpleQueue()
+        """what the peer is to be told beside the next call: leases and extents that go back, and
+        numbers of pins. SimpleQueue.put is reentrant, so the collector may call it anywhere"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
@@ -123,15 +123,13 @@ class Session:
             if not isinstance(body, WAITING):
                 self._unanswered[op] = None
             # Ids are entered in increasing order, so the first is the lowest.
-            floor = next(iter(self._unanswered), op)
+            floor = next(iter(list(self._unanswered)), op)
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
-    def answered(self, *requests: Request) -> None:
-        """These have their answer, or will never be repeated."""
-        with self._lock:
-            for request in requests:
-                self._unanswered.pop(request.op, None)
+    def answered(self, request: Request) -> None:
+        """It has its answer, or will never be repeated."""
+        self._unanswered.pop(request.op, None)
 
     def mint_keys(self, n: int) -> npt.NDArray[np.void]:
         """n new row keys (KEY records)."""
@@ -148,9 +146,8 @@ class Session:
         if held:
             with self._lock:
                 self._pins += len(held)
-            # SimpleQueue.put is reentrant, so the collector may call it anywhere.
             devices = self.devices if self.devices is not None and self.devices.in_place else None
-            end = weakref.finalize(pin, _let_go, self._released, self.bell, held, devices)
+            end = weakref.finalize(pin, _let_go, self.due, self.bell, held, devices)
             end.atexit = False
             self.tend()
         return pin
@@ -162,13 +159,13 @@ class Session:
         if self.devices is not None:
             on_device = extents["offset"] >= self.arena_bytes
             if on_device.any():
-                self._excess.put(extents[on_device].tobytes())
+                self.due.put(GiveBack(extents[on_device].tobytes()))
                 extents = extents[~on_device]
                 self.bell.ring()
         if len(extents):
             excess = self.leftovers.keep(extents)
             if len(excess):
-                self._excess.put(excess.tobytes())
+                self.due.put(GiveBack(excess.tobytes()))
             self.bell.ring()
 
     def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
@@ -189,7 +186,7 @@ class Session:
         if self.devices is None or not self.devices.ending:
             return
         for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
-            _put_all(self._released, pins)
+            self.due.put(pins)
             if extents is not None:
                 self.keep(extents)
 
@@ -205,9 +202,10 @@ class Session:
     def abandon(self, lease: int, extents: list[npt.NDArray[Any]]) -> None:
         """A batch died without ack: its rows go back, and what was written for it. Callable from
         a finalizer, so it takes no lock."""
-        self._abandoned.put(lease)
+        self.due.put(Finish(lease, "release"))
         for part in extents:
-            self._excess.put(part.tobytes())
+            if len(part):
+                self.due.put(GiveBack(part.tobytes()))
         self.bell.ring()
 
     def _orphaned(self, connection: Connection) -> None:
@@ -225,17 +223,16 @@ class Session:
     def parting(self) -> list[Body]:
         """One-way messages that are due: abandoned leases, released pins."""
         due: list[Body] = []
-        if not self._abandoned.empty():
-            for lease in _drain(self._abandoned):
-                if self.leases.discard(lease):
-                    due.append(Finish(lease, "release"))
-        due += [GiveBack(extents) for extents in _drain(self._excess) if extents]
-        if not self._released.empty():
-            pins = _drain(self._released)
-            if pins:  # another thread may have been faster
-                with self._lock:
-                    self._pins -= len(pins)
-                due.append(Unpin(pins))
+        pins: list[int] = []
+        for one in _drain(self.due):
+            if isinstance(one, list):
+                pins += one
+            elif isinstance(one, GiveBack) or self.leases.discard(one.lease):
+                due.append(one)
+        if pins:
+            with self._lock:
+                self._pins -= len(pins)
+            due.append(Unpin(pins))
         return due
 
     @property
@@ -263,7 +260,7 @@ class Session:
             "this client belongs to the parent of this forked process; "
             "call dataplane.connect() in the child"
         )
-        self.connections.poison(self.closed)
+        self.connections.close(self.closed)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._pins} pins, {self.leftovers.nbytes} B granted"
@@ -349,18 +346,18 @@ def split_keys(column: bytes) -> list[bytes]:
     return [column[i : i + KEY.itemsize] for i in range(0, len(column), KEY.itemsize)]
 
 
-def _let_go(queue: SimpleQueue[int], bell: Bell, pins: list[int], devices: Devices | None) -> None:
+def _let_go(
+    due: SimpleQueue[Finish | GiveBack | list[int]],
+    bell: Bell,
+    pins: list[int],
+    devices: Devices | None,
+) -> None:
     """The views of these pins are gone; streams of this process may still read what they showed."""
     if devices is None:
-        _put_all(queue, pins)
+        due.put(pins)
     else:
         devices.ends(pins)
     bell.ring()
-
-
-def _put_all(queue: SimpleQueue[int], pins: list[int]) -> None:
-    for pin in pins:
-        queue.put(pin)
 
 
 def _drain(queue: SimpleQueue[T]) -> list[T]:

@@ -30,19 +30,16 @@ class Tally:
     def add(self, what: str, **amounts: float) -> None:
         """what: "put", "get" or "copy"."""
         with self._lock:
-            self._add(what, amounts)
+            for name, amount in amounts.items():
+                self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
 
     def of_stage(self, stage: str, **amounts: float) -> None:
         """As `add`, of what this client does for a stage."""
-        with self._lock:
-            if stage not in self._stages and len(self._stages) >= MAX_STAGES:
+        if stage not in self._stages:
+            if len(self._stages) >= MAX_STAGES:
                 stage = OTHER
             self._stages.add(stage)
-            self._add(f"stage/{stage}", amounts)
-
-    def _add(self, what: str, amounts: dict[str, float]) -> None:
-        for name, amount in amounts.items():
-            self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
+        self.add(f"stage/{stage}", **amounts)
 
     def take(self, stats: dict[str, Any]) -> dict[str, float]:
         """The sums since the last call, rates, and figures of the peer's `stats`, flat."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any, TypeVar
 
-from dataplane.client.core import Operation, Step
+from dataplane.client.core import Operation
+from dataplane.client.session.connection import GRACE_S
 from dataplane.client.session.outgoing import Call, Outgoing
 from dataplane.client.session.session import Session
 from dataplane.client.sync.driver import exchange, further, offload
@@ -39,12 +40,9 @@ class Calls:
                 # and the caller's, and so the batches in them, until the collector runs.
                 outcome, failure = None, None
             try:
-                outcome = self._perform(step)
+                outcome = self._call(step) if isinstance(step, Call) else offload(step)
             except BaseException as exc:
                 failure = exc
-
-    def _perform(self, step: Step) -> Any:
-        return self._call(step) if isinstance(step, Call) else offload(step)
 
     def _call(self, step: Call) -> Body:
         """On another connection to the same incarnation of the peer where one breaks."""
@@ -60,7 +58,7 @@ class Calls:
                         outgoing.frame,
                         outgoing.rid,
                         outgoing.limit_s(),
-                        outgoing.grace_s,
+                        GRACE_S,
                     )
                 except PeerLost as exc:
                     outgoing.broke(exc)

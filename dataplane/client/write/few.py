@@ -72,6 +72,8 @@ class Few:
 
     def written(self, offsets: list[int]) -> Written:
         """As the parts of a message."""
+        if not offsets:
+            return Written(self.cells, self.specs, inline=self.inline)
         ranges = np.array(list(zip(offsets, self.sizes, strict=True)), EXTENT)
         return Written(self.cells, self.specs, ranges, inline=self.inline)
 

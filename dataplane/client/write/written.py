@@ -22,7 +22,8 @@ from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[Any]
 _FEW_SPECS = 64
-_NO_RANGES = np.zeros(0, RANGE)
+_NO_VALUES, _NO_EXTENTS, _NO_RANGES = np.zeros(0, VALUE), np.zeros(0, EXTENT), np.zeros(0, RANGE)
+_NO_DIGESTS, _NO_INDEX = np.zeros(0, DIGEST), np.zeros(0, U4)
 Index = npt.NDArray[np.intp]
 
 
@@ -33,7 +34,7 @@ class Cells:
     field: str
     values: Records
     leaf_counts: Records | None = None
-    leaves: Records = dataclasses.field(default_factory=lambda: np.zeros(0, VALUE))
+    leaves: Records = dataclasses.field(default_factory=lambda: _NO_VALUES)
 
     def wire(self) -> Column:
         counts = b"" if self.leaf_counts is None else self.leaf_counts.tobytes()
@@ -88,17 +89,17 @@ class Written:
 
     cells: list[Cells]
     specs: list[Spec]
-    ranges: Records = dataclasses.field(default_factory=lambda: np.zeros(0, EXTENT))
-    shared: Records = dataclasses.field(default_factory=lambda: np.zeros(0, RANGE))
+    ranges: Records = dataclasses.field(default_factory=lambda: _NO_EXTENTS)
+    shared: Records = dataclasses.field(default_factory=lambda: _NO_RANGES)
     pin: int = 0
-    digests: Records = dataclasses.field(default_factory=lambda: np.zeros(0, DIGEST))
-    digest_index: Records = dataclasses.field(default_factory=lambda: np.zeros(0, U4))
+    digests: Records = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
+    digest_index: Records = dataclasses.field(default_factory=lambda: _NO_INDEX)
     inline: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """What was written into the arena."""
-        return int(self.ranges["length"].sum())
+        return int(self.ranges["length"].sum()) if len(self.ranges) else 0
 
     @property
     def copied_bytes(self) -> int:

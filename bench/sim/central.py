@@ -7,8 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from bench.sim.costs import Work
-from bench.sim.model import Claimed, Design, Model, Steps
+from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
 
 _AT = 0  # the controller's host
@@ -57,7 +56,6 @@ class Central(Design):
             return []
         prompt = hand.popleft()
         work = self.plan.work_of(stage, prompt)
-        yield self.env.timeout(self.costs.delay_s)
         yield from self._move(_AT, host, work.nbytes, self.costs.of(stage, ("claim",), work))
         self.outcome.peers[1] += 1
         self.outcome.claim_s.append(self.env.now - max(asked, self._opened[step, stage]))
@@ -103,6 +101,7 @@ class Central(Design):
 
     def _move(self, source: int, target: int, nbytes: float, worker_s: float) -> Steps:
         """A message, in whichever direction: both ends copy while the links carry."""
+        self.outcome.operations += 1
         yield self.hosts.operate(_AT, self.costs.service(1))
         ends = [self.hosts.copy(_AT, self.costs.service(0, nbytes)), self.hosts.work(worker_s)]
         yield self.env.all_of([*ends, *self.hosts.travel(source, target, nbytes)])

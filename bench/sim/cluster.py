@@ -18,10 +18,8 @@ import numpy as np
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.run import Settings, job_of
-from bench.sim.costs import Costs, Place
-from bench.sim.model import Model, Outcome
-from bench.sim.plan import Plan
-from bench.sim.runs import DESIGNS
+from bench.sim.fit import DESIGNS
+from bench.sim.model import Costs, Model, Outcome, Place, Plan
 
 # Assumed, as no test machine has them. Incast: TCP into one port keeps 40-90 % of its speed when
 # dozens send at once; the middle is what a fabric with shallow buffers and ECN is set up for.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich import box
@@ -22,16 +23,20 @@ from rich.table import Table
 from bench import machine, outputs, page
 from bench.bounds import TooMuch
 from bench.options import count, positive, several, up_to
+from bench.pace import ideal_seconds
 from bench.report import progress
+from bench.run import Progress, Settings, execute, job_of
 from bench.sim.cluster import VARIANTS, Cluster, carry
-from bench.sim.costs import Costs
-from bench.sim.fit import Seen, fit
-from bench.sim.runs import DESIGNS, Bar, Observer, RunFailed, check, in_turn, paced
+from bench.sim.fit import DESIGNS, Seen, check, fit
+from bench.sim.model import Costs
 from bench.traces import TASKS
 
 GOAL = 0.95
+T = TypeVar("T")
+Bar = Callable[..., AbstractContextManager[Progress]]  # of a label, and a unit that is not rows
 Case = tuple[str, int, int]
 _FIT, _CHECK = "fit", "check"
+_TRIES = 2
 _MOST_HOSTS = 16_384
 _MOST_GROUPS = 65_536
 
@@ -52,12 +57,11 @@ _FULL = Size(
     fits=[
         (trace, hosts, prompts)
         for trace in ("math", "image")
-        for hosts in (1, 2)
-        for prompts in (4, 10)
+        for hosts, prompts in ((1, 4), (1, 10), (2, 4), (2, 10), (4, 8))
     ],
     fit_times=2,
-    checks=[("math", 8, 16), ("image", 4, 8), ("image_open", 4, 12)],
-    times=5,
+    checks=[("math", 8, 16), ("image", 6, 12), ("image_open", 3, 9)],
+    times=3,
     steps=3,
     step_s=1.0,
 )
@@ -116,7 +120,7 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
     cores, observer = machine.describe()["cores"], Observer(bar)
     runs = _observe(size, observer)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
-    costs, rivals = fit(seen, DESIGNS, cores)
+    costs, rivals = fit(seen, cores)
     yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
     cases: list[dict[str, Any]] = []
     fitted = {trace for trace, _, _ in size.fits}
@@ -206,7 +210,7 @@ def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
         pad_edge=False,
     )
     shown.add_column("case", no_wrap=True)
-    for name in ("recorded", "model", "median", "spread", "accuracy"):
+    for name in ("recorded", "model", "median", "spread", "accuracy", "messages", "counted"):
         shown.add_column(name, justify="right", no_wrap=True)
     for case in cases:
         shown.add_row(
@@ -216,6 +220,7 @@ def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
             f"{case['median_step_s']:.2f}",
             f"{case['spread']:.1%}",
             f"{case['accuracy']:.3f}",
+            *(f"{told:.0f}" if told else "–" for told in case["messages"].values()),
         )
     return shown
 
@@ -244,3 +249,54 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
             f"{peers['mean']:.2f} ({peers['max']})",
         )
     return shown
+
+
+# real runs
+
+
+class RunFailed(Exception):
+    """A run that the model needs was not ok; the message says why. Nothing can be said without."""
+
+
+def paced(trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Settings:
+    """Settings whose recorded time alone takes `step_s` a step."""
+    settings = Settings(
+        trace=trace,
+        planes=tuple(DESIGNS),
+        hosts=hosts,
+        trainers=hosts,
+        prompts=prompts,
+        steps=steps,
+    )
+    recorded = ideal_seconds(job_of(replace(settings, pace=1.0), True, "")) / steps
+    return replace(settings, pace=recorded / step_s)
+
+
+def in_turn(*runs: Sequence[T]) -> list[T]:
+    """All of them, each sequence spread evenly over the whole: what a machine is like for some
+    minutes meets what is fitted on and what is judged alike."""
+    placed = [((n + 0.5) / len(some), run) for some in runs for n, run in enumerate(some)]
+    return [run for _, run in sorted(placed, key=lambda pair: pair[0])]
+
+
+class Observer:
+    """Makes real runs. One that fails is made once more, and both are in the report."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self.failed: list[str] = []  # what went wrong in runs that were made again
+
+    def observe(self, settings: Settings, plane: str, nth: str) -> Seen:
+        """A run, with dedup, so that both designs are compared at their best.
+
+        nth: which of how many, for those who wait. Raises RunFailed when the second one fails too.
+        """
+        several = "s" if settings.hosts > 1 else ""
+        label = f"{settings.trace} / {plane}, {settings.hosts} host{several}"
+        for _ in range(_TRIES):
+            with self._bar(f"{label} ({nth})") as shown:
+                run = execute(settings, plane, True, shown)
+            if run["status"] == "ok":
+                return Seen(job_of(settings, True, ""), run)
+            self.failed.append(f"{label}: {run['status']}: {run['error']}")
+        raise RunFailed(self.failed[-1])

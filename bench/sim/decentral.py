@@ -1,59 +1,50 @@
-"""`dataplane` as a model: groups stay where they were put, claims go to them, bytes host to host.
+"""`dataplane` as a model: a step's metadata is at one peer and its backup, bytes stay where they
+were put until a claim of another host pulls them.
 
-A claim is met from its own host's peer, or it queues at the stage's home, which orders the peer
-that has a group to grant it (SEMANTICS 12: one own peer, one home, one supplier at most).
+Each put, claim and finish is a request to the own host's peer, which asks the step's primary, which
+tells its backup before it answers (docs/architecture.md, the way of a row).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice, permutations
 from typing import Any
 
-from bench.sim.costs import Work
-from bench.sim.model import Claimed, Design, Model, Steps
+from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
 
 _STAGES = ("reward", "reference", "train")
-_AHEAD_BYTES = 256 << 20
+_NEAR = 64
 
 
-class Pages:
-    """Those of an arena that were ever touched: some ahead of the highest use, as the peer's
-    janitor keeps them (dataplane/peer/watch/janitor.py). It has touched the first before a run
-    starts."""
+class _Stage:
+    """What one stage of one step has ready, oldest first, and who waits for it."""
 
-    def __init__(self, arena_bytes: int) -> None:
-        self._arena_bytes = arena_bytes
-        self._ahead = min(_AHEAD_BYTES, arena_bytes // 4)
-        self._touched = self._ahead
-
-    def touch(self, used: int) -> int:
-        """Bytes to touch now that so many are in use."""
-        if self._touched - used > self._ahead // 2:
-            return 0
-        before = self._touched
-        self._touched = max(before, min(used + self._ahead, self._arena_bytes))
-        return self._touched - before
-
-
-class _Queue:
-    """What one stage of one step has ready, by host, and who waits for it."""
-
-    def __init__(self, home: int, expected: int) -> None:
-        self.home = home
+    def __init__(self, expected: int) -> None:
         self.left = expected  # groups that are not answered yet
-        self.ready: dict[int, deque[tuple[float, Prompt]]] = {}
+        self.ready: deque[tuple[float, Prompt, int]] = deque()  # since when, and whose it is
         self.waiting: deque[tuple[int, Any]] = deque()
 
-    def take(self, host: int, most: int) -> tuple[int, list[tuple[float, Prompt]]]:
-        """Of this host or else of the one that has had something for longest."""
-        supplier = host if host in self.ready else next(iter(self.ready))
-        groups = self.ready[supplier]
-        taken = [groups.popleft() for _ in range(min(most, len(groups)))]
-        if not groups:
-            del self.ready[supplier]
-        return supplier, taken
+    def take(self, host: int, most: int) -> list[tuple[float, Prompt, int]]:
+        """Those of this host among the next first, then the oldest."""
+        near = [one for one in islice(self.ready, _NEAR) if one[2] == host]
+        taken = (near + [one for one in islice(self.ready, most) if one not in near])[:most]
+        for one in taken:
+            self.ready.remove(one)
+        return taken
+
+    def wake(self, host: int) -> None:
+        """Somebody who waits, on this host if there is one: a group has come."""
+        if self.waiting:
+            near = next((one for one in self.waiting if one[0] == host), self.waiting[0])
+            self.waiting.remove(near)
+            near[1].succeed()
+
+    def end(self) -> None:
+        while self.waiting:
+            self.waiting.popleft()[1].succeed()
 
 
 class Decentral(Design):
@@ -64,23 +55,34 @@ class Decentral(Design):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         steps, hosts = range(self.job.steps), self.job.hosts
-        self._queues = {
-            (step, stage): _Queue((3 * step + place) % hosts, len(self.plan.stage_of(stage, step)))
+        self._stages = {
+            (step, stage): _Stage(len(self.plan.stage_of(stage, step)))
             for step in steps
-            for place, stage in enumerate(_STAGES)
+            for stage in _STAGES
         }
+        # With three or more the first, which keeps the roster, has no shards; any other may be the
+        # primary of a step's partition, or its backup, as names and addresses have it.
+        serving = range(1 if hosts > 2 else 0, hosts)
+        self._serving = [model.places.sample(serving, min(2, hosts)) for _ in steps]
         self._missing: dict[int, set[str]] = {}  # of a group, before trainers may have it
         self._owner: dict[int, int] = {}
         self._had: dict[int, dict[int, int]] = {}  # bytes of a group that each host has pulled
         self._held = [0] * hosts
-        self._pages = [Pages(self.job.arena_bytes) for _ in range(hosts if model.fresh else 0)]
+        self._attached: set[tuple[int, str, int]] = set()
+        # All have spoken with the one that keeps the roster, and in an old cluster with each other.
+        known = range(1 if model.fresh else hosts)
+        self._spoken = {frozenset((one, host)) for one in known for host in range(hosts)}
         self.outcome.peak_bytes = [0] * hosts
 
     def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
         work = self.plan.work_of("written", prompt)
         yield self.hosts.work(share * self.costs.of("rollout", ("put",), work))
-        yield self.hosts.operate(host, self.costs.service(1))
-        self._hold(host, round(work.nbytes * share))
+        stored = round(work.nbytes * share)
+        self._hold(host, stored)
+        self.outcome.stored_bytes += stored
+        self.hosts.copy(host, self.costs.factor * self.costs.stored_byte * stored)  # meanwhile
+        yield from self._attach(host, prompt.step, "rollout", host)
+        yield from self._enter(host, prompt.step)
         if last and self.job.fate(prompt) != "aborted":
             self._owner[prompt.index] = host
             self._missing[prompt.index] = {"reward", "reference"}
@@ -89,41 +91,43 @@ class Decentral(Design):
                 self._ready(stage, prompt)
 
     def rolled(self, step: int) -> None:
-        """Sealing costs one message to each peer, in the background."""
+        """Sealing is one message, in the background."""
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
         host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
-        queue, asked = self._queues[step, stage], self.env.now
-        yield self.hosts.operate(host, self.costs.service(1))
-        waited = False
+        queue, asked = self._stages[step, stage], self.env.now
+        primary, *backup = self._serving[step]
+        yield from self._attach(host, step, stage, rank)
+        yield self._operate(host)
+        yield from self._tell(host, primary)
+        waits = False
         while queue.left and not queue.ready:
-            waited = True
-            event = self.env.event()
+            waits, event = True, self.env.event()
             queue.waiting.append((host, event))
             yield event
-        if not queue.left:
-            yield self.hosts.work(self.costs.of(stage, ("claim",), Work()))
-            return []
-        supplier, taken = queue.take(host, most)
-        groups = [prompt for _, prompt in taken]
-        if supplier != host:
-            yield from self._cross(queue.home, host, supplier)
-            yield from self._pull(stage, supplier, host, groups)
-        elif waited:  # the home's order to its own host
-            yield self.hosts.round_trip()
-        yield self.env.timeout(self.costs.delay_s)
-        yield self.hosts.work(self.costs.of(stage, ("claim",), self._work(stage, groups)))
-        touched = {host, supplier, *([queue.home] if supplier != host or waited else ())}
-        self.outcome.peers[len(touched)] += 1
-        self.outcome.crossings += supplier != host
-        self.outcome.claim_s.append(self.env.now - max(asked, taken[0][0]))
+        taken = queue.take(host, most) if queue.left else []
+        if taken and not waits:  # what meets a claim that waits tells the backup of both
+            yield from self._copy(step)
+        yield from self._tell(primary, host)
+        groups = [prompt for _, prompt, _ in taken]
+        owners = dict.fromkeys(owner for _, _, owner in taken if owner != host)
+        yield self.env.all_of(
+            [self.env.process(self._pull(stage, owner, host, groups)) for owner in owners]
+        )
+        work = sum((self.plan.work_of(stage, prompt) for prompt in groups), Work())
+        yield self.hosts.work(self.costs.of(stage, ("claim",), work))
+        if groups:
+            self.outcome.peers[len({host, primary, *backup, *owners})] += 1
+            self.outcome.claim_s.append(self.env.now - max(asked, taken[0][0]))
         return groups
 
     def answer(self, step: int, stage: str, rank: int, groups: Sequence[Prompt]) -> Steps:
-        queue = self._queues[step, stage]
+        host = self.job.host_of(stage, rank * (self.job.tp if stage == "train" else 1))
         if stage != "train":
-            yield self.hosts.work(self.costs.of(stage, ("add",), self._work(stage, groups)))
-        yield self.hosts.operate(self._owner[groups[0].index], self.costs.service(1))
+            work = sum((self.plan.work_of(stage, prompt) for prompt in groups), Work())
+            yield self.hosts.work(self.costs.of(stage, ("add",), work))
+        yield from self._enter(host, step)
+        queue = self._stages[step, stage]
         for prompt in groups:
             queue.left -= 1
             if stage == "train":
@@ -131,38 +135,68 @@ class Decentral(Design):
             else:
                 self._done(stage, prompt)
         if not queue.left:
-            while queue.waiting:
-                queue.waiting.popleft()[1].succeed()
+            queue.end()
 
-    def _cross(self, home: int, host: int, supplier: int) -> Steps:
-        """A demand to the home, an order to the supplier, its grant. Where the home is one of the
-        other two, what it would tell that one is no letter: with two hosts always."""
-        for peer in dict.fromkeys((home, supplier, host)):
-            yield self.hosts.operate(peer, self.costs.crossed())
-            yield self.env.timeout(self.costs.crossing_delay_s)
-        yield self.hosts.round_trip()
+    def _enter(self, host: int, step: int) -> Steps:
+        """A put or a finish: asked of the shard, there and at its backup before it is answered."""
+        primary = self._serving[step][0]
+        yield self._operate(host)
+        yield from self._tell(host, primary)
+        yield from self._copy(step)
+        yield from self._tell(primary, host)
 
-    def _pull(self, stage: str, supplier: int, host: int, groups: Sequence[Prompt]) -> Steps:
+    def _attach(self, host: int, step: int, role: str, rank: int) -> Steps:
+        """The first call for a partition declares it."""
+        if (step, role, rank) not in self._attached:
+            self._attached.add((step, role, rank))
+            yield self._operate(host)
+            for source, target in permutations({host, self._serving[step][0]}, 2):
+                yield from self._tell(source, target)
+
+    def _copy(self, step: int) -> Steps:
+        """To the backup, which confirms it."""
+        primary, *backups = self._serving[step]
+        for backup in backups:
+            yield from self._tell(primary, backup)
+            yield from self._tell(backup, primary)
+
+    def _operate(self, host: int) -> Any:
+        self.outcome.operations += 1
+        return self.hosts.operate(host, self.costs.service(1))
+
+    def _tell(self, source: int, target: int) -> Steps:
+        """A message between peers: half of what it takes is the sender's, half the receiver's."""
+        if source != target:
+            pair = frozenset((source, target))
+            first = pair not in self._spoken
+            self._spoken.add(pair)
+            self.outcome.messages += 1
+            self.outcome.links += first
+            for host in (source, target):
+                yield self.hosts.operate(host, self.costs.told(first) / 2)
+            yield self.hosts.one_way()
+
+    def _pull(self, stage: str, owner: int, host: int, groups: Sequence[Prompt]) -> Steps:
         """What this host has not pulled yet: both peers copy while the links carry."""
         nbytes = 0
         for prompt in groups:
-            had = self._had.setdefault(prompt.index, {})
-            wanted = self.plan.work_of(stage, prompt).nbytes
-            nbytes += max(0, wanted - had.get(host, 0))
-            had[host] = max(wanted, had.get(host, 0))
+            if self._owner[prompt.index] == owner:
+                had = self._had.setdefault(prompt.index, {})
+                wanted = self.plan.work_of(stage, prompt).nbytes
+                nbytes += max(0, wanted - had.get(host, 0))
+                had[host] = max(wanted, had.get(host, 0))
         self._hold(host, nbytes)
         self.outcome.across_bytes += nbytes
+        yield from self._tell(host, owner)
         half = self.costs.service(0, nbytes) / 2
-        copies = [self.hosts.copy(supplier, half), self.hosts.copy(host, half)]
-        yield self.env.all_of([*copies, *self.hosts.travel(supplier, host, nbytes)])
-        yield self.hosts.round_trip()
+        copies = [self.hosts.copy(owner, half), self.hosts.copy(host, half)]
+        yield self.env.all_of([*copies, *self.hosts.travel(owner, host, nbytes)])
+        yield from self._tell(owner, host)
 
     def _ready(self, stage: str, prompt: Prompt) -> None:
-        queue = self._queues[prompt.step, stage]
-        host = self._owner[prompt.index]
-        queue.ready.setdefault(host, deque()).append((self.env.now, prompt))
-        if queue.waiting:
-            queue.waiting.popleft()[1].succeed()
+        queue, owner = self._stages[prompt.step, stage], self._owner[prompt.index]
+        queue.ready.append((self.env.now, prompt, owner))
+        queue.wake(owner)
 
     def _done(self, stage: str, prompt: Prompt) -> None:
         phases, fate = self.job.phases(), self.job.fate(prompt)
@@ -179,15 +213,12 @@ class Decentral(Design):
         self._held[host] += nbytes
         peak = self.outcome.peak_bytes
         peak[host] = max(peak[host], self._held[host])
-        if self._pages and (fresh := self._pages[host].touch(peak[host])):
-            self.hosts.copy(host, self.costs.touched_byte * fresh)  # in the background
 
     def _free(self, prompt: Prompt) -> None:
-        """All stages are through: the group's bytes go, and pulled copies are evictable."""
-        self._held[self._owner[prompt.index]] -= self.plan.work_of("written", prompt).nbytes
+        """All stages are through: the owner is told, the group's bytes go, and pulled copies are
+        evictable."""
+        owner = self._owner[prompt.index]
+        self.env.process(self._tell(self._serving[prompt.step][0], owner))
+        self._held[owner] -= self.plan.work_of("written", prompt).nbytes
         for host, nbytes in self._had.pop(prompt.index, {}).items():
             self._held[host] -= nbytes
-
-    def _work(self, stage: str, groups: Sequence[Prompt]) -> Any:
-        first, *rest = (self.plan.work_of(stage, prompt) for prompt in groups)
-        return sum(rest, first)

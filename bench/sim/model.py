@@ -1,4 +1,5 @@
-"""What both designs have in common: the hosts, the workers' lives, recorded time, what is counted.
+"""What both designs have in common: what things cost, the hosts, the workers' lives, recorded time,
+what is counted.
 
 The same flow as bench/flow.py, in virtual time. A design says what a put, a claim and an add are
 (`Design`); it is told when things are done by returning from its generators.
@@ -6,16 +7,20 @@ The same flow as bench/flow.py, in virtual time. A design says what a put, a cla
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
 import simpy
 
 from bench import pace
-from bench.sim.costs import Costs, Place, Work
-from bench.sim.plan import Plan
+from bench.columns import ADDED, Field, all_fields, group_bytes, rollout_fields
+from bench.planes.base import Job
+from bench.schedule import Piece, schedule
 from bench.sim.share import Loop, Shared
 from bench.traces import Prompt
 
@@ -25,6 +30,153 @@ Claimed = Generator[Any, Any, list[Prompt]]
 _GENERATE = ("generate", "digest")
 _READ = {"train": ("check", "advantages", "train")}
 _REWARD_ROWS = 64  # a reward worker takes up to so many rows at once, as bench.planes does
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What an activity deals with at a time."""
+
+    rows: int = 0
+    text_bytes: int = 0
+    media_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.text_bytes + self.media_bytes
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.rows + other.rows,
+            self.text_bytes + other.text_bytes,
+            self.media_bytes + other.media_bytes,
+        )
+
+
+class Price(msgspec.Struct, frozen=True):
+    """Processor seconds: once a time, of a row, of a byte of text and of media."""
+
+    once: float = 0.0
+    row: float = 0.0
+    text_byte: float = 0.0
+    media_byte: float = 0.0
+
+    def of(self, work: Work) -> float:
+        return (
+            self.once
+            + self.row * work.rows
+            + self.text_byte * work.text_bytes
+            + self.media_byte * work.media_bytes
+        )
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Of one design, in processor seconds. `activities`: by role and activity of its workers.
+    Of the peers or the controller: an `operation`, a `message` between peers and the `link` of two
+    that speak for the first time (of both together), a byte that is moved, a byte that is put.
+    `idle`: the share of a core that a service takes for nothing, `watch`: the share that the bench
+    takes to watch the run."""
+
+    activities: dict[str, dict[str, Price]]
+    operation: float
+    message: float
+    link: float
+    moved_byte: float
+    stored_byte: float
+    idle: float
+    watch: float
+    factor: float = 1.0  # on all processor seconds, for a band
+
+    def of(self, role: str, names: tuple[str, ...], work: Work) -> float:
+        """Processor seconds of these activities of a worker, for one batch."""
+        prices = self.activities.get(role, {})
+        return self.factor * sum(prices[name].of(work) for name in names if name in prices)
+
+    def service(self, operations: int, nbytes: float = 0) -> float:
+        return self.factor * (operations * self.operation + nbytes * self.moved_byte)
+
+    def told(self, first: bool) -> float:
+        """Of a message between peers, of both together; the first one makes the link."""
+        return self.factor * (self.message + (self.link if first else 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens. One machine: all hosts share `cores` and have no links. A cluster:
+    each host has its own cores and link; a service's operations share one core (one loop), its
+    copies `copiers` cores."""
+
+    cores: float
+    one_machine: bool
+    rivals: float = 0.0  # strangers who want a core of one machine all the time
+    link_bytes_s: float = 0.0
+    round_trip_s: float = 0.0
+    copiers: int = 1
+    crowd: float = float("inf")  # senders that a link takes at a time without loss
+    crowded: float = 1.0  # share of the link that is left of it with more
+
+    def less(self, background: float) -> Place:
+        """Without what somebody takes of the cores all the time."""
+        return replace(self, cores=max(0.25, self.cores - background))
+
+
+def written(job: Job, prompt: Prompt) -> Work:
+    """What a rollout worker puts of a group."""
+    return _work(rollout_fields(job.task, job.columns), prompt, job.dedup)
+
+
+def read(job: Job, stage: str, prompt: Prompt) -> Work:
+    """What a stage is sent of a group."""
+    names = set(job.stages()[stage])
+    fields = tuple(f for f in all_fields(job.task, job.columns) if f.name in names)
+    return _work(fields, prompt, job.dedup)
+
+
+def added(job: Job, stage: str, prompt: Prompt) -> Work:
+    """What a stage adds to a group."""
+    return _work(ADDED.get(stage, ()), prompt, job.dedup)
+
+
+def _work(fields: tuple[Field, ...], prompt: Prompt, dedup: bool) -> Work:
+    media = tuple(field for field in fields if field.shared)
+    media_bytes = group_bytes(media, prompt, dedup)
+    text_bytes = group_bytes(fields, prompt, dedup) - media_bytes
+    return Work(len(prompt.samples), text_bytes, media_bytes)
+
+
+class Plan:
+    """The groups of each step, what each host has to put and when, and how large things are."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._steps: list[list[Prompt]] = [[] for _ in range(job.steps)]
+        for prompt in job.generate():
+            self._steps[prompt.step].append(prompt)
+        self._pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        for piece in schedule(job, job.generate(), takes_pieces=True):
+            prompt = piece.prompt
+            self._pieces[prompt.step, prompt.index % job.hosts].append(piece)
+        self._work: dict[tuple[str, int], Work] = {}
+
+    def pieces(self, step: int, host: int) -> list[Piece]:
+        """In order of time."""
+        return self._pieces[step, host]
+
+    def work_of(self, kind: str, prompt: Prompt) -> Work:
+        """What is `written` of a group, or read by a stage, or added by one (`added reward`)."""
+        at = (kind, prompt.index)
+        if at not in self._work:
+            if kind == "written":
+                self._work[at] = written(self.job, prompt)
+            elif kind.startswith("added "):
+                self._work[at] = added(self.job, kind.removeprefix("added "), prompt)
+            else:
+                self._work[at] = read(self.job, kind, prompt)
+        return self._work[at]
+
+    def stage_of(self, stage: str, step: int) -> list[Prompt]:
+        """The groups of a step that a stage gets to see."""
+        everybody = stage == "reward" or self.job.task.survive is None
+        seen = ("trained", "filtered") if everybody else ("trained",)
+        return [prompt for prompt in self._steps[step] if self.job.fate(prompt) in seen]
 
 
 class Hosts:
@@ -67,6 +219,9 @@ class Hosts:
     def round_trip(self) -> Any:
         return self._env.timeout(self._place.round_trip_s)
 
+    def one_way(self) -> Any:
+        return self._env.timeout(self._place.round_trip_s / 2)
+
 
 class Outcome:
     """What a simulated run counted."""
@@ -75,7 +230,10 @@ class Outcome:
         self.step_ends: list[float] = []
         self.claim_s: list[float] = []  # from rows ready and asked for to rows in hand
         self.peers: Counter[int] = Counter()  # claims by how many peers each touched
-        self.crossings = 0  # claims that another host met
+        self.operations = 0  # requests to services
+        self.messages = 0  # between services
+        self.links = 0  # of services that had not spoken before
+        self.stored_bytes = 0  # put into arenas
         self.across_bytes = 0.0  # between hosts
         self.peak_bytes: list[int] = []  # held by each service at its fullest
 
@@ -114,7 +272,11 @@ class Design(ABC):
 class Model:
     """One simulated run of a job at a place."""
 
-    def __init__(self, plan: Plan, costs: Costs, place: Place, design: type[Design]) -> None:
+    def __init__(
+        self, plan: Plan, costs: Costs, place: Place, design: type[Design], seed: int = 0
+    ) -> None:
+        """seed: of which hosts serve which step."""
+        self.places = random.Random(seed)
         self.plan, self.costs, self.env = plan, costs, simpy.Environment()
         self.job = job = plan.job
         self.hosts = Hosts(self.env, place, job.hosts)

@@ -48,8 +48,7 @@ def test_what_the_shard_says_is_one_sentence() -> None:
     assert reason(facts, "train", 512) == (
         "509 of 512 groups ready, 512 wanted; 1 claim of its kind waits before it; 3 rows lack "
         "`reward`, a field of 'train' that stage 'judge' adds; 1 group is still open; 1 row has no "
-        "group; 3 rows leased by pid 7 on host b for stage 'judge' for 90 s; 2 puts wait for room "
-        "in the arena"
+        "group; 3 rows leased by pid 7 on host b for stage 'judge' for 90 s; 2 puts wait for room"
     )
 
 

@@ -28,9 +28,9 @@ class Facts:
     ready: that match. units: that are neither leased nor done. excluded: ready, but the filter
     leaves them out. alone: rows without a group. lacking: field → rows without it. adders: field →
     the stage that has added it to other rows. leases: [(who, stage, rows, seconds)]. producers:
-    puts that wait for room. before: claims of its kind that wait for longer. plan: why a rank waits
-    for its part in a plan, where rows are not the reason. silent: the peer that should know all
-    this, where it says nothing.
+    puts that wait for room, in an arena or in a shard. before: claims of its kind that wait for
+    longer. plan: why a rank waits for its part in a plan, where rows are not the reason. silent:
+    the peer that should know all this, where it says nothing.
     """
 
     unit: str = "rows"
@@ -92,7 +92,7 @@ def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
             parts.append(f"{counted(facts.alone, 'row has', 'rows have')} no group")
     parts += _leases(facts, stage, me)
     if facts.producers:
-        parts.append(f"{counted(facts.producers, 'put waits', 'puts wait')} for room in the arena")
+        parts.append(f"{counted(facts.producers, 'put waits', 'puts wait')} for room")
     if facts.sealed:
         left = facts.ready + len(facts.leases) + len(facts.lacking)
         parts.append(

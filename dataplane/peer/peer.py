@@ -110,7 +110,6 @@ class Peer:
             mesh,
             parts,
             self.shipping,
-            self.losses,
             self.settle,
             producers=lambda: room.producers + share.writers,
             admits=admissions.waits,
@@ -132,52 +131,18 @@ class Peer:
         self.claims = claims = Claims(
             host, mesh, parts, queues, leases, finishing, reading, self.waits, self.credit
         )
-        self.answers = Answers(
-            host,
-            room,
-            parts,
-            grants,
-            self.writing,
-            self.changes,
-            reading,
-            claims,
-            finishing,
-            self.waits,
-            self.losses,
-            admissions,
-            self.checkpoints,
-        )
-        answers = self.answers
-        self.door = door = Door(host, sessions, answers.handlers, answers.unsent, serving)
+        answers = Answers(self)
+        self.door = Door(host, sessions, answers.handlers, answers.unsent, serving)
+        self._answers = answers
 
         away = mesh.others.is_away
         self.keeper = keeper_of(host, host.roster.members[0], config.roster, away)
         lingering = Lingering(host, sessions, config)
-        self.succession = Succession(
-            host,
-            mesh,
-            self.keeper,
-            serving,
-            lingering,
-            self.shipping,
-            parts,
-            refs,
-            queues,
-            admissions,
-            self.losses,
-            claims,
-            door,
-            self.settle,
-            begins_anew=bool(config.launch),
-        )
+        self.succession = Succession(self, self.keeper, serving, lingering)
         self.membership = self.succession.membership
-        self.reporting = Reporting(
-            host, mesh, door, room, claims, pulls, self.device_pulls, share, self.spilling
-        )
+        self.reporting = Reporting(self)
         self.standstill = Standstill(host, mesh, sessions, claims, queues, self.spilling)
-        self.janitor = Janitor(
-            host, lingering, room, share, self.standstill, finishing, self.membership
-        )
+        self.janitor = Janitor(self, lingering)
 
     # life
 
@@ -260,13 +225,11 @@ class Peer:
             self.queues.changed(entry, changed)
         self.admissions.look(entry)
         self.partitions.follow_phase(entry)
-        if entry.sealed:
-            self.losses.look(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
         self.admissions.give_back(session, list(session.permits))
-        self.answers.ended(session)
+        self._answers.ended(session)
         self.room.pump()
 
     def _producers_wait(self) -> None:

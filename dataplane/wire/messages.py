@@ -369,9 +369,7 @@ class Wait(Body, tag=45):
 
 
 class Losses(Body, tag=46):
-    """Names of rows that were lost with a peer, beyond the first `after`; waits for some.
-
-    after -1: between peers, those lost last, without waiting."""
+    """Names of rows that were lost with a peer, beyond the first `after`; waits for some."""
 
     partition: str
     generation: int

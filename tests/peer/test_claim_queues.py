@@ -74,13 +74,11 @@ class Shard:
             lessees_gone=lambda gone: [h for h, o in self.lessees.items() if o == gone],
             copying=SimpleNamespace(owner_gone=lambda entry, owner: None),
         )
-        losses: Any = SimpleNamespace(look=lambda entry: None)
         self.queues = ClaimQueues(
             self.host,
             self.mesh,
             self.partitions,
             shipping,
-            losses,
             self.settle,
             lambda: self.producers,
         )

@@ -7,30 +7,20 @@ What an answer hands out that nobody received comes back: leases, extents, pins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.door.client_door import WAITING
-from dataplane.peer.host import Host
 from dataplane.peer.net.once import Once, final
 from dataplane.peer.notices import Telling
-from dataplane.peer.requests.changes import Changes
-from dataplane.peer.requests.checkpoints import Checkpoints
-from dataplane.peer.requests.claims import Claims
-from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.requests.grants import Grants
-from dataplane.peer.requests.puts import Writing
-from dataplane.peer.requests.reads import Reading
-from dataplane.peer.requests.waits import Waits
-from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.admissions import Admissions
-from dataplane.peer.shards.losses import LossReports
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
 from dataplane.wire.records import EXTENT, column
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 ONCE = (
     m.Put,
@@ -48,53 +38,38 @@ ONCE = (
 
 
 class Answers:
-    def __init__(
-        self,
-        host: Host,
-        room: Room,
-        partitions: Partitions,
-        grants: Grants,
-        writing: Writing,
-        changes: Changes,
-        reading: Reading,
-        claims: Claims,
-        finishing: Finishing,
-        waits: Waits,
-        losses: LossReports,
-        admissions: Admissions,
-        checkpoints: Checkpoints,
-    ) -> None:
-        self.host = host
-        self.room = room
-        self.partitions = partitions
-        self.finishing = finishing
-        self.admissions = admissions
-        self._operations = Once(host.operations)
-        self._claims = Once(claims.leases)
+    def __init__(self, peer: Peer) -> None:
+        self.host = peer.host
+        self.room = peer.room
+        self.partitions = peer.partitions
+        self.finishing = peer.finishing
+        self.admissions = peer.admissions
+        self._operations = Once(peer.host.operations)
+        self._claims = Once(peer.claims.leases)
         """their operations hold no floor up: a claim may wait for days"""
         self._pinned: Operations[int] = Operations()
         """the pins that answers to reads handed out, by operation"""
         self.handlers: dict[type[m.Body], Any] = {
             m.Define: self._define,
             m.Seal: self._seal,
-            m.Close: changes.change,
-            m.Reset: changes.change,
-            m.Reserve: grants.reserve,
-            m.GiveBack: grants.give_back,
-            m.Unpin: grants.unpin,
-            m.Put: writing.put,
-            m.Tag: changes.change,
-            m.Drop: changes.change,
-            m.Read: self._reads(reading.read),
-            m.Claim: claims.claim,
-            m.Fetch: self._reads(reading.fetch),
-            m.Finish: finishing.finish,
-            m.Wait: waits.wait,
-            m.Admit: admissions.admit,
-            m.Unadmit: admissions.unadmit,
-            m.Advance: changes.change,
-            m.Losses: losses.losses,
-            **checkpoints.handlers,
+            m.Close: peer.changes.change,
+            m.Reset: peer.changes.change,
+            m.Reserve: peer.grants.reserve,
+            m.GiveBack: peer.grants.give_back,
+            m.Unpin: peer.grants.unpin,
+            m.Put: peer.writing.put,
+            m.Tag: peer.changes.change,
+            m.Drop: peer.changes.change,
+            m.Read: self._reads(peer.reading.read),
+            m.Claim: peer.claims.claim,
+            m.Fetch: self._reads(peer.reading.fetch),
+            m.Finish: peer.finishing.finish,
+            m.Wait: peer.waits.wait,
+            m.Admit: peer.admissions.admit,
+            m.Unadmit: peer.admissions.unadmit,
+            m.Advance: peer.changes.change,
+            m.Losses: peer.losses.losses,
+            **peer.checkpoints.handlers,
         }
         for body in (*ONCE, c.Restore):
             self.handlers[body] = self._once(self.handlers[body])

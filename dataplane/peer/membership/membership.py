@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.metadata.roster.authority import moved, newcomers
-from dataplane.metadata.roster.roster import Flags, Roster
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.roster.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.membership.authority import Office
@@ -31,38 +31,15 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.rosters import Beat, Rostered
-from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.peer.membership.succession import Succession
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.4
 LOG_EVERY_S = 5.0
 ASK_S = 2.0
-
-
-class Member(Protocol):
-    """What a member says of itself in each life sign, and what it does as rosters come."""
-
-    def in_sync(self) -> bool:
-        """Whether the peer that backs this one up has all it has."""
-
-    def clear(self) -> list[str]:
-        """Members that leave, and at which no value of this peer's rows lies."""
-
-    def wanted(self) -> bool:
-        """Whether somebody uses this peer, or did so a short while ago."""
-
-    def spare(self) -> Flags:
-        """Per shard, whether it is this peer's and nothing lives in it."""
-
-    def turned(self, old: Roster, new: Roster) -> None:
-        """The new roster is in force already."""
-
-    def lost_before(self) -> list[Owner]:
-        """Processes that are no members, of older rosters, and were not told to be `gone`."""
-
-    def gone(self, owner: Owner) -> None:
-        """That process is no member any more; called after `turned`."""
 
 
 class Membership:
@@ -72,10 +49,11 @@ class Membership:
         mesh: Mesh,
         keeper: Keeper,
         serving: Serving,
-        member: Member,
+        member: Succession,
         begins_anew: bool = False,
     ) -> None:
-        """begins_anew: peers of a launch before may still be where others of this one will be"""
+        """member: says of this peer what each life sign has, and follows rosters. begins_anew:
+        peers of a launch before may still be where others of this one will be"""
         self.host = host
         self.mesh = mesh
         self.keeper = keeper

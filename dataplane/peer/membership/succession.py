@@ -2,79 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dataplane.metadata.roster.roster import Roster
-from dataplane.peer.door.client_door import Door
-from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.keepers import Keeper
 from dataplane.peer.membership.leaving import Leaving
 from dataplane.peer.membership.lingering import Lingering
 from dataplane.peer.membership.membership import Membership
-from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.requests.claims import Claims
-from dataplane.peer.shards.admissions import Admissions
-from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.backup import Replicas
-from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.peer.shards.losses import LossReports
-from dataplane.peer.shards.partitions import Partitions
-from dataplane.peer.shards.references import References
 from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 
 class Succession:
-    """A `Member`: what it says of itself is of these parts, and they follow rosters."""
+    """What a peer says of itself in each life sign is what its parts know; they follow rosters, of
+    which the newest is in force already when they hear of it."""
 
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        keeper: Keeper,
-        serving: Serving,
-        lingering: Lingering,
-        shipping: Shipping,
-        partitions: Partitions,
-        references: References,
-        queues: ClaimQueues,
-        admissions: Admissions,
-        losses: LossReports,
-        claims: Claims,
-        door: Door,
-        settle: Callable[[Entry], None],
-        begins_anew: bool,
-    ) -> None:
-        self.shipping = shipping
-        self.partitions = partitions
-        self.references = references
-        self.queues = queues
-        self.admissions = admissions
-        self.losses = losses
-        self.claims = claims
+    def __init__(self, peer: Peer, keeper: Keeper, serving: Serving, lingering: Lingering) -> None:
+        """Last of all, but for what only watches."""
+        self.peer = peer
+        host, mesh, begins_anew = peer.host, peer.mesh, bool(peer.config.launch)
         self.membership = Membership(host, mesh, keeper, serving, self, begins_anew)
-        self.replicas = Replicas(host, mesh, partitions, shipping, references)
+        self.replicas = Replicas(host, mesh, peer.partitions, peer.shipping, peer.references)
         self.leaving = Leaving(
-            host, mesh, self.membership, shipping.copying, door, references.lent, settle
+            host, mesh, self.membership, peer.copying, peer.door, host.lent, peer.settle
         )
-        self.in_sync = lambda: shipping.synced
         self.clear = self.leaving.clear
         self.wanted = lingering.is_wanted
-        self.spare = partitions.spare
+        self.spare = peer.partitions.spare
         self.lost_before = self.replicas.lost_before
+
+    def in_sync(self) -> bool:
+        """Whether the peer that backs this one up has all it has."""
+        return self.peer.shipping.synced
 
     def turned(self, old: Roster, new: Roster) -> None:
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
-        self.partitions.turned()
+        self.peer.partitions.turned()
         self.leaving.turned(old, new)
-        self.shipping.turned(new)
+        self.peer.shipping.turned(new)
         if not new.places_like(old):
-            self.queues.turned()
-            self.admissions.turned()
-            self.claims.turned()
-        self.losses.turned()
+            self.peer.queues.turned()
+            self.peer.admissions.turned()
+            self.peer.claims.turned()
 
     def gone(self, owner: Owner) -> None:
-        self.admissions.gone(owner)  # first: what comes back is not for who waited there
-        self.queues.gone(owner)
-        self.references.gone(owner)
+        """That process is no member any more; called after `turned`."""
+        self.peer.admissions.gone(owner)  # first: what comes back is not for who waited there
+        self.peer.queues.gone(owner)
+        self.peer.references.gone(owner)

@@ -22,10 +22,6 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Body, Request, StatsDone, Wait, Want
 from dataplane.wire.peering import Missing
 
-WAIT_TURN_S = 10.0
-"""A shard is asked again after so long: what it holds for a waiter ends with the waiter."""
-RETRY_S = 0.5
-"""... and so long after it could not be reached."""
 WHY_S = 2.0
 MOST_WHY_S = 0.5
 LEAST_WHY_S = 0.2
@@ -70,22 +66,14 @@ class Waits:
         return done
 
     async def _wait_in_turns(self, body: Wait, end: float) -> Body:
-        """Also while nobody can be reached who has the shard: that may end."""
-        while True:
-            left_s = max(0.0, end - self.host.now())
-            asked = msgspec.structs.replace(body, timeout_ms=int(min(left_s, WAIT_TURN_S) * 1000))
-            roster = self.host.roster
-            try:
-                done: Body = await self.partitions.ask_home(body.partition, asked)
-                return done
-            except ClaimTimeout:
-                if left_s <= WAIT_TURN_S:
-                    raise
-            except (StaleEpoch, Unavailable) as exc:
-                now = self.host.now()
-                if now >= end:
-                    raise ClaimTimeout(exc.message, **exc.details) from exc
-                await self.host.another_roster(roster, min(now + RETRY_S, end))
+        def turn(timeout_ms: int) -> Wait:
+            return msgspec.structs.replace(body, timeout_ms=timeout_ms)
+
+        try:
+            done: Body = await self.partitions.ask_in_turns(body.partition, turn, end)
+            return done
+        except (StaleEpoch, Unavailable) as exc:
+            raise ClaimTimeout(exc.message, **exc.details) from exc
 
     # what is missing
 

@@ -33,7 +33,6 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import Shipping
-from dataplane.peer.shards.losses import LossReports
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Body, Claim, Done, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
@@ -70,7 +69,6 @@ class ClaimQueues:
         mesh: Mesh,
         partitions: Partitions,
         shipping: Shipping,
-        losses: LossReports,
         settle: Callable[[Entry], None],
         producers: Callable[[], int],
         admits: Callable[[Entry], bool] = lambda entry: False,
@@ -78,7 +76,6 @@ class ClaimQueues:
         self.host = host
         self.mesh = mesh
         self.shipping = shipping
-        self.losses = losses
         self.settle = settle
         self.producers = producers
         self.admits = admits
@@ -368,7 +365,6 @@ class ClaimQueues:
                     back,
                 )
                 self.host.lost_rows += rowset.count(lost.rows)
-                self.losses.look(entry)
             self.settle(entry)
             self.changed(entry, set(entry.definition.stages))
 

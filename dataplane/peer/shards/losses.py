@@ -11,88 +11,59 @@ import math
 
 import msgspec
 
-from dataplane.errors import DeadlineExceeded, PartitionGone
+from dataplane.errors import DeadlineExceeded, PartitionGone, ProtocolError, StaleEpoch, Unavailable
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Body, Losses, LossesDone, Request
 
-TURN_S = 10.0
-"""A shard is asked again after so long: what it holds for a subscriber ends with that."""
+LOOK_S = 0.2
+"""How often a shard looks whether it has news for who waits."""
 
 
 class LossReports:
     def __init__(self, host: Host, mesh: Mesh, partitions: Partitions) -> None:
         self.host = host
         self.partitions = partitions
-        self._news: dict[tuple[str, int], asyncio.Event] = {}
-        partitions.on_phase.append(lambda entry, phase: self.look(entry))
         mesh.handlers[Losses] = self._losses_here
 
-    # asked for by clients of this host
-
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
-        """The lost rows after the number that it has, once there are any. DeadlineExceeded when its
-        time is up."""
+        """For a client of this host: the lost rows after the number that it has, once there are
+        any. DeadlineExceeded when its time is up."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        while True:
-            left = max(0.0, end - self.host.now())
-            turn = msgspec.structs.replace(body, timeout_ms=int(min(left, TURN_S) * 1000))
-            try:
-                done: LossesDone = await self.partitions.ask_home(body.partition, turn)
-                return done
-            except DeadlineExceeded:
-                if left > TURN_S:
-                    continue
-                raise DeadlineExceeded(
-                    f"no row of partition {body.partition!r} was lost within "
-                    f"{body.timeout_ms / 1000:g} s, and rows can still be",
-                    limit_s=body.timeout_ms / 1000,
-                ) from None
 
-    async def latest(self, partition: str, generation: int) -> LossesDone:
-        """How many rows were lost so far (`after`), and the names of the last ones."""
-        done: LossesDone = await self.partitions.ask_home(
-            partition, Losses(partition, generation, -1)
-        )
-        return done
+        def turn(timeout_ms: int) -> Losses:
+            return msgspec.structs.replace(body, timeout_ms=timeout_ms)
 
-    # at the shard
-
-    def look(self, entry: Entry) -> None:
-        """Something changed there: whoever waits looks again."""
-        news = self._news.pop(entry.key, None)
-        if news is not None:
-            news.set()
-
-    def turned(self) -> None:
-        """A new roster: who waits for what another peer has now asks there."""
-        news, self._news = self._news, {}
-        for one in news.values():
-            one.set()
+        try:
+            done: LossesDone = await self.partitions.ask_in_turns(body.partition, turn, end)
+            return done
+        except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
+            raise DeadlineExceeded(
+                f"no row of partition {body.partition!r} was lost within "
+                f"{body.timeout_ms / 1000:g} s, and rows can still be",
+                limit_s=body.timeout_ms / 1000,
+            ) from exc
 
     async def _losses_here(self, caller: Caller, body: Losses) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        known = entry.store.losses
         if body.after < 0:
-            return LossesDone(known.total, known.latest())
-        try:
-            async with asyncio.timeout(body.timeout_ms / 1000):
-                while True:
-                    names, number, missed = known.after(body.after)
-                    if names or missed:
-                        return LossesDone(number, names, missed)
-                    if _over(self._still_here(entry)):
-                        return LossesDone(number, ended=True)
-                    await self._news.setdefault(entry.key, asyncio.Event()).wait()
-        except TimeoutError:
-            raise DeadlineExceeded("no row was lost meanwhile") from None
-        except PartitionGone:
-            return LossesDone(body.after, ended=True)
-
-    def _still_here(self, entry: Entry) -> Entry:
-        return self.host.shard(entry.name, entry.generation)
+            raise ProtocolError("a number of lost rows is not negative")
+        until = self.host.now() + body.timeout_ms / 1000
+        entry = self.host.shard(body.partition, body.generation)
+        while True:
+            names, number, missed = entry.store.losses.after(body.after)
+            if names or missed:
+                return LossesDone(number, names, missed)
+            if _over(entry):
+                return LossesDone(number, ended=True)
+            if self.host.now() >= until:
+                raise DeadlineExceeded("no row was lost meanwhile")
+            await asyncio.sleep(min(LOOK_S, until - self.host.now()))
+            try:
+                entry = self.host.shard(body.partition, body.generation)
+            except PartitionGone:
+                return LossesDone(body.after, ended=True)
 
 
 def _over(entry: Entry) -> bool:

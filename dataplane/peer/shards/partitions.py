@@ -10,11 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dataplane.errors import PartitionUndefined, StaleEpoch
+from dataplane.errors import (
+    ClaimTimeout,
+    DeadlineExceeded,
+    PartitionUndefined,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
 from dataplane.peer.host import Caller, Entry, Handle, Host, Known
@@ -26,6 +31,12 @@ from dataplane.wire.tables import Definition
 
 log = logging.getLogger(__name__)
 
+TURN_S = 5.0
+"""Who waits at a shard asks it again after so long: what it holds for a waiter ends with that."""
+RETRY_S = 0.5
+"""... and so long after it could not be reached."""
+LOOK_S = 0.05
+"""How often a shard looks whether a partition that is waited for was declared."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
 MAX_HANDLES = 10_000
@@ -44,9 +55,6 @@ class Partitions:
         """called when a partition whose shard is here was sealed or dropped"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
-        self._defined: dict[str, asyncio.Event] = {}
-        self._awaited: Counter[str] = Counter()
-        """how many wait for a definition"""
         mesh.handlers |= {Define: self._define, Seal: self._seal, AddStage: self._add_stage}
 
     # asked for by clients of this host
@@ -70,6 +78,28 @@ class Partitions:
         return await self.mesh.reach(
             lambda: self.host.roster.home(partition), body, caller=caller, timeout_s=timeout_s
         )
+
+    async def ask_in_turns(
+        self, partition: str, turn: Callable[[int], Body], end: float, caller: Caller | None = None
+    ) -> Any:
+        """What the shard answers to who waits there until a time (monotonic), also while nobody
+        can be reached who has it: that may end. What the last turn ended with, when time is up.
+
+        turn: what to ask it, to be answered within so many ms; ClaimTimeout or DeadlineExceeded
+        where there is no answer by then."""
+        while True:
+            left_s, roster = max(0.0, end - self.host.now()), self.host.roster
+            try:
+                asked = turn(int(min(left_s, TURN_S) * 1000))
+                return await self.ask_home(partition, asked, caller)
+            except (ClaimTimeout, DeadlineExceeded):
+                if left_s <= TURN_S:
+                    raise
+            except (StaleEpoch, Unavailable):
+                now = self.host.now()
+                if now >= end:
+                    raise
+                await self.host.another_roster(roster, min(now + RETRY_S, end))
 
     async def known(self, partition: str, generation: int, stage: str = "") -> Known:
         """A partition as this peer knows it, with this stage if it has that; asked about where it
@@ -102,7 +132,11 @@ class Partitions:
 
     async def _define(self, caller: Caller, body: Define) -> Body:
         if body.definition is None and body.wait_ms:
-            await self._await_definition(body.partition, body.wait_ms / 1000)
+            until = self.host.now() + body.wait_ms / 1000
+            while body.partition not in self.host.entries and self.host.now() < until:
+                if not self.host.serves(body.partition):
+                    raise StaleEpoch(f"the shard of partition {body.partition!r} moved: ask there")
+                await asyncio.sleep(LOOK_S)
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
             entry = self._open(body.partition, body.definition)
@@ -129,26 +163,7 @@ class Partitions:
         store = Store(partition, definition, self._newest, self.host.lease_numbers)
         entry = self.serve(store)
         self.shipping.watch(entry)
-        event = self._defined.pop(partition, None)
-        if event is not None:
-            event.set()
         return entry
-
-    async def _await_definition(self, partition: str, wait_s: float) -> None:
-        self._awaited[partition] += 1
-        try:
-            async with asyncio.timeout(wait_s):
-                while partition not in self.host.entries:
-                    if not self.host.serves(partition):
-                        raise StaleEpoch(f"the shard of partition {partition!r} moved: ask there")
-                    await self._defined.setdefault(partition, asyncio.Event()).wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._awaited[partition] -= 1
-            if not self._awaited[partition]:
-                del self._awaited[partition]
-                self._defined.pop(partition, None)
 
     def _add_stage(self, caller: Caller, body: AddStage) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -197,9 +212,6 @@ class Partitions:
         """What is served elsewhere now is with its rows, and what they hold, that peer's."""
         for name in [name for name in self.host.entries if not self.host.serves(name)]:
             del self.host.entries[name]
-        for event in self._defined.values():
-            event.set()
-        self._defined.clear()
 
     def spare(self) -> Flags:
         """Per shard, whether it is this peer's and nothing lives in it."""

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
-from dataplane.peer.host import Host
 from dataplane.peer.membership.lingering import Lingering
-from dataplane.peer.membership.membership import Membership
-from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.room.admission import Room
-from dataplane.peer.shards.metadata_share import MetadataShare
-from dataplane.peer.watch.deadlock import Standstill
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -24,39 +22,26 @@ PREFAULT_STEP_BYTES = 16 << 20
 
 
 class Janitor:
-    def __init__(
-        self,
-        host: Host,
-        lingering: Lingering,
-        room: Room,
-        share: MetadataShare,
-        standstill: Standstill,
-        finishing: Finishing,
-        membership: Membership,
-    ) -> None:
-        self.host = host
+    def __init__(self, peer: Peer, lingering: Lingering) -> None:
+        self.host = peer.host
+        self.peer = peer
         self.lingering = lingering
-        self.room = room
-        self.share = share
-        self.standstill = standstill
-        self.finishing = finishing
-        self.membership = membership
         self.expired_leases = 0
         self._faulted = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
-        lingers = self.lingering.linger_s is not None
+        peer, lingers = self.peer, self.lingering.linger_s is not None
         self.lingering.begin()
         faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
-            self.expired_leases += self.finishing.expire(now)
-            if self.standstill.lasts(self.room.producers > 0, self.share.writers > 0):
-                self.share.end_in_vain()
-                if not self.standstill.can_spill:
-                    self.room.end_in_vain()
-            wanted = self.lingering.is_wanted() or self.membership.plane_is_wanted()
+            self.expired_leases += peer.finishing.expire(now)
+            if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):
+                peer.share.end_in_vain()
+                if not peer.standstill.can_spill:
+                    peer.room.end_in_vain()
+            wanted = self.lingering.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()

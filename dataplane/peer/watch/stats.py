@@ -7,54 +7,32 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
-from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import STAGED
-from dataplane.peer.pull.pulls import Pulls
-from dataplane.peer.requests.claims import Claims
-from dataplane.peer.room.admission import Room
-from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.transport.seam import Remote
 from dataplane.version import __version__
 from dataplane.wire.messages import Body, Request, Stats, StatsDone
 from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.peer.peer import Peer
 
 MAX_HOLDERS = 1_000
 """Holders of leases that a peer names at once."""
 
 
 class Reporting:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        door: Door,
-        room: Room,
-        claims: Claims,
-        pulls: Pulls,
-        device_pulls: DevicePulls,
-        share: MetadataShare,
-        spilling: Spilling | None,
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.door = door
-        self.room = room
-        self.claims = claims
-        self.pulls = pulls
-        self.device_pulls = device_pulls
-        self.share = share
-        self.spilling = spilling
-        mesh.handlers[Stats] = self._stats_here
-        door.handlers[Stats] = self.stats
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.host = peer.host
+        self.mesh = peer.mesh
+        peer.mesh.handlers[Stats] = self._stats_here
+        peer.door.handlers[Stats] = self.stats
 
     async def stats(self, session: Session, request: Request, body: Stats) -> Body:
         if body.probe:
@@ -84,27 +62,27 @@ class Reporting:
             "address": host.address,
             "incarnation": host.incarnation,
             "arena": space,
-            "metadata": self.share.figures(),
+            "metadata": self.peer.share.figures(),
             "devices": self._devices(),
             "shards": len(host.roster.shards_of(host.address)),
             "roster": _roster(host),
             "partitions": {name: _partition(entry) for name, entry in host.entries.items()},
-            "clients": len(self.door.sessions),
-            "connections": len(self.door.connections),
+            "clients": len(self.peer.door.sessions),
+            "connections": len(self.peer.door.connections),
             "encrypted": self.mesh.gate.encrypted,
             "messages": {"between": dict(host.sent_between), "local": dict(host.sent_local)},
-            "refused": self.door.refusals.total + self.mesh.refused,
-            "leases": len(self.claims.leases),
-            "waiting_claims": self.claims.waiting,
+            "refused": self.peer.door.refusals.total + self.mesh.refused,
+            "leases": len(self.peer.claims.leases),
+            "waiting_claims": self.peer.claims.waiting,
             "waits": self._waits(),
             "holders": self._holders(),
-            "starved_claims": len(self.claims.credit),
-            "waiting_puts": len(self.room) + self.share.writers,
-            "pulled_bytes": self.pulls.pulled_bytes,
-            "carried_bytes": self.pulls.carried_bytes,
-            "pull_hits": self.pulls.hits,
-            "spill_written_bytes": self.spilling.written_bytes if self.spilling else 0,
-            "spill_read_bytes": self.spilling.read_bytes if self.spilling else 0,
+            "starved_claims": len(self.peer.claims.credit),
+            "waiting_puts": len(self.peer.room) + self.peer.share.writers,
+            "pulled_bytes": self.peer.pulls.pulled_bytes,
+            "carried_bytes": self.peer.pulls.carried_bytes,
+            "pull_hits": self.peer.pulls.hits,
+            "spill_written_bytes": self.peer.spilling.written_bytes if self.peer.spilling else 0,
+            "spill_read_bytes": self.peer.spilling.read_bytes if self.peer.spilling else 0,
             "bulk": self._bulk(),
         }
 
@@ -112,17 +90,17 @@ class Reporting:
         """What each device holds, and what moves values between it and those of other peers: what
         was asked for, what runs, and what brings them from each other peer. Without a way between
         devices they go by way of the host arenas."""
-        space, paths = self.host.space, self.pulls.paths
+        space, paths = self.host.space, self.peer.pulls.paths
         if not isinstance(space, HostMemory):
             return []
         staged = STAGED if paths.engine is None else f"{STAGED}, then {paths.own}"
-        between = {**self.device_pulls.stats(), "else": staged}
+        between = {**self.peer.device_pulls.stats(), "else": staged}
         return [{**figures, "to_others": between} for figures in space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
-        if self.pulls.engine is None:
+        if self.peer.pulls.engine is None:
             return None
-        return self.pulls.engine.stats() | {"paths": self.pulls.paths.stats()}
+        return self.peer.pulls.engine.stats() | {"paths": self.peer.pulls.paths.stats()}
 
     async def _probed(self) -> dict[str, Any]:
         """Every peer's ways from all others: one after another, so that none is measured beside
@@ -147,8 +125,8 @@ class Reporting:
             "address": host.address,
             "version": __version__,
             "arena_bytes": host.space.size_bytes,
-            **{k: v for k, v in self.pulls.paths.stats().items() if k != "peers"},
-            "devices": {k: v for k, v in self.device_pulls.stats().items() if k != "peers"},
+            **{k: v for k, v in self.peer.pulls.paths.stats().items() if k != "peers"},
+            "devices": {k: v for k, v in self.peer.device_pulls.stats().items() if k != "peers"},
             "from": ways,
         }
 
@@ -158,8 +136,8 @@ class Reporting:
             hello = await self.mesh.hello(address)
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
-            path, about = await self.pulls.paths.tried(source)
-            between_devices = await self.device_pulls.ways(owner)
+            path, about = await self.peer.pulls.paths.tried(source)
+            between_devices = await self.peer.device_pulls.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
         devices = between_devices.shown() if between_devices is not None else None

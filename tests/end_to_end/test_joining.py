@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane import ClaimTimeout, PartitionUndefined, PeerLost, Plane, Unavailable
+from dataplane import ClaimTimeout, PartitionUndefined, PeerLost, Plane, StaleEpoch, Unavailable
 from tests.end_to_end.conftest import PLANE, free_addresses, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
 from tests.end_to_end.test_succession import check, planes, put, rows
@@ -73,7 +73,7 @@ def test_where_all_seeds_died_the_plane_begins_anew_for_who_joined_too(
         hosts.begin(name)
     with pytest.raises(PeerLost):
         while True:
-            with contextlib.suppress(ClaimTimeout, Unavailable):
+            with contextlib.suppress(ClaimTimeout, StaleEpoch, Unavailable):
                 before.claim("s", rows=20, timeout=0.2)
     planes["d"] = hosts.connect("d")
     with pytest.raises(PartitionUndefined):

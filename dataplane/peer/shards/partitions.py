@@ -35,7 +35,7 @@ TURN_S = 5.0
 """Who waits at a shard asks it again after so long: what it holds for a waiter ends with that."""
 RETRY_S = 0.5
 """... and so long after it could not be reached."""
-LOOK_S = 0.05
+LOOK_S = 0.02
 """How often a shard looks whether a partition that is waited for was declared."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""

@@ -11,8 +11,11 @@ import pytest
 
 from dataplane.errors import ShardFull
 from dataplane.metadata.shard.store import Store
+from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.shards.metadata_share import MetadataShare
-from dataplane.wire.tables import Definition
+from dataplane.wire.checkpoint import Progress, Restore
+from dataplane.wire.records import KEY
+from dataplane.wire.tables import Definition, Rows
 from tests.metadata.stores import named, put
 
 
@@ -51,3 +54,16 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
         with pytest.raises(ShardFull, match="every client waits"):
             await wait
     assert (one.waiting, shard.share.writers) == (0, 0)
+
+
+async def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
+    shard, parts = Shard(), SimpleNamespace(handlers={})
+    put(shard.store, [1])
+    shard.host.shard = lambda *_: shard.host.entries["p"]
+    writing: Any = SimpleNamespace(
+        host=shard.host, mesh=parts, grants=None, references=None, share=shard.share, settle=None
+    )
+    checkpoints, rows = Checkpoints(writing, parts, parts), Rows(bytes(KEY.itemsize))  # type: ignore[arg-type]
+    with pytest.raises(ShardFull, match="consume or drop"):
+        await checkpoints._restore_here(None, Restore("p", 1, rows, [], [], {}, Progress()))  # type: ignore[arg-type]
+    assert shard.store.stats()["rows"] == 1

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from dataplane.errors import StaleEpoch
+from dataplane.errors import ShardFull, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
@@ -49,6 +49,7 @@ class Checkpoints:
         self.partitions = partitions
         self.grants = writing.grants
         self.references = writing.references
+        self.share = writing.share
         self.settle = writing.settle
         self.reading = reading
         self.handlers: dict[type[Body], Any] = {
@@ -119,13 +120,21 @@ class Checkpoints:
                 address, sub, committed.ranges, caller, roster.epoch
             )
 
+        tries = 0
         try:
-            return await self._under_one_roster(hand_over)
+            while True:
+                try:
+                    return await self._under_one_roster(hand_over)
+                except ShardFull as exc:
+                    tries += 1
+                    await self.share.pause(session, exc, tries)
         finally:
             self.references.arrived(committed.ranges, committed.counts, caller)
 
     async def _restore_here(self, caller: Caller, body: Restore) -> Body:
         entry = self.host.shard(body.partition, body.generation)
+        if body.rows.keys:
+            self.share.check_rows()
         entry.store.restore(body)
         self.settle(entry)
         return PutDone()

@@ -143,11 +143,11 @@ class Grants:
         space = self.host.space
         whole = rowset.flat_values(columns)
         inline = whole["owner"] == 1
+        owners = [self.host.owner, INLINE] if some(inline) else [self.host.owner]
         if not written and not shared and every(inline):
-            return Committed(columns, [self.host.owner, INLINE], NONE.ranges, NONE.counts)
+            return Committed(columns, owners, NONE.ranges, NONE.counts)
         if np.count_nonzero(whole["owner"] > 1):
             raise ProtocolError("a value is in a range of this message, or in the message")
-        owners = [self.host.owner, INLINE] if some(inline) else [self.host.owner]
         whole = whole.copy()
         flat = whole[~inline]
         extents, known = column(written, EXTENT), column(shared, RANGE)

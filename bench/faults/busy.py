@@ -88,15 +88,19 @@ class Busy:
         self.peers.kill(host)
         self.leave(host)
         told: Outcome = {"killed": what}
-        if host != KEEPER or self.peers.roster:  # without who keeps the roster it stays as it is
+        keeps = host == KEEPER and not self.peers.roster
+        if not keeps:
             client, left = next(iter(self.clients.values())), len(self.peers.processes) - 1
             until(lambda: members(client) == left, f"{what} is no member any more", NOTICED_S)
             told["noticed_s"] = round(time.monotonic() - began, 2)
         time.sleep(max(0.0, began + down_s - time.monotonic()))
         puts = [one.slowest_s for one in living if isinstance(one, Producer)]
-        gaps = [one.longest_gap_s(began) for one in living if isinstance(one, Consumer)]
         told["slowest_put_s"] = round(max(puts), 2)
-        told["longest_gap_between_claims_s"] = round(max(gaps), 2)
+        if (
+            not keeps
+        ):  # what lies at who keeps the roster is neither there nor lost until it is back
+            gaps = [one.longest_gap_s(began) for one in living if isinstance(one, Consumer)]
+            told["longest_gap_between_claims_s"] = round(max(gaps), 2)
         self.deaths.append(told)
 
     def again(self, host: str) -> None:

@@ -104,7 +104,7 @@ class Peer:
         self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
         self.losses = LossReports(host, mesh, parts)
-        self.admissions = admissions = Admissions(host, mesh, parts, self.shipping)
+        self.admissions = admissions = Admissions(host, mesh, parts)
         self.queues = queues = ClaimQueues(
             host,
             mesh,

@@ -8,9 +8,9 @@ back or its process is proved gone (pidfd), until then it is quarantined.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from dataplane.errors import ClientClosed
 from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Caller, Host
 from dataplane.wire.messages import Request
+from dataplane.wire.tables import SESSIONS
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Sessions:
     def __init__(self, host: Host, ended: Callable[[Session], None]) -> None:
         self._host = host
         self._ended = ended
+        self._numbers = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
         self.last_seen = host.now()
@@ -79,7 +81,7 @@ class Sessions:
         """pools: the device arenas that it reads in place."""
         name = self._host.name
         where = socket.gethostname() if is_embedded(name) else name
-        session = Session(secrets.randbits(63) | 1, pid, label or f"pid {pid} on host {where}")
+        session = Session(self._number(), pid, label or f"pid {pid} on host {where}")
         self._live[session.id] = session
         self.came = True
         self._host.label(session.id, session.label)
@@ -91,6 +93,12 @@ class Sessions:
             # Another pid namespace, or already gone: the connections alone are watched.
             session.pidfd = -1
         return session
+
+    def _number(self) -> int:
+        while True:
+            number = self._host.owner.first_session + next(self._numbers) % SESSIONS
+            if number not in self._live and number not in self._quarantined:
+                return number
 
     def join(self, session_id: int, pid: int) -> Session:
         session = self._live.get(session_id)

@@ -49,14 +49,12 @@ class Append(Body, tag=143):
     """To the sender's backup: what its shards did, in order.
 
     stream: of one dump and all that follows. first: number of the first operation in the stream;
-    0 begins it. holders: sessions that leases name, with their peer's address
-    and incarnation.
+    0 begins it.
     """
 
     stream: int
     first: int
     shipments: list[Shipment]
-    holders: list[tuple[int, str, int]] = []
 
 
 class Inherited(Body, tag=144):

@@ -96,7 +96,17 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
     peer: str
     incarnation: int
 
+    @property
+    def first_session(self) -> int:
+        """Its clients' sessions have the numbers behind this one, so that whoever knows of one
+        knows whose it is."""
+        return self.incarnation % _LIVES * SESSIONS
 
+    def has_session(self, number: int) -> bool:
+        return number - number % SESSIONS == self.first_session
+
+
+_LIVES, SESSIONS = 1 << 40, 1 << 23
 INLINE = Owner("", 0)
 """The shard itself: values that live in it lie in the message, from the byte `range` of what is
 called `inline` there."""

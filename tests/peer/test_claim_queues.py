@@ -35,7 +35,7 @@ from tests.metadata.stores import named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
-CLAIMANT = Caller(THERE, 2, session=77)
+CLAIMANT = Caller(THERE, 2, session=Owner(THERE, 2).first_session + 77)
 NAME = next(
     f"p{i}" for i in itertools.count() if Roster.from_seeds([HERE, THERE]).home(f"p{i}") == HERE
 )
@@ -62,7 +62,6 @@ class Shard:
             lost_rows=0,
             serves=lambda name: self.host.roster.home(name) == HERE,
         )
-        self.lessees: dict[int, Owner] = {}
         self.producers = 0
         self.make()
 
@@ -70,8 +69,6 @@ class Shard:
         self.mesh: Any = SimpleNamespace(handlers={})
         self.partitions: Any = SimpleNamespace(on_phase=[])
         shipping: Any = SimpleNamespace(
-            lease_to=self.lessees.__setitem__,
-            lessees_gone=lambda gone: [h for h, o in self.lessees.items() if o == gone],
             copying=SimpleNamespace(owner_gone=lambda entry, owner: None),
         )
         self.queues = ClaimQueues(
@@ -122,7 +119,7 @@ async def test_a_claim_is_answered_at_once_or_when_its_rows_come() -> None:
     assert not waits.done() and len(shard.queues) == 1
     shard.put(4)
     assert shard.keys(waits.result()) == [3, 4] and not len(shard.queues)
-    assert shard.lessees == {77: Owner(THERE, 2)}
+    assert shard.entry.store.lessees == {CLAIMANT.session}
 
 
 async def test_a_claim_that_is_asked_again_gets_the_lease_that_it_has() -> None:

@@ -12,14 +12,12 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.shards.appends import MOST_LESSEES
-from dataplane.peer.shards.backup import TOLD_S, Replicas, _Copy, _Origin
+from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Ended, encode_ops
-from dataplane.wire.messages import Done, Want
+from dataplane.wire.messages import Done
 from dataplane.wire.peering import AddStage
 from dataplane.wire.rosters import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
-from tests.metadata.stores import put
 
 PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
 
@@ -84,19 +82,6 @@ def test_what_came_twice_is_carried_out_once() -> None:
     assert backup.replicas.has(PRIMARY.peer) == (5, 4)
     backup.turn(rosters(in_sync=True, misses_that=False)[-1])
     assert backup.stages == ["s", "t", "u", "v"]
-
-
-def test_holders_of_leases_are_forgotten_with_those_but_not_before_them() -> None:
-    origin, store = _Origin(1), Store("p", Definition({"s": ["tokens"]}), 1)
-    put(store, [1])
-    store.take("s", Want("rows", 1, 1), 7, 0.0)
-    origin.copies["p", 1] = _Copy(store)
-    origin.note_holders([(h, "tcp://10.0.0.9:7101", 1) for h in range(MOST_LESSEES)], 0.0)
-    origin.note_holders([(MOST_LESSEES, "tcp://10.0.0.9:7101", 1)], TOLD_S / 2)
-    assert len(origin.holders) == MOST_LESSEES + 1
-    many = [(h, "tcp://10.0.0.9:7101", 1) for h in range(1 << 20, (1 << 20) + 2 * MOST_LESSEES)]
-    origin.note_holders(many, TOLD_S)
-    assert len(origin.holders) == 2 + len(many) and {7, MOST_LESSEES} < origin.holders.keys()
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
 from dataplane.peer.shards.appends import Shipping
-from dataplane.wire.messages import Want
 from dataplane.wire.rosters import Append
-from dataplane.wire.tables import Definition, Owner
+from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
@@ -101,28 +100,6 @@ async def test_a_backup_hears_of_a_stream_that_begins_with_nothing() -> None:
     primary = Primary(backup)
     await primary.begin()
     assert [(one.first, one.shipments) for one in backup.got] == [(0, [])]
-    await primary.end()
-
-
-async def test_a_backup_that_comes_late_hears_where_those_are_who_have_leases() -> None:
-    """Or else it would not know, when this peer and its clients die, whose rows to take back."""
-    backup = Backup()
-    primary = Primary(backup)
-    entry = primary.declare()
-    put(entry.store, ["a", "b"])
-    for holder, address in ((7, HERE), (8, THERE), (9, THERE)):
-        primary.shipping.lease_to(holder, Owner(address, 1))
-    for holder in (7, 8):
-        entry.store.take("s", Want("rows", 1, 1), holder, 0.0)
-    await primary.begin()
-    assert backup.got[0].holders == [(7, HERE, 1), (8, THERE, 1)]
-    again = dataclasses.replace(primary.roster, incarnations=(1, 3))
-    primary.shipping.synced = False
-    primary.shipping.turned(again)
-    while not primary.shipping.synced:
-        await asyncio.sleep(0)
-    first = next(one for one in backup.got if one.stream != backup.got[0].stream)
-    assert first.holders == [(7, HERE, 1), (8, THERE, 1)]
     await primary.end()
 
 

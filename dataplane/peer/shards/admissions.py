@@ -32,7 +32,6 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
-from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.claim_queues import MAX_PAST, MAX_WAITING
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Admit, Admitted, Body, Done, Request, Unadmit
@@ -71,12 +70,10 @@ class Admissions:
         host: Host,
         mesh: Mesh,
         partitions: Partitions,
-        shipping: Shipping,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.partitions = partitions
-        self.shipping = shipping
         self.on_wait: list[Callable[[Entry], None]] = []
         """called when somebody begins or ends to wait for places of a partition"""
         # nobody of another peer, or of this one's last life, has the same number
@@ -232,7 +229,6 @@ class Admissions:
             except DataplaneError as exc:
                 one.fail(exc)
             else:
-                self.shipping.lease_to(one.holder, one.owner)
                 version = entry.store.permits.given[asked.number].version
                 one.answer.set_result(Admitted(asked.number, version))
             self._withdraw(entry.key, one)

@@ -39,8 +39,6 @@ QUIET_S = 0.05
 answer and has said nothing of."""
 MAX_PENDING_BYTES = 512 << 20
 """More than this does not wait for a backup: it is too slow, and begins anew."""
-MOST_LESSEES = 10_000
-"""Sessions that are remembered before those that hold nothing are looked for."""
 ATTEMPT_S = 10.0
 RETRY_S = 0.5
 
@@ -74,11 +72,6 @@ class Shipping:
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._more = asyncio.Event()
-        self._lessees: dict[int, Owner] = {}
-        """which peer the sessions are of that have leases here; the backup has to know it"""
-        self._lessees_limit = MOST_LESSEES
-        self._holders: dict[int, tuple[Owner, int]] = {}
-        """of them, those that the backup may not have been told, and until which number not"""
         self._task: asyncio.Task[object] | None = None
         mesh.door.carry, mesh.door.heard = self.carry, self.heard
         self.progress.on_awaited = self._more.set
@@ -98,28 +91,6 @@ class Shipping:
         if entry.store.emit is not None:
             for op in dump(entry.store):
                 entry.store.emit(op)
-
-    def lease_to(self, holder: int, peer: Owner) -> None:
-        """A session, of that peer, holds leases here."""
-        if len(self._lessees) >= self._lessees_limit:
-            self._forget_lessees()
-        if self.backup is not None and self._lessees.get(holder) != peer:
-            # a message behind the next operation has it
-            self._holders[holder] = peer, self._end + 1
-        self._lessees[holder] = peer
-
-    def lessees_gone(self, gone: Owner) -> list[int]:
-        """The sessions of a peer that is no more; they are forgotten."""
-        holders = [holder for holder, peer in self._lessees.items() if peer.peer == gone.peer]
-        for holder in holders:
-            del self._lessees[holder]
-        return holders
-
-    def _forget_lessees(self) -> None:
-        """Those that hold nothing any more."""
-        hold = set[int]().union(*(one.store.lessees for one in self.host.entries.values()))
-        self._lessees = {h: peer for h, peer in self._lessees.items() if h in hold}
-        self._lessees_limit = max(MOST_LESSEES, 2 * len(self._lessees))
 
     def _emit(self, entry: Entry, op: Op) -> None:
         if entry.copies is not None:
@@ -182,8 +153,6 @@ class Shipping:
                 if entry.copies is None:
                     entry.store.emit = None
             return
-        self._forget_lessees()
-        self._holders = {holder: (peer, 1) for holder, peer in self._lessees.items()}
         for entry in self.host.entries.values():
             self.watch(entry)
             for op in dump(entry.store):
@@ -244,8 +213,7 @@ class Shipping:
                 last.ops.append(one.op)
             else:
                 shipments.append(Shipment(one.partition, one.generation, [one.op]))
-        holders = [(h, peer.peer, peer.incarnation) for h, (peer, _) in self._holders.items()]
-        return Append(self._stream, first, shipments, holders), first + count
+        return Append(self._stream, first, shipments), first + count
 
     def _confirmed(self, end: int) -> None:
         """The backup has what comes before this number."""
@@ -255,8 +223,6 @@ class Shipping:
         for _ in range(count):
             self._queued_bytes -= len(self._queue.popleft().op)
         self._first = end
-        if self._holders:
-            self._holders = {h: one for h, one in self._holders.items() if one[1] > end}
         self.progress.move(self.progress.confirmed + count)
 
     # along with answers

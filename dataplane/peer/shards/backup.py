@@ -24,7 +24,7 @@ from dataplane.metadata.tables.columns import Array
 from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.appends import MOST_LESSEES, Shipping
+from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
@@ -36,8 +36,6 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-TOLD_S = 600.0
-"""So long after its holder the operation that is a lease has come, or the stream has ended."""
 
 
 @dataclass(slots=True)
@@ -55,19 +53,7 @@ class _Origin:
     stream: int
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
-    holders: dict[int, tuple[Owner, float]] = field(default_factory=dict)
-    """who has leases, and when that was told: some have none any more"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    holders_limit: int = MOST_LESSEES
-
-    def note_holders(self, told: list[tuple[int, str, int]], now: float) -> None:
-        """The operation by which one gets its lease may come a while after this."""
-        if len(self.holders) + len(told) > self.holders_limit:
-            hold = set[int]().union(*(copy.store.lessees for copy in self.copies.values()))
-            known = self.holders.items()
-            self.holders = {h: one for h, one in known if h in hold or now - one[1] < TOLD_S}
-            self.holders_limit = max(MOST_LESSEES, 2 * (len(self.holders) + len(told)))
-        self.holders.update((h, (Owner(peer, life), now)) for h, peer, life in told)
 
 
 class Replicas:
@@ -155,7 +141,6 @@ class Replicas:
             yield
 
     def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
-        origin.note_holders(body.holders, self.host.now())
         try:
             for shipment in body.shipments:
                 self._carry_out(owner, origin, shipment)
@@ -263,10 +248,10 @@ class Replicas:
                 self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
             self.shipping.take_over(entry)
-            for holder, (peer, _) in origin.holders.items():
-                self.shipping.lease_to(holder, peer)
-                if not self.host.roster.has(peer):  # nobody is left to say that it holds nothing
-                    entry.store.release_holder(holder)
+            members = self.host.roster.owners
+            for holder in entry.store.lessees:
+                if not any(one.has_session(holder) for one in members):
+                    entry.store.release_holder(holder)  # nobody is left to say that it has ended
             log.warning("took %d rows of %r over from %s", len(copy.store), entry.name, owner.peer)
         self._named |= held.keys()
         for other in self.host.roster.owners:
@@ -299,7 +284,7 @@ def _new(origin: _Origin, body: Append) -> Append:
         if passed < count:
             rest.append(_behind(one, passed))
         passed = max(0, passed - count)
-    return Append(body.stream, origin.next, rest, body.holders)
+    return Append(body.stream, origin.next, rest)
 
 
 def _behind(one: Shipment, passed: int) -> Shipment:

@@ -270,15 +270,13 @@ class ClaimQueues:
     def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
         claim = outcome.claim
         self._remember(claim.number)
-        owner = self._owners.pop(claim.number)
+        self._owners.pop(claim.number)
         if isinstance(outcome, Over):
             return _over(entry, stage, outcome)
         if isinstance(outcome, Joined):
-            self.shipping.lease_to(claim.holder, owner)
             return _part(outcome.member)
         taken = outcome.taken
         assert taken.lease is not None and taken.slots is not None
-        self.shipping.lease_to(claim.holder, owner)
         return _granted(entry, stage, taken.lease, taken.slots, claim.fields)
 
     # waiting without claiming
@@ -351,8 +349,8 @@ class ClaimQueues:
             for claim in stage.queue:
                 if self._owners[claim.number].peer == gone.peer:
                     self._end(stage, claim.number)
-        holders = self.shipping.lessees_gone(gone)
         for entry in list(self.host.entries.values()):
+            holders = filter(gone.has_session, entry.store.lessees)
             back = sum(entry.store.release_holder(holder) for holder in holders)
             self.shipping.copying.owner_gone(entry, gone)
             lost = entry.store.lost(gone)

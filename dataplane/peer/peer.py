@@ -109,7 +109,7 @@ class Peer:
             host,
             mesh,
             parts,
-            self.shipping,
+            self.copying,
             self.settle,
             producers=lambda: room.producers + share.writers,
             admits=admissions.waits,

@@ -68,14 +68,12 @@ class Shard:
     def make(self) -> None:
         self.mesh: Any = SimpleNamespace(handlers={})
         self.partitions: Any = SimpleNamespace(on_phase=[])
-        shipping: Any = SimpleNamespace(
-            copying=SimpleNamespace(owner_gone=lambda entry, owner: None),
-        )
+        copying: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
         self.queues = ClaimQueues(
             self.host,
             self.mesh,
             self.partitions,
-            shipping,
+            copying,
             self.settle,
             lambda: self.producers,
         )

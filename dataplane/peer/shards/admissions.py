@@ -54,7 +54,6 @@ class _Waiting:
 
     asked: Admit
     holder: int
-    owner: Owner
     since: float
     answer: Answer = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -159,7 +158,7 @@ class Admissions:
             )
         self.host.label(caller.session, body.label)
         since = self.host.now() - body.waited_ms / 1000
-        one = _Waiting(body, caller.session, caller.owner, since)
+        one = _Waiting(body, caller.session, since)
         before = waiting.pop(body.number, None)
         if before is not None:
             one.since = min(one.since, before.since)
@@ -264,7 +263,7 @@ class Admissions:
         """A peer is no more: who waits there gets nothing. To be called before its permits go."""
         for key, waiting in list(self._waiting.items()):
             for one in list(waiting.values()):
-                if one.owner.peer == gone.peer:
+                if gone.has_session(one.holder):
                     self._withdraw(key, one)
                     one.fail(StaleEpoch("its peer is no more"))
 

@@ -32,8 +32,8 @@ from dataplane.metadata.tables.columns import Array
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
+from dataplane.peer.shards.second_copies import Copying
 from dataplane.wire.messages import Body, Claim, Done, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
@@ -68,20 +68,18 @@ class ClaimQueues:
         host: Host,
         mesh: Mesh,
         partitions: Partitions,
-        shipping: Shipping,
+        copying: Copying,
         settle: Callable[[Entry], None],
         producers: Callable[[], int],
         admits: Callable[[Entry], bool] = lambda entry: False,
     ) -> None:
         self.host = host
         self.mesh = mesh
-        self.shipping = shipping
+        self.copying = copying
         self.settle = settle
         self.producers = producers
         self.admits = admits
         self._stages: dict[tuple[str, int, str], _Stage] = {}
-        self._owners: dict[int, Owner] = {}
-        """the peers of the claims that wait"""
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
@@ -130,7 +128,6 @@ class ClaimQueues:
         )
         if body.number in self._answers:
             self._answer(body.number, StaleEpoch("the claim was repeated"))
-        self._owners[body.number] = caller.owner
         self.host.label(caller.session, body.label)
         mine = self._serve(stage, body.number)
         if isinstance(mine, DataplaneError):
@@ -188,7 +185,6 @@ class ClaimQueues:
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
         stage.queue.withdraw(number)
-        self._owners.pop(number, None)
         self._answer(number, _again(why) if why else StaleEpoch("the claim was given up"))
 
     def _remember(self, number: int) -> None:
@@ -270,7 +266,6 @@ class ClaimQueues:
     def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
         claim = outcome.claim
         self._remember(claim.number)
-        self._owners.pop(claim.number)
         if isinstance(outcome, Over):
             return _over(entry, stage, outcome)
         if isinstance(outcome, Joined):
@@ -347,12 +342,12 @@ class ClaimQueues:
         were there are lost."""
         for stage in self._stages.values():
             for claim in stage.queue:
-                if self._owners[claim.number].peer == gone.peer:
+                if gone.has_session(claim.holder):
                     self._end(stage, claim.number)
         for entry in list(self.host.entries.values()):
             holders = filter(gone.has_session, entry.store.lessees)
             back = sum(entry.store.release_holder(holder) for holder in holders)
-            self.shipping.copying.owner_gone(entry, gone)
+            self.copying.owner_gone(entry, gone)
             lost = entry.store.lost(gone)
             if back or lost.rows.keys:
                 log.warning(

@@ -42,6 +42,7 @@ class Metrics:
         self._meters = Meters()
         self._peer: Peer | None = None
         self._under_way = 0
+        self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> None:
         """InvalidConfig, AddressInUse."""
@@ -50,7 +51,8 @@ class Metrics:
         except OSError as exc:
             raise InvalidConfig(f"metrics cannot be shown at {host}: {exc}", address=host) from exc
         try:
-            await asyncio.start_server(self._serve, *found[4][:2], limit=MAX_HEAD_BYTES)
+            where = found[4][:2]
+            self._server = await asyncio.start_server(self._serve, *where, limit=MAX_HEAD_BYTES)
         except OSError as exc:
             raise AddressInUse(
                 f"metrics cannot be shown at {host}:{port}: {exc}; choose another --metrics "
@@ -92,7 +94,7 @@ class Metrics:
         writer.write(b"" if method == "HEAD" else page)
         writer.write_eof()
         await writer.drain()
-        await reader.read()  # until who asked has it all
+        await reader.read(1)  # until who asked has it all
 
     async def _page(self, path: str) -> tuple[str, str, bytes]:
         """Status, content type, text."""

@@ -43,10 +43,9 @@ _MOST_GROUPS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run: (trace, hosts, prompts) to fit on and to check with, and how often."""
+    """How much is run: (trace, hosts, prompts) to fit on, and to check with, that so many times."""
 
     fits: Sequence[Case]
-    fit_times: int  # what peers take differs by a fifth between runs of a case
     checks: Sequence[Case]
     times: int
     steps: int
@@ -59,7 +58,6 @@ _FULL = Size(
         for trace in ("math", "image")
         for hosts, prompts in ((1, 4), (1, 10), (2, 4), (2, 10), (4, 8))
     ],
-    fit_times=2,
     checks=[("math", 8, 16), ("image", 6, 12), ("image_open", 3, 9)],
     times=3,
     steps=3,
@@ -67,7 +65,6 @@ _FULL = Size(
 )
 _QUICK = Size(
     fits=[("math", 1, 2)],
-    fit_times=1,
     checks=[("math", 2, 2)],
     times=1,
     steps=1,
@@ -145,7 +142,7 @@ def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list
     """All runs, by what they are for, case and plane."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
-    order = in_turn(fits * size.fit_times, checks * size.times)
+    order = in_turn(fits, checks * size.times)
     runs: dict[tuple[str, Case, str], list[Seen]] = defaultdict(list)
     for number, run in enumerate(order):
         _, case, plane = run

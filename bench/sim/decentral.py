@@ -70,8 +70,8 @@ class Decentral(Design):
         self._held = [0] * hosts
         self._attached: set[tuple[int, str, int]] = set()
         # All have spoken with the one that keeps the roster, and in an old cluster with each other.
-        known = range(1 if model.fresh else hosts)
-        self._spoken = {frozenset((one, host)) for one in known for host in range(hosts)}
+        self._fresh = model.fresh
+        self._spoken = {frozenset((0, host)) for host in range(hosts)}
         self.outcome.peak_bytes = [0] * hosts
 
     def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
@@ -168,7 +168,7 @@ class Decentral(Design):
         """A message between peers: half of what it takes is the sender's, half the receiver's."""
         if source != target:
             pair = frozenset((source, target))
-            first = pair not in self._spoken
+            first = self._fresh and pair not in self._spoken
             self._spoken.add(pair)
             self.outcome.messages += 1
             self.outcome.links += first

@@ -80,7 +80,9 @@ def register(commands: Any) -> None:
     parser.add_argument("--hosts", type=several(hosts), default=sizes, help="8,64,512,4096")
     parser.add_argument("--trace", choices=TASKS, default="image", help="of the clusters")
     parser.add_argument("--groups", type=count, default=2, help="of each host of a cluster, a step")
-    parser.add_argument("--link", type=positive, default=200.0, help="of each host, Gbit/s")
+    parser.add_argument(  # not `link`: that is for commands whose hosts have links here
+        "--link", dest="link_gbps", type=positive, default=200.0, help="of each host, Gbit/s"
+    )
     parser.add_argument("--quick", action="store_true", help="a few seconds: no figure to quote")
     parser.add_argument("--json", type=outputs.report, default=None, help="write the model here")
     parser.set_defaults(perform=perform)
@@ -97,7 +99,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     size = _QUICK if options.quick else _FULL
     told: dict[str, Any] = {"machine": machine.describe(), "command": command}
     told["quick"] = options.quick
-    cluster = Cluster(options.hosts, options.trace, options.groups, options.link)
+    cluster = Cluster(options.hosts, options.trace, options.groups, options.link_gbps)
     try:
         for part in _simulate(size, cluster, partial(progress, console)):
             told |= part

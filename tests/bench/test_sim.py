@@ -10,7 +10,7 @@ import pytest
 import simpy
 from msgspec.structs import replace
 
-from bench.cli import main
+from bench.cli import _parser, main
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.sim.central import Central
@@ -253,6 +253,10 @@ def test_a_controller_holds_the_whole_batch_and_a_peer_its_share() -> None:
     assert max(peers) < central[1] / 2
     repeated = run(job(dedup=False, steps=1), Central, CLUSTER, costs()).peak_bytes[0]
     assert repeated > 4 * central[0]
+
+
+def test_the_model_asks_for_no_links_of_this_machine() -> None:
+    assert not hasattr(_parser().parse_args(["sim", "--link", "100"]), "link")
 
 
 def test_a_quick_simulation_reports_what_it_fitted_checked_and_modelled(

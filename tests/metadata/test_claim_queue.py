@@ -331,6 +331,15 @@ def test_finished_rows_leave_the_queue_as_it_is() -> None:
     assert shard.serve() == [(2, [0, 1])]
 
 
+def test_rows_of_a_plan_are_held_by_its_ranks_and_by_nobody_else() -> None:
+    shard = Shard()
+    shard.put(1, 2)
+    shard.store.seal()
+    assert shard.store.join("s", Shape(ranks=2), 0, 7, 0.0) is not None
+    assert shard.store.lessees == {7}
+    assert shard.store.release_holder(7) == 2 and not shard.store.lessees
+
+
 def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shard, asked = Shard(), 0
     join = shard.store.join

@@ -180,5 +180,7 @@ class Leases:
 
     @property
     def holders(self) -> set[int]:
-        """All who have rows in hand."""
-        return set(self._held) | {one.holder for one in self._members.values() if not one.acked}
+        """All who have rows in hand. A plan's lease is nobody's: its members have it."""
+        return set(self._held) - {0} | {
+            one.holder for one in self._members.values() if not one.acked
+        }

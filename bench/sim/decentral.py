@@ -69,9 +69,6 @@ class Decentral(Design):
         self._had: dict[int, dict[int, int]] = {}  # bytes of a group that each host has pulled
         self._held = [0] * hosts
         self._attached: set[tuple[int, str, int]] = set()
-        # All have spoken with the one that keeps the roster, and in an old cluster with each other.
-        self._fresh = model.fresh
-        self._spoken = {frozenset((0, host)) for host in range(hosts)}
         self.outcome.peak_bytes = [0] * hosts
 
     def put(self, host: int, prompt: Prompt, share: float, last: bool) -> Steps:
@@ -80,7 +77,7 @@ class Decentral(Design):
         stored = round(work.nbytes * share)
         self._hold(host, stored)
         self.outcome.stored_bytes += stored
-        self.hosts.copy(host, self.costs.factor * self.costs.stored_byte * stored)  # meanwhile
+        self.hosts.copy(host, self.costs.service(0, stored))  # meanwhile
         yield from self._attach(host, prompt.step, "rollout", host)
         yield from self._enter(host, prompt.step)
         if last and self.job.fate(prompt) != "aborted":
@@ -167,13 +164,9 @@ class Decentral(Design):
     def _tell(self, source: int, target: int) -> Steps:
         """A message between peers: half of what it takes is the sender's, half the receiver's."""
         if source != target:
-            pair = frozenset((source, target))
-            first = self._fresh and pair not in self._spoken
-            self._spoken.add(pair)
             self.outcome.messages += 1
-            self.outcome.links += first
             for host in (source, target):
-                yield self.hosts.operate(host, self.costs.told(first) / 2)
+                yield self.hosts.operate(host, self.costs.told() / 2)
             yield self.hosts.one_way()
 
     def _pull(self, stage: str, owner: int, host: int, groups: Sequence[Prompt]) -> Steps:

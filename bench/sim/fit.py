@@ -89,18 +89,18 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     """The costs of one design.
 
     What a service did is what the model of it counts, in the fit as in what is predicted: an
-    operation, a message, a link, a moved byte, a byte that is put, a second of idling.
+    operation, a message, a byte that is put or moved, a second of idling. All runs weigh alike,
+    whatever they took; with more prices (of a link, of bytes apart) ten runs fit their own noise.
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
-    free = Costs(activities, *[0.0] * 6, watch)
+    free = Costs(activities, *[0.0] * 4, watch)
     columns = []
     for each in seen:
-        did = simulate(each.job, free, plane, cores)
+        did, took = simulate(each.job, free, plane, cores), each.service_cpu_s()
         idle = each.run["seconds"] * each.job.hosts if plane == "dataplane" else 0.0
-        counts = [did.operations, did.messages, did.links]
-        columns.append([*counts, did.across_bytes, did.stored_bytes, idle])
-    prices = least_squares(columns, [each.service_cpu_s() for each in seen])
-    return Costs(activities, *prices, watch)
+        counts = (did.operations, did.messages, did.stored_bytes + did.across_bytes, idle)
+        columns.append([count / took for count in counts])
+    return Costs(activities, *least_squares(columns, [1.0] * len(seen)), watch)
 
 
 def predict(job: Job, costs: Costs, plane: str, cores: int, rivals: float = 0.0) -> float:

@@ -70,17 +70,14 @@ class Price(msgspec.Struct, frozen=True):
 
 class Costs(msgspec.Struct, frozen=True):
     """Of one design, in processor seconds. `activities`: by role and activity of its workers.
-    Of the peers or the controller: an `operation`, a `message` between peers and the `link` of two
-    that speak for the first time (of both together), a byte that is moved, a byte that is put.
-    `idle`: the share of a core that a service takes for nothing, `watch`: the share that the bench
-    takes to watch the run."""
+    Of the peers or the controller: an `operation`, a `message` between peers (of both together), a
+    `byte` that is put or moved. `idle`: the share of a core that a service takes for nothing,
+    `watch`: the share that the bench takes to watch the run."""
 
     activities: dict[str, dict[str, Price]]
     operation: float
     message: float
-    link: float
-    moved_byte: float
-    stored_byte: float
+    byte: float
     idle: float
     watch: float
     factor: float = 1.0  # on all processor seconds, for a band
@@ -91,11 +88,11 @@ class Costs(msgspec.Struct, frozen=True):
         return self.factor * sum(prices[name].of(work) for name in names if name in prices)
 
     def service(self, operations: int, nbytes: float = 0) -> float:
-        return self.factor * (operations * self.operation + nbytes * self.moved_byte)
+        return self.factor * (operations * self.operation + nbytes * self.byte)
 
-    def told(self, first: bool) -> float:
-        """Of a message between peers, of both together; the first one makes the link."""
-        return self.factor * (self.message + (self.link if first else 0.0))
+    def told(self) -> float:
+        """Of a message between peers, of both together."""
+        return self.factor * self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +229,6 @@ class Outcome:
         self.peers: Counter[int] = Counter()  # claims by how many peers each touched
         self.operations = 0  # requests to services
         self.messages = 0  # between services
-        self.links = 0  # of services that had not spoken before
         self.stored_bytes = 0  # put into arenas
         self.across_bytes = 0.0  # between hosts
         self.peak_bytes: list[int] = []  # held by each service at its fullest
@@ -283,7 +279,6 @@ class Model:
         self.outcome = Outcome()
         self._trained = [self.env.event() for _ in range(job.steps)]
         self._trainers = Counter[int]()
-        self.fresh = place.one_machine  # services that start with the run; a cluster's are old
         self._design = design(self)
 
     def run(self) -> Outcome:

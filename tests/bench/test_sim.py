@@ -25,7 +25,7 @@ ONE_MACHINE = Place(cores=2, one_machine=True)
 CLUSTER = Place(cores=1, one_machine=False, link_bytes_s=25e9, round_trip_s=5e-5, copiers=8)
 
 
-def costs(price: Price = PER_BYTE, operation: float = 1e-3, moved_byte: float = 1e-9) -> Costs:
+def costs(price: Price = PER_BYTE, operation: float = 1e-3, byte: float = 1e-9) -> Costs:
     stage = {"claim": price, "read": price, "add": price}
     return Costs(
         activities={
@@ -36,9 +36,7 @@ def costs(price: Price = PER_BYTE, operation: float = 1e-3, moved_byte: float = 
         },
         operation=operation,
         message=0.0,
-        link=0.0,
-        moved_byte=moved_byte,
-        stored_byte=0.0,
+        byte=byte,
         idle=0.0,
         watch=0.0,
     )
@@ -130,7 +128,7 @@ def test_between_hosts_a_put_a_claim_and_a_finish_are_messages_to_the_primary_an
 ):
     free = costs(Price(), 0.0, 0.0)
     alone = run(job(hosts=1, trainers=1), Decentral, ONE_MACHINE, free)
-    assert alone.messages == alone.links == 0
+    assert alone.messages == 0
     dear = replace(free, message=0.02)
     assert run(job(hosts=1, trainers=1), Decentral, ONE_MACHINE, dear).step_s == alone.step_s
     two = run(job(hosts=2, trainers=2), Decentral, ONE_MACHINE, free)

@@ -26,6 +26,7 @@ from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, W
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
 _SWEEPS = 3_000
 _DRAWS = 4
+_TICK_S = 0.01  # in which the kernel counts processor time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,15 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
     free = Costs(activities, *[0.0] * 4, watch)
-    columns = []
+    columns, wanted = [], []
     for each in seen:
         did, took = simulate(each.job, free, plane, cores), each.service_cpu_s()
+        weight = 1 / max(took, _TICK_S)
         idle = each.run["seconds"] * each.job.hosts if plane == "dataplane" else 0.0
         counts = (did.operations, did.messages, did.stored_bytes + did.across_bytes, idle)
-        columns.append([count / took for count in counts])
-    return Costs(activities, *least_squares(columns, [1.0] * len(seen)), watch)
+        columns.append([count * weight for count in counts])
+        wanted.append(took * weight)
+    return Costs(activities, *least_squares(columns, wanted), watch)
 
 
 def predict(job: Job, costs: Costs, plane: str, cores: int, rivals: float = 0.0) -> float:

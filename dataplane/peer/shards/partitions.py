@@ -22,7 +22,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.peer.host import Caller, Entry, Handle, Host, Known
+from dataplane.peer.host import Caller, Entry, Handle, Host, Known, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.messages import Body, Define, Defined, Done, Seal
@@ -132,7 +132,8 @@ class Partitions:
 
     async def _define(self, caller: Caller, body: Define) -> Body:
         if body.definition is None and body.wait_ms:
-            until = self.host.now() + body.wait_ms / 1000
+            # Asked again, where the shard moved, less time is left than that.
+            until = min(self.host.now() + body.wait_ms / 1000, call_deadline.get())
             while body.partition not in self.host.entries and self.host.now() < until:
                 if not self.host.serves(body.partition):
                     raise StaleEpoch(f"the shard of partition {body.partition!r} moved: ask there")

@@ -177,9 +177,14 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
     if not found:
         asked = (f" named {peer!r}" if peer else "") + (f" of run {run!r}" if run else "")
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
+        if not running:
+            raise PeerNotFound(
+                f"no run of yours is on this host, {rundir.run_dir()} has none: connect() in a program "
+                "begins one, or dataplane peer; where those had a DATAPLANE_RUN_DIR, set it here too",
+                running=running,
+            )
         raise PeerNotFound(
-            f"no peer{asked} runs on this host (running: {'; '.join(running) or 'none'})",
-            running=running,
+            f"no peer{asked} runs on this host (running: {'; '.join(running)})", running=running
         )
     return found
 
@@ -215,11 +220,12 @@ def _stats(run: str, peer: str) -> dict[str, Any]:
 
 def _clean(arguments: argparse.Namespace) -> int:
     """End what nobody needs, and say what; leave the rest, and say why."""
-    base = rundir.run_dir()
+    base, some = rundir.run_dir(), False
     for run in rundir.living_runs(base):
         for peer in run.peers:
             if arguments.run not in (None, run.name):
                 continue
+            some = True
             what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
             stats = _stats(run.name, peer.name)
             needed = _needed(stats, peer, arguments.run is not None)
@@ -230,7 +236,10 @@ def _clean(arguments: argparse.Namespace) -> int:
             print(f"ended {what}{f', though {needed}' if needed else ''}", flush=True)
     for folder in runs.ended(base):
         if arguments.run in (None, folder.name) and rundir.remove(folder):
+            some = True
             print(f"removed what run {folder.name!r} left in {folder}", flush=True)
+    if not some:
+        print("there is nothing to end", flush=True)
     return 0
 
 

@@ -297,15 +297,19 @@ def of_variable(name: str, environ: Mapping[str, str] = os.environ) -> Any:
 def unknown(environ: Mapping[str, str] = os.environ) -> str:
     """What is wrong with names of variables that look like ours and are none; "" where nothing is.
     Kubernetes sets some of its own for a Service that is called dataplane."""
-    known = [setting.env for setting in TABLE if setting.variable]
+    known = [setting.env.removeprefix(_PREFIX) for setting in TABLE if setting.variable]
     told = []
-    for name in sorted(environ):
-        if name.startswith("DATAPLANE_") and name not in known and not _OF_A_SERVICE.search(name):
-            near = difflib.get_close_matches(name, known, 1, 0)
-            told.append(f"{name} is no setting, did you mean {near[0]}?")
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX) or _OF_A_SERVICE.search(variable):
+            continue
+        if (name := variable.removeprefix(_PREFIX)) not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {_PREFIX}{near[0]}?" if near else "see docs/settings.md"
+            told.append(f"{variable} is no setting, {meant}")
     return " ".join(told)
 
 
+_PREFIX = "DATAPLANE_"
 _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?(_|$)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,22 +40,20 @@ def programs(page: str) -> list[str]:
 
 @pytest.mark.timeout(900)  # a page of recipes is eighteen programs, each with a peer of its own
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
-def test_the_python_of_a_page_runs_and_twice_in_a_row_where_it_names_a_run(
+def test_the_python_of_a_page_runs_in_the_run_of_its_launch(
     page: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_out = []
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for nth in ("first", "second"):
-        (tmp_path / nth).mkdir()
-        monkeypatch.chdir(tmp_path / nth)
-        for program in programs(page):
-            if nth == "second" and not re.search("run=|DATAPLANE_RUN", program):
-                continue  # its run is its launch's: another launch meets nothing of it
-            compile(program, page, "exec")
-            if python := python_for(program):
-                run([str(python), "-c", program])
-            else:
-                left_out.append(program)
+    monkeypatch.chdir(tmp_path)
+    for program in programs(page):
+        compile(program, page, "exec")
+        # so it can run twice in a row, and two at a time: another launch meets nothing of it
+        assert not re.search("run=|DATAPLANE_RUN", program)
+        if python := python_for(program):
+            run([str(python), "-c", program])
+        else:
+            left_out.append(program)
     if left_out:
         pytest.skip("what it imports is not installed: `make test-ray` or `make test-verl` does it")
 
@@ -68,9 +67,11 @@ def python_for(program: str) -> Path | None:
     return Path(sys.executable)
 
 
-def test_the_readmes_quick_start_says_what_it_is_to_say(run_dir: Path) -> None:
-    told = run([sys.executable, "-c", programs("README.md")[0]])
-    assert told.splitlines() == ["(4, 5) [-2.5, 6.5, -5.5, 1.5]"] * 2
+def test_the_readmes_quick_start_runs_two_at_a_time_and_twice_in_a_notebook(run_dir: Path) -> None:
+    twice = f"for _ in range(2): exec({programs('README.md')[0]!r})"
+    with ThreadPoolExecutor() as launches:
+        for told in launches.map(run, [[sys.executable, "-c", twice]] * 2):
+            assert told.splitlines() == ["(4, 5) [-2.5, 6.5, -5.5, 1.5]"] * 4
 
 
 def anchors(page: Path) -> set[str]:

@@ -41,5 +41,6 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["status", "--run", "p"]) == 2
-    assert "no peer of run 'p' runs on this host (running: none)" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"no run of yours is on this host, {run_dir} has none: connect() in a program" in told
     assert not list(run_dir.iterdir())

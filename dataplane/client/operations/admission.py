@@ -17,7 +17,7 @@ from dataplane.client.core import (
     milliseconds,
     wait_for,
 )
-from dataplane.errors import InvalidCall
+from dataplane.errors import InvalidCall, counted
 from dataplane.wire.messages import Admit, Admitted, Advance, Done, Unadmit
 
 
@@ -65,7 +65,7 @@ class Admitting:
 
     def __repr__(self) -> str:
         state = "not admitted" if self._held is None else f"begun at version {self.version}"
-        return f"<Permits for {self.n} groups of {self._handle.name!r}: {state}>"
+        return f"<Permits for {counted(self.n, 'group')} of {self._handle.name!r}: {state}>"
 
 
 def advance(handle: Handle, version: int, timeout: float | None) -> Operation[None]:

@@ -105,7 +105,7 @@ def put(
         raise RowsGone(
             f"all {counted(n, 'row')} of this put were in partition {handle.name!r} before and "
             "have been freed, as their keys or groups say: nothing was put. Give reuse=True where "
-            "these are new rows under old names",
+            "these are new rows under old names, or part.drop() to begin the partition anew",
             keys=row_names(identity.wire(None))[:SHOWN_NAMES],
         )
     return ref(generation=generation, kept=work.gone)

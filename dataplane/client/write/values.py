@@ -298,6 +298,10 @@ def _prepare(
         return PreparedColumn(name, _ragged(column, specs))
     if isinstance(column, _JaggedRows):
         return PreparedColumn(name, _loose(column, specs, column.axis))
+    if form is not None and schema.parsed(form).shape == ():
+        numbers = _of_flat(list(column))  # of Python, which are objects where nobody says a dtype
+        if isinstance(numbers, np.ndarray):
+            return PreparedColumn(name, _dense(numbers, specs))
     heads = objects.encode_many(column)
     if heads is not None:
         return PreparedColumn(name, _heads(heads, specs))

@@ -179,8 +179,9 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
         if not running:
             raise PeerNotFound(
-                f"no run of yours is on this host, {rundir.run_dir()} has none: connect() in a program "
-                "begins one, or dataplane peer; where those had a DATAPLANE_RUN_DIR, set it here too",
+                f"no run of yours is on this host, {rundir.run_dir()} has none: connect() in a "
+                "program begins one, or dataplane peer; where those had a DATAPLANE_RUN_DIR, set "
+                "it here too",
                 running=running,
             )
         raise PeerNotFound(

@@ -98,9 +98,9 @@ def _partition(
     if told := partition.get("admission"):
         taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
         yield (
-            f"    version {told['version']}, lag {told['lag']} | "
+            f"    admit: version {told['version']}, lag {told['lag']} | "
             f"{taken + told['held_groups']} of {counted(told['places'], 'place')} taken, "
-            f"{told['permits']} of them permitted"
+            f"{told['permits']} of them by permits"
         )
     stages = partition["stages"]
     width = max(map(len, stages), default=0)

@@ -258,12 +258,16 @@ def test_a_stream_that_waits_holds_nothing_of_the_batch_before(hosts: Hosts) -> 
     waiting.join()
 
 
-def test_a_filtered_stream_ends_where_what_is_left_can_never_match(hosts: Hosts) -> None:
+def test_a_filtered_stream_ends_where_what_is_left_can_never_match(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
     here, there = hosts.partition({"s": ["x"], "t": ["x"]}, group_size=1)
     fill(here, 3, group=[0, 1, 2], tags={"version": [1, 1, 2]})
     here.seal()
     fresh = tag("version") >= 2
     assert [rows_of(batch) for batch in there.stream("s", groups=1, where=fresh)] == [[2]]
+    assert list(here.loader("s", groups=1, where=fresh)) == []
+    assert caplog.text.count("every row that matches; 2 groups that do not are left") == 2
     with pytest.raises(
         dataplane.StreamEnd, match="that matches; 2 groups that do not are left"
     ) as e:

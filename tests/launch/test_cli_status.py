@@ -77,7 +77,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "  host a   [###############.....]  75% of 4.0 GiB, 8 rows, 2 clients",
         "  host bb  does not answer: it is away",
         "  partition step-3  open, 8 rows, 2 groups, 8.0 MiB",
-        "    version 7, lag 1 | 10 of 16 places taken, 3 of them permitted",
+        "    admit: version 7, lag 1 | 10 of 16 places taken, 3 of them by permits",
         "    reward  3 ready | 5 leased: 5 by pid 7 on host b for 5 min | 1 call waits, the oldest "
         "2 s | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "

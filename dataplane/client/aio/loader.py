@@ -13,6 +13,7 @@ from dataplane.client.aio.driver import Prefetch
 from dataplane.client.core import DEFAULT_TIMEOUT_S
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
+from dataplane.client.operations.stream import tell_what_is_left
 from dataplane.errors import StreamEnd
 
 
@@ -82,8 +83,9 @@ class Loop(AsyncIterator[Any]):
             raise StopAsyncIteration
         try:
             self.batch, made = await self._prefetch.next()
-        except StreamEnd:
+        except StreamEnd as exc:
             self.over = True
+            tell_what_is_left(exc)
             raise StopAsyncIteration from None
         except Exception:
             await self._loader.aclose()

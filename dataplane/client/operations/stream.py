@@ -73,6 +73,12 @@ class Streaming(Generic[B]):
         return f"<{self._kind} of {self._what}: {state}>"
 
 
+def tell_what_is_left(end: StreamEnd) -> None:
+    """A loop ends without a word, also where its filter left rows out that nobody may ask for."""
+    if end.details.get("remaining"):
+        log.warning("a loop has ended: %s", end.message)
+
+
 class Looping(Generic[B]):
     """One loop over a stream, and the batch that its body has in hand."""
 
@@ -95,8 +101,9 @@ class Looping(Generic[B]):
             raise StreamEnd("this loop is over")
         try:
             batch = stream._make((yield from stream._claim()))
-        except StreamEnd:
+        except StreamEnd as exc:
             self._over = True
+            tell_what_is_left(exc)
             raise
         self.batch, self._given = batch, self._given + 1
         if stream._closed:  # meanwhile, by another thread or task

@@ -14,6 +14,7 @@ from typing import Any
 from dataplane.client.core import DEFAULT_TIMEOUT_S
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
+from dataplane.client.operations.stream import tell_what_is_left
 from dataplane.client.sync.batch import Batch
 from dataplane.client.sync.driver import Prefetch
 from dataplane.errors import StreamEnd
@@ -85,8 +86,9 @@ class Loop(Iterator[Any]):
             raise StopIteration
         try:
             self.batch, made = self._prefetch.next()
-        except StreamEnd:
+        except StreamEnd as exc:
             self.over = True
+            tell_what_is_left(exc)
             raise StopIteration from None
         except Exception:
             self._loader.close()

@@ -410,7 +410,8 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
     left = entry.store.counts(stage).remaining(want.unit)
     had = f"partition {entry.name!r} is sealed and stage {stage!r} has had every row"
     if left:
-        had += f" that matches; {left} {want.unit} that do not are left"
+        one, many = f"{want.unit[:-1]} that does not is", f"{want.unit} that do not are"
+        had += f" that matches; {counted(left, one, many)} left"
     return StreamEnd(had, remaining=left)
 
 

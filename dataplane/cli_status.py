@@ -5,6 +5,7 @@ Made of what peers say of themselves (`plane.stats()`), and nothing else; two lo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ def lines(peers: Mapping[str, Stats], rates: Mapping[tuple[str, str], float]) ->
     for name, host in hosts.items():
         yield f"  host {name:<{width}}  {_host(host)}"
     drained = []
-    for name, partition in seen["partitions"].items():
+    for name in sorted(seen["partitions"], key=_in_order):
+        partition = seen["partitions"][name]
         if partition["rows"] or partition["phase"] == "open" or _waits(seen, name):
             yield from _partition(name, partition, seen, rates)
         else:
@@ -149,6 +151,11 @@ def _plan(plan: Stats) -> str:
         more = " …" if many > len(shown) else ""
         said += f", {word}: {', '.join(map(str, shown))}{more}" if many else ""
     return said
+
+
+def _in_order(name: str) -> list[str | int]:
+    """step-2 before step-10, wherever they live."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _waits(seen: Stats, name: str) -> bool:

@@ -42,7 +42,7 @@ PEERS: dict[str, Any] = {
         },
         "everywhere": {
             "partitions": {
-                "step-1": partition(0, "sealed", train=stage(acked_rows=64)),
+                "step-10": partition(0, "sealed", train=stage(acked_rows=64)),
                 "step-2": partition(0, "sealed", train=stage(acked_rows=64)),
                 "step-3": partition(
                     8,
@@ -82,7 +82,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "2 s | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "
         "2, not come: 1, 4, 5, 6, 7, 8, 9, 10 … | 8 calls wait, the oldest 95 s",
-        "  2 drained partitions: step-1, step-2",
+        "  2 drained partitions: step-2, step-10",
     ]
     assert cli_status.acked(PEERS)["step-3", "reward"] == 10
 

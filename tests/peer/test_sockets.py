@@ -188,3 +188,31 @@ def narrow(context: Context) -> tuple[Socket, Socket, list[bytes]]:
 async def send_all(dealer: Socket, count: int) -> None:
     for number in range(count):
         await dealer.send([b"%d" % number])
+
+
+async def test_what_is_posted_in_one_turn_goes_in_one_message_to_each() -> None:
+    context = Context()
+    router, dealers = context.socket(zmq.ROUTER), [context.socket(zmq.DEALER) for _ in range(2)]
+    router.bind("inproc://posted")
+    came: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    router.receive(came.put_nowait)
+    asked = []
+    for dealer in dealers:
+        dealer.connect("inproc://posted")
+        dealer.post(b"1")
+        dealer.post(b"2")
+        asked.append(await asyncio.wait_for(came.get(), LIMIT_S))
+    assert [parts[1:] for parts in asked] == [[b"1", b"2"]] * 2
+    answers: list[asyncio.Queue[list[bytes]]] = [asyncio.Queue(), asyncio.Queue()]
+    for dealer, answer in zip(dealers, answers, strict=True):
+        dealer.receive(answer.put_nowait)
+    for frame in (b"3", b"4"):
+        for parts in asked:
+            router.post(frame, parts[0])
+    for answer in answers:
+        assert await asyncio.wait_for(answer.get(), LIMIT_S) == [b"3", b"4"]
+    router.post(b"5", b"nobody")
+    dealers[0].post(b"6")
+    dealers[0].close()
+    await asyncio.sleep(0)
+    context.destroy()

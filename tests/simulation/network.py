@@ -206,6 +206,13 @@ class Socket:
         self._paused = False
         self.network.loop.call_soon(self._look)
 
+    def post(self, frame: bytes, to: bytes = b"") -> None:
+        if not self.closed:
+            self.send_now([to, frame] if to else [frame])
+
+    def send_now(self, parts: list[bytes]) -> bool:
+        raise NotImplementedError
+
     def got(self, parts: list[bytes]) -> None:
         self._unread.append(parts)
         self._look()

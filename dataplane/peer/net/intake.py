@@ -6,11 +6,8 @@ answered fill the bound nothing is taken from the socket, and zmq makes the send
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
-
-import zmq
 
 from dataplane.errors import ProtocolError
 from dataplane.peer.net.failures import failed
@@ -46,23 +43,20 @@ class Intake:
 
     def _arrived(self, parts: list[bytes]) -> None:
         assert self._router is not None
-        if len(parts) != 2:
-            self.refusals.count(f"a message of {len(parts) - 1} parts")
-            return
-        identity, frame = parts
-        try:
-            request = peering.decode_request(frame)
-        except ProtocolError as exc:
-            self.refusals.count(exc)
-            reply = PeerReply(0, self._incarnation, failed(exc))
-            with contextlib.suppress(zmq.ZMQError):  # whoever it was has gone
-                self._router.send_now([identity, peering.encode(reply)])
-            return
-        nbytes = max(len(frame), REQUEST_BYTES)
-        self._used_bytes += nbytes
-        if self._is_full:
-            self._router.pause()
-        self._take(identity, request, nbytes)
+        identity, *frames = parts
+        for frame in frames:
+            try:
+                request = peering.decode_request(frame)
+            except ProtocolError as exc:
+                self.refusals.count(exc)
+                reply = PeerReply(0, self._incarnation, failed(exc))
+                self._router.post(peering.encode(reply), identity)
+                continue
+            nbytes = max(len(frame), REQUEST_BYTES)
+            self._used_bytes += nbytes
+            if self._is_full:
+                self._router.pause()
+            self._take(identity, request, nbytes)
 
     def answered(self, nbytes: int) -> None:
         was_full = self._is_full

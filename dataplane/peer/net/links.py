@@ -169,15 +169,13 @@ class Link:
             self.forget(rid)
 
     def ask_now(self, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body] | None:
-        """As `ask`, but have the answer to wait for, to `forget` afterwards; None where the request
-        cannot be sent at once."""
+        """As `ask`, but have the answer to wait for, to `forget` afterwards; None where what it
+        brings has no room now."""
         if self.ended is not None or (brings and not self.room.acquire_now(brings)):
             return None
         if brings:
             self.coming[rid] = brings
-        if not self.socket.send_now([frame]):
-            self._came(rid)
-            return None
+        self.socket.post(frame)
         return self._awaited(rid)
 
     def forget(self, rid: int) -> None:

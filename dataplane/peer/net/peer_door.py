@@ -7,7 +7,6 @@ behind is refused (`StaleEpoch`), and one that is ahead waits until this peer ha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import logging
@@ -26,7 +25,7 @@ from dataplane.peer.net.intake import REQUEST_BYTES, Intake
 from dataplane.peer.net.links import bindable, tune
 from dataplane.peer.net.once import REPEATABLE, Once, part_of
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.net.sockets import Context, Socket, SocketClosed
+from dataplane.peer.net.sockets import Context, Socket
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
@@ -37,7 +36,7 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 MAX_UNTAKEN = limits.MAX_BYTES_UNDER_WAY // REQUEST_BYTES
-"""Answers that wait for one peer to take them: as many as there may be requests at once."""
+"""Messages of answers that wait for one peer to take them: as many as there may be requests."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = (PeerHello, Beat, Rostered, Stats)
@@ -98,6 +97,7 @@ class PeerDoor:
                 address=self.host.address,
             ) from exc
         self._router = router
+        router.on_untaken = self._untaken
         self.intake.open(router)
 
     def close(self) -> None:
@@ -174,11 +174,11 @@ class PeerDoor:
             frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
-        with contextlib.suppress(zmq.ZMQError, SocketClosed):  # nobody is there any more
-            if not self._router.send_now([identity, frame]):
-                self.intake.refusals.count(
-                    f"{request.sender} has not taken {MAX_UNTAKEN} answers: one is dropped"
-                )
+        self._router.post(frame, identity)
+
+    def _untaken(self, answers: int) -> None:
+        for _ in range(answers):
+            self.intake.refusals.count(f"a peer has not taken {MAX_UNTAKEN} messages of answers")
 
     def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
         if isinstance(request.body, ANYBODY):

@@ -9,6 +9,7 @@ more than libzmq's own calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ _LAST, _NOT_LAST = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 AT_ONCE = 16
 """Messages that one socket hands over before others have their turn."""
+MOST_FRAMES, MOST_BYTES = 256, 256 << 10
+"""A message has no more parts, nor more bytes but in its last one."""
 
 
 class SocketClosed(Exception):
@@ -45,7 +48,10 @@ class Socket:
         self._take: Take | None = None
         self._paused = False
         self._look_is_due = self._looks = False
-        self._queue: deque[tuple[Sequence[bytes], asyncio.Future[None]]] = deque()
+        self._queue: deque[tuple[Sequence[bytes], asyncio.Future[None] | None]] = deque()
+        self._posted: dict[bytes, list[bytes]] = {}
+        self.on_untaken: Callable[[int], None] = lambda frames: None
+        """told how many posted frames were dropped, as their receiver takes none"""
         self._monitor: Socket | None = None
         # What comes belongs to no call that happened to be under way when the socket was made.
         self._variables = Variables()
@@ -81,7 +87,7 @@ class Socket:
         self._raw.close(linger=0)
         while self._queue:
             turn = self._queue.popleft()[1]
-            if not turn.done():
+            if turn is not None and not turn.done():
                 turn.set_exception(SocketClosed())
         self._told_closed(self)
 
@@ -157,6 +163,36 @@ class Socket:
 
     # out
 
+    def post(self, frame: bytes, to: bytes = b"") -> None:
+        """Send it when this turn of the loop is over, in one message with all else that goes to the
+        same receiver then, each a part of it. to: at a ROUTER, whose connection; where nobody is
+        there any more, or the socket closes before, it is lost."""
+        if not self._posted:
+            self._loop.call_soon(self._send_posted, context=self._variables)
+        self._posted.setdefault(to, []).append(frame)
+
+    def _send_posted(self) -> None:
+        posted, self._posted = self._posted, {}
+        if self.closed:
+            return
+        for to, frames in posted.items():
+            first = nbytes = 0
+            for nth, frame in enumerate(frames, 1):
+                nbytes += len(frame)
+                if nth == len(frames) or nth - first == MOST_FRAMES or nbytes >= MOST_BYTES:
+                    self._send_soon(to, frames[first:nth])
+                    first, nbytes = nth, 0
+
+    def _send_soon(self, to: bytes, frames: list[bytes]) -> None:
+        if not to:
+            if not self.send_now(frames):
+                self._queue.append((frames, None))
+                self._look_soon()
+            return
+        with contextlib.suppress(zmq.ZMQError):  # nobody is there any more
+            if not self.send_now([to, *frames]):
+                self.on_untaken(len(frames))
+
     def send_now(self, parts: Sequence[bytes]) -> bool:
         """Whether it was sent: False where libzmq's queue is full, or others wait. SocketClosed."""
         if self._queue:
@@ -191,14 +227,16 @@ class Socket:
     def _send_next(self) -> bool:
         """Whether somebody waits no longer."""
         parts, turn = self._queue[0]
-        if not turn.done():  # otherwise whoever sent it gave up
+        if turn is None or not turn.done():  # otherwise whoever sent it gave up
             try:
                 if not self._try(parts):
                     return False
             except zmq.ZMQError as exc:
-                turn.set_exception(exc)
+                if turn is not None:
+                    turn.set_exception(exc)
             else:
-                turn.set_result(None)
+                if turn is not None:
+                    turn.set_result(None)
         self._queue.popleft()
         return True
 

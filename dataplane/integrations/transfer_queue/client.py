@@ -8,6 +8,7 @@ rows themselves; choosing some and saying so is one process's work at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -392,6 +393,10 @@ class TransferQueueClient:
         keys = [keys] if isinstance(keys, str) else list(keys)
         if not keys:
             raise ValueError("give one key at least")
+        wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+        if wanted:  # mostly fields that all of them have: those of a meta
+            with contextlib.suppress(StorageKeyNotFoundError):
+                return self._store.values(partition_id, keys, wanted)
         found = self._store.find(partition_id, keys)
         if absent := [key for key, row in zip(keys, found, strict=True) if row is None]:
             raise StorageKeyNotFoundError(
@@ -401,8 +406,7 @@ class TransferQueueClient:
         fields = common_fields([row for row in found if row is not None])
         if not fields:
             raise ValueError(f"the rows of {partition_id!r} have no field that all of them have")
-        if select_fields is not None:
-            wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+        if wanted is not None:
             fields = [field for field in wanted if field in fields]
         return self._store.values(partition_id, keys, fields)
 

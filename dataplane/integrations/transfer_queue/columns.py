@@ -1,9 +1,8 @@
 """TensorDicts as rows of the plane and back, and tags of any kind as the plane's scalars.
 
 A tensor's rows are arrays. Everything else is an object under one key, so that a list of numbers
-stays a list; tensors inside come back as tensors. Of each field that a row has, a hidden tag says
-what it is, in the same message as the value: who is there, and with what dtype and shape, is read
-without a value. Nothing here talks to a peer.
+stays a list. Of each field that a row has, a hidden tag says what it is, in the same message as the
+value: who is there, and with what dtype and shape, is read without a value.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+import dataplane
+
 HIDDEN = "\0"
 """How names begin that users do not see."""
 OBJECT = "o"
 _WHOLE = ""
-_TENSOR, _ARRAY, _TEXTS = "\0tensor", "\0array", "\0texts"
+_ARRAY, _TEXTS = "\0array", "\0texts"
 _SCALARS = (bool, int, float, str)
 _INT64 = 1 << 63
 _MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
@@ -42,9 +43,10 @@ class Column:
 
     def take(self, places: Sequence[int]) -> Column:
         told = [self.told[place] for place in places]
-        if isinstance(self.entries, torch.Tensor):
+        if isinstance(self.entries, torch.Tensor) and not self.entries.is_nested:
             return Column(self.entries[list(places)], told, self.dedup)
-        return Column([self.entries[place] for place in places], told, self.dedup)
+        entries = list(self.entries)
+        return Column([entries[place] for place in places], told, self.dedup)
 
 
 def columns_of(fields: TensorDict) -> dict[str, Column]:
@@ -57,9 +59,10 @@ def _column(name: str, value: Any, rows: int) -> Column:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if value.is_nested:
-            ragged = getattr(value, "_ragged_idx", 1)
             parts = value.unbind()
-            return Column(list(parts), [_told(part, ragged) for part in parts])
+            if value.layout == torch.strided:
+                return Column(list(parts), [_told(part, 1) for part in parts])
+            return Column(value, [_told(part, value._ragged_idx) for part in parts])
         return Column(value, [_told(value[0], 0)] * rows if rows else [])
     data: Any = value.data if isinstance(value, NonTensorData) else None
     split = isinstance(data, list) or (isinstance(data, np.ndarray) and data.ndim > 0)
@@ -100,7 +103,7 @@ def kind(told: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, int]:
 def packed_object(value: Any) -> Any:
     """As the plane takes it; what it does not know it names with its path in the value."""
     if isinstance(value, torch.Tensor):
-        return {_TENSOR: value.detach()}
+        return value.detach()
     if isinstance(value, NonTensorData):
         return packed_object(value.data)
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
@@ -118,9 +121,8 @@ def packed_object(value: Any) -> Any:
 
 
 def unpacked_object(value: Any) -> Any:
+    """What `packed_object` was given, nothing of it in the arena: tensors come as copies anyway."""
     if isinstance(value, dict):
-        if _TENSOR in value:
-            return _private(value[_TENSOR])
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)
             made[:] = [unpacked_object(one) for one in value[_ARRAY]]
@@ -132,8 +134,6 @@ def unpacked_object(value: Any) -> Any:
         return [unpacked_object(one) for one in value]
     if isinstance(value, tuple):
         return tuple(unpacked_object(one) for one in value)
-    if isinstance(value, torch.Tensor):
-        return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -145,73 +145,28 @@ def _has_arrays(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray) and value.nbytes >= _MOST_DEDUP
 
 
-_BITS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-_BITS |= {"float8_e5m2": torch.float8_e5m2}
-
-
-def _viewed(array: Any) -> torch.Tensor:
-    """A tensor over the read-only array's bytes, only to be copied from."""
-    array = np.asarray(array)
-    if array.dtype.name in _BITS:
-        plain = np.uint16 if array.itemsize == 2 else np.uint8
-        return _viewed(array.view(plain)).view(_BITS[array.dtype.name])
-    if not array.flags.writeable:  # torch would warn; nobody writes here
-        array = np.asarray(_Open(array))
-    return torch.from_numpy(array)
-
-
-class _Open:
-    """An array's memory without the mark that forbids writing."""
-
-    def __init__(self, array: Any) -> None:
-        told = dict(array.__array_interface__)
-        told["data"] = (told["data"][0], False)
-        self.__array_interface__ = told
-        self.array = array
-
-
-def _private(array: Any) -> torch.Tensor:
-    return array.clone() if isinstance(array, torch.Tensor) else _viewed(array).clone()
-
-
-def packed_field(entries: Sequence[Any], told: Sequence[str]) -> torch.Tensor | NonTensorStack:
+def packed_field(
+    rows: dataplane.Rows, field: str, told: Sequence[str]
+) -> torch.Tensor | NonTensorStack:
     """The rows of one field as TransferQueue hands them out: scalars dense, other tensors jagged
     (also of equal lengths), everything else a stack of objects. All of it is private."""
-    if not all(one != OBJECT for one in told):
-        return NonTensorStack(
-            *(
-                unpacked_object(entry[_WHOLE]) if one == OBJECT else _private(entry)
-                for entry, one in zip(entries, told, strict=True)
-            )
-        )
-    views = [_viewed(entry) for entry in entries]
-    if all(view.dim() == 0 for view in views):
-        return torch.stack(views)
-    if len({view.dim() for view in views}) > 1 or len({view.dtype for view in views}) > 1:
-        return NonTensorStack(*[view.clone() for view in views])
-    ragged = _ragged(views, max(kind(one)[2] for one in told))
-    if ragged is None:
-        return torch.nested.nested_tensor(views, layout=torch.strided)
-    lengths = [view.shape[ragged - 1] for view in views]
-    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int64)
-    values = torch.cat(views, dim=ragged - 1)
-    return torch.nested.nested_tensor_from_jagged(
-        values,
-        offsets,
-        jagged_dim=ragged,
-        min_seqlen=min(lengths),
-        max_seqlen=max(lengths),
-    )
+    if any(one == OBJECT for one in told):
+        return NonTensorStack(*[_entry(rows, field, i, one) for i, one in enumerate(told)])
+    dtypes, shapes, _ = map(set, zip(*map(kind, told), strict=True))
+    ranks = {len(shape or ()) for shape in shapes}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        return NonTensorStack(*rows.torch(field, layout="list"))
+    if sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)) > 1:
+        return torch.nested.nested_tensor(rows.torch(field, layout="list"), layout=torch.strided)
+    # Ragged where rows differ, else as it was put.
+    found: torch.Tensor = rows.torch(field, layout="dense" if ranks == {0} else "jagged")
+    return found
 
 
-def _ragged(views: Sequence[torch.Tensor], hint: int) -> int | None:
-    """The one dimension of the batch in which rows differ; where all are equal, that of the put,
-    else the first. None where they differ in several."""
-    shapes = {tuple(view.shape) for view in views}
-    differ = [d for d, sizes in enumerate(zip(*shapes, strict=True), 1) if len(set(sizes)) > 1]
-    if len(differ) > 1:
-        return None
-    return differ[0] if differ else hint or 1
+def _entry(rows: dataplane.Rows, field: str, place: int, told: str) -> Any:
+    if told == OBJECT:
+        return unpacked_object(rows[field][place][_WHOLE])
+    return rows.rows([place]).torch(field, layout="list")[0]
 
 
 # tags

@@ -373,7 +373,7 @@ class Store:
                 if None in told:
                     lacks = _plain(found.keys[told.index(None)])
                     raise StorageKeyNotFoundError(f"row {lacks!r} of {name!r} has no {field!r}")
-                packed[field] = packed_field(list(found[field]), [str(one) for one in told])
+                packed[field] = packed_field(found, field, [str(one) for one in told])
             return TensorDict(packed, batch_size=len(keys))
         raise dataplane.Unavailable(f"rows of {name!r} were cleared by others, time and again")
 

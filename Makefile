@@ -28,7 +28,7 @@ test-packages:
 system-packages:
 	@$(PACKAGES) --ask iproute2 etcd-server chromium
 
-# A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill trainer"`, see examples/grpo_tiny.
+# A small transformer trained with GRPO by six processes; `GRPO="--lag 2 --kill train"`, see examples/grpo_tiny.
 example-grpo: $(VENV)/.examples-installed
 	$(BIN)/python examples/grpo_tiny/run.py $(GRPO)
 

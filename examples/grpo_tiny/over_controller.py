@@ -1,37 +1,31 @@
-"""The same by way of a controller, to compare with: a single driver, as verl's classic one.
+"""The same by way of a controller, to compare with: a single driver, as verl's classic one. Every
+byte passes through it, it waits for all rows of a stage, and a worker that dies ends the run."""
 
-It gathers all rows of a stage before the next one begins, every byte passes through it, and it
-knows every worker by name, so that one that dies ends the run.
-"""
-
-from multiprocessing.connection import Connection
-from pathlib import Path
+from argparse import Namespace
 
 import numpy as np
 import torch
-from model import Model, prompts
-from stages import DO, GROUP_SIZE, GROUPS, STAGES
-
-Ends = dict[tuple[str, int], Connection]
+from grpo import DO, STAGES, Model, prompts
 
 
-def work(stage: str, out: Path, pipe: Connection) -> None:
-    model = Model()
-    torch.seed()  # the first weights are everybody's, the luck our own
+def live(stage: str, rank: int, args: Namespace) -> None:
+    if stage == "feed":
+        return feed(args)
+    model, (_, pipe) = Model(), args.pipes[stage, rank]
     while (rows := pipe.recv()) is not None:
-        made = DO[stage](model, out, **{name: torch.from_numpy(c) for name, c in rows.items()})
+        made = DO[stage](model, args.out, **{n: torch.from_numpy(c) for n, c in rows.items()})
         pipe.send({name: column.numpy() for name, column in made.items()})
 
 
-def feed(steps: int, pipes: Ends) -> None:
+def feed(args: Namespace) -> None:
     """Each worker of a stage gets its share of the rows, and all of them are waited for."""
-    for step in range(steps):
-        rows = {"prompt": prompts(step, GROUPS).repeat_interleave(GROUP_SIZE, 0).numpy()}
+    for step in range(args.steps):
+        rows = {"prompt": prompts(step).numpy()}
         for stage, wanted in STAGES.items():
-            workers = [pipe for (name, _), pipe in pipes.items() if name == stage]
+            workers = [pipe for (name, _), (pipe, _) in args.pipes.items() if name == stage]
             for n, pipe in enumerate(workers):
                 pipe.send({name: np.split(rows[name], len(workers))[n] for name in wanted})
             parts = [pipe.recv() for pipe in workers]
             rows |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    for pipe in pipes.values():
+    for pipe, _ in args.pipes.values():
         pipe.send(None)

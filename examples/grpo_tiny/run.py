@@ -1,106 +1,87 @@
-"""GRPO, small but real: a transformer learns to count from its rewards alone, on two cores.
-
-Two rollout workers, a reward, a reference, two trainers and one that feeds prompts are a process
-each. This file starts them, and starts anew who dies. What to try: README.md.
-"""
+"""GRPO, small but real: a transformer learns to count from its rewards alone, on two cores. Each
+worker is a process; this file starts them, and starts anew who dies. What to try: README.md."""
 
 import json
 import multiprocessing
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import over_controller
 import over_dataplane
 import torch
 import torch.distributed as dist
-from stages import WORKERS
 
 import dataplane
 
-LIVES = {"dataplane": 4, "controller": 1}
-VICTIMS = {"rollout": ("rollout", 1), "trainer": ("train", 1)}
-spawn = multiprocessing.get_context("spawn")
+PLANES = {"dataplane": over_dataplane, "controller": over_controller}
+COUNTS = {"feed": 1, "rollout": 2, "reward": 1, "reference": 1, "train": 2}
+processes = multiprocessing.get_context("forkserver")
 
 
 def main(args: Namespace) -> None:
+    log = args.out / "steps.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "weights.pt").unlink(missing_ok=True)
-    (args.out / "steps.jsonl").write_text("")
+    log.write_text("")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     args.port = store.port  # where trainers meet
     with dataplane.connect() if args.plane == "dataplane" else nullcontext():
-        keep_running(args)  # connected: the plane is there for whoever starts again, also late
-    report([json.loads(line) for line in (args.out / "steps.jsonl").open()], args.out)
+        keep_running(args, log)  # connected: the plane is there for whoever starts again, also late
+    import matplotlib.pyplot as plt  # the workers do without
+
+    steps = [json.loads(line) for line in log.open()]
+    rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
+    rise = f"{mean(rewards[:tenth]):.2f} -> {mean(rewards[-tenth:]):.2f}"
+    print(f"{len(steps)} steps, reward {rise}, lag <= {max(step['lag'] for step in steps)}")
+    plt.plot([step["step"] for step in steps], rewards)
+    plt.gca().set(xlabel="step", ylabel="mean reward of the step", ylim=(0, 1))
+    plt.savefig(args.out / "reward.png")
 
 
-def keep_running(args: Namespace) -> None:
+def keep_running(args: Namespace, log: Path) -> None:
     """Until all have ended. Who died starts again; a trainer that dies takes the other one with
     it, and they meet again in their next lives."""
-    pipes = {who: spawn.Pipe() for who in WORKERS if args.plane == "controller"}
-    lives = dict.fromkeys([("feed", 0), *WORKERS], 1)
-    running = {who: started(*who, 1, args, pipes) for who in lives}
-    victim = VICTIMS.get(args.kill)
-    while running:
-        wait([process.sentinel for process in running.values()], timeout=0.1)
-        if victim and len((args.out / "steps.jsonl").read_text().splitlines()) > args.steps // 2:
-            running[victim].kill()
-            victim = None
-        for who in [who for who, process in running.items() if not process.is_alive()]:
-            if running.pop(who).exitcode == 0:
-                continue
-            if lives[who] == LIVES[args.plane]:
-                raise SystemExit(f"{who} died, and with it the run")
-            print(f"{who} died and starts again", flush=True)
+    processes.set_forkserver_preload(["torch._dynamo", "dataplane"])  # slow; once for all of them
+    todo = [(stage, rank) for stage, count in COUNTS.items() for rank in range(count)]
+    args.pipes = {who: processes.Pipe() for who in todo if args.plane == "controller"}
+    lives, running, doomed = Counter(), {}, list(args.kill)
+    while todo:
+        for who in [who for who in todo if who not in running]:
             lives[who] += 1
-            running[who] = started(*who, lives[who], args, pipes)
+            does = (*who, lives[who], args)
+            running[who] = processes.Process(target=live, args=does, daemon=True)
+            running[who].start()
+        wait([process.sentinel for process in running.values()], timeout=0.1)
+        done = len(log.read_text().splitlines()) / args.steps
+        if doomed and done > 1 - len(doomed) / (len(args.kill) + 1):
+            running[doomed.pop(0), 1].kill()
+        for who in [who for who in todo if not running[who].is_alive()]:
+            if running.pop(who).exitcode == 0:
+                todo.remove(who)
+            elif args.pipes or lives[who] == 4:
+                raise SystemExit(f"{who} died, and with it the run")
+            else:
+                print(f"{who} died and starts again", flush=True)
 
 
-def started(*what: Any) -> Any:
-    process = spawn.Process(target=live, args=what, daemon=True)
-    process.start()
-    return process
-
-
-def live(stage: str, rank: int, nth: int, args: Namespace, pipes: dict[Any, Any]) -> None:
+def live(stage: str, rank: int, nth: int, args: Namespace) -> None:
     """What a process does; nth: of its lives."""
     torch.set_num_threads(1)
     if stage == "train":
         meeting = dist.PrefixStore(f"{nth}", dist.TCPStore("localhost", args.port))
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2)
-    if pipes and stage == "feed":
-        over_controller.feed(args.steps, {who: ours for who, (ours, _) in pipes.items()})
-    elif pipes:
-        over_controller.work(stage, args.out, pipes[stage, rank][1])
-    elif stage == "feed":
-        over_dataplane.feed(args.steps, args.lag)
-    elif stage == "train":
-        over_dataplane.train(rank, args.out, args.steps)
-    else:
-        over_dataplane.work(stage, args.out, args.steps)
-
-
-def report(steps: list[dict[str, float]], out: Path) -> None:
-    """The rewards in words and as a picture."""
-    import matplotlib.pyplot as plt  # the workers do without
-
-    rewards, tenth = [step["reward"] for step in steps], max(1, len(steps) // 10)
-    first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
-    oldest = max(step["lag"] for step in steps)
-    print(f"{len(steps)} steps, reward {first:.2f} -> {last:.2f}, lag <= {oldest}")
-    plt.plot([step["step"] for step in steps], rewards)
-    plt.gca().set(xlabel="step", ylabel="mean reward of the step", ylim=(0, 1))
-    plt.savefig(out / "reward.png")
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=COUNTS["train"])
+    PLANES[args.plane].live(stage, rank, args)
 
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plane", choices=LIVES, default="dataplane")
+    parser.add_argument("--plane", choices=PLANES, default="dataplane")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lag", type=int, default=0, help="steps that rollout may be ahead")
-    parser.add_argument("--kill", choices=VICTIMS, help="one of them, half-way")
+    parser.add_argument("--kill", nargs="*", choices=("rollout", "train"), default=[])
     parser.add_argument("--out", type=Path, default=Path("grpo_tiny_out"))
     main(parser.parse_args())

@@ -6,9 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.shard.blocks import Rows
 from dataplane.metadata.shard.leases import Plan
 from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.journal import Op, decode_ops, encode_ops
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import VALUE
@@ -27,27 +31,24 @@ def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
 def observed(store: Store) -> dict[str, Any]:
     """Rows, groups, stages, leases and the rest; equal for stores that behave alike."""
     state = store.state
-    rows, groups = state.index.keys, state.groups.index.keys
     stats = {name: value for name, value in store.stats().items() if name not in SIZES}
     return {
         "rows": _rows(store),
         "groups": {
-            groups[g].tobytes(): (
-                state.groups.name(g),
-                *(int(c[g]) for c in (state.groups.expected, state.groups.seen)),
-                *(int(c[g]) for c in (state.groups.dropped, state.groups.phase)),
-                _keys(rows, state.groups.members.gather(np.array([g]))[1]),
+            one.key: (
+                *(one.name, one.expected, one.seen, one.dropped, one.closed),
+                _keys((block, block.live) for block in one.blocks),
             )
-            for g in state.groups.live().tolist()
+            for one in state.groups.values()
         },
         "stages": {name: _stage(store, name) for name in state.stages},
-        "leases": {lease.number: _lease(store, lease) for lease in state.leases},
+        "leases": {lease.number: _lease(lease) for lease in state.leases},
         "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans},
         "tombstones": [
             (tuple(key), freed)
             for key, freed in zip(*(one.tolist() for one in state.tombstones.all()), strict=True)
         ],
-        "fields": sorted(store.known(list(state.fields.names))),
+        "fields": sorted(store.known(list(state.fields))),
         "phase": store.phase,
         "holdings": _holdings(store),
         "lost": store.losses.after(0),
@@ -56,19 +57,16 @@ def observed(store: Store) -> dict[str, Any]:
     }
 
 
-def _keys(keys: Any, ids: Any) -> list[bytes]:
-    return [keys[i].tobytes() for i in ids.tolist()]
+def _keys(parts: Any) -> list[bytes]:
+    return [block.key(row) for block, row in Rows(list(parts))]
 
 
 def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
-    state = store.state
-    slots = state.live()
-    table = store.table(slots, stage=stage)
-    result: dict[bytes, Any] = {}
-    for slot in slots.tolist():
-        group = int(state.group[slot])
-        joined = None if group < 0 else state.groups.index.keys[group].tobytes()
-        result[state.index.keys[slot].tobytes()] = (state.name(slot), joined, {}, {})
+    rows = store.state.rows
+    table = store.table(rows, stage=stage)
+    result: dict[bytes, Any] = {
+        block.key(row): (block.name(row), block.group, {}, {}) for block, row in rows
+    }
     keys = list(result)
     for one in table.columns:
         values, leaves = (np.frombuffer(c, VALUE).tolist() for c in (one.values, one.leaves))
@@ -80,9 +78,10 @@ def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
                 result[key][2][one.field] = [
                     (*_place(table, r), table.specs[r[3]], table.owners[r[5]]) for r in records
                 ]
-    for name, present, held in state.tags.held(slots):
-        for at, value in zip(present.nonzero()[0].tolist(), held, strict=True):
-            result[keys[at]][3][name] = value
+    for name, held in tags_held(rows).items():
+        for key, value in zip(keys, held, strict=True):
+            if value is not MISSING:
+                result[key][3][name] = value
     return result
 
 
@@ -96,34 +95,31 @@ def _place(table: Table, record: tuple[int, ...]) -> tuple[Any, ...]:
 
 def _stage(store: Store, name: str) -> dict[str, Any]:
     state, stage = store.state, store.state.stages[name]
-    rows, groups = state.index.keys, state.groups.index.keys
+    standing = {block.key(row): (stage.of(block), 1 << row) for block, row in state.rows}
     return {
         "acked_rows": stage.acked_rows,
         "fields": list(stage.fields),
-        "rows": {rows[i].tobytes(): (int(stage.rows.state[i]),) for i in state.live().tolist()},
-        "groups": {
-            groups[i].tobytes(): (int(stage.groups.state[i]),) for i in state.groups.live().tolist()
+        "rows": {
+            key: (bool(one.ready & bit), bool(one.leased & bit), bool(one.acked & bit))
+            for key, (one, bit) in standing.items()
         },
+        "counts": (stage.rows.counts, stage.groups.counts),
+        "groups": {one.key: one.states[stage.number] for one in state.groups.values()},
         "added": {
-            rows[i].tobytes(): tuple(
-                field
-                for field, bit in state.fields.names.items()
-                if len(stage.wrote) and int(stage.wrote[i]) >> bit & 1
-            )
-            for i in state.live().tolist()
+            block.key(row): sorted(f for f in state.fields if block.added(name, f) >> row & 1)
+            for block, row in state.rows
         },
         "progress": {key: row[2] for key, row in _rows(store, name).items()},
-        "ready_rows": _keys(rows, stage.rows.ready_ids()),
-        "ready_groups": _keys(groups, stage.groups.ready_ids()),
+        "ready_rows": _keys(stage.rows.plain),
+        "ready_groups": [group.key for group, _ in stage.groups.plain],
     }
 
 
-def _lease(store: Store, lease: Any) -> Any:
-    state = store.state
-    there = lease.left & (state.incarnation[lease.slots] == lease.incarnations)
-    positions: list[Any] = [
-        "finished" if not left else state.index.keys[slot].tobytes() if here else "gone"
-        for left, here, slot in zip(lease.left, there, lease.slots.tolist(), strict=True)
+def _lease(lease: Any) -> Any:
+    positions = [
+        "finished" if not left >> row & 1 else block.key(row) if block.live >> row & 1 else "gone"
+        for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
+        for row in rows_of(bits)
     ]
     return (lease.stage.name, lease.unit, positions, lease.holder, lease.claim)
 
@@ -135,8 +131,8 @@ def _plan(plan: Plan) -> Any:
 
 def _permits(store: Store) -> Any:
     state, permits = store.state, store.permits
-    groups = state.groups.live().tolist() if permits.counts else []
-    begun = {state.groups.index.keys[g].tobytes(): int(permits.begun[g]) for g in groups}
+    groups = state.groups.values() if permits.counts else []
+    begun = {one.key: one.begun for one in groups}
     given = {
         one.number: (one.holder, one.version, one.count, one.left) for one in permits.given.values()
     }

@@ -152,7 +152,8 @@ def test_groups_that_end_between_survey_and_save_are_told_but_for_dropped_ones()
 
 def test_a_survey_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = stores.store()
-    put(store, ["a", "b", "c", "d"], ["g", None, "h", None])
+    for key, group in (("a", "g"), ("b", None), ("c", "h"), ("d", None)):
+        put(store, [key], [group])
     whole = checkpoint.survey(store.state, 0)
     monkeypatch.setattr(checkpoint, "MAX_UNITS_PER_SURVEY", 1)
     groups, rows, cursor = b"", b"", 0

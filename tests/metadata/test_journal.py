@@ -152,7 +152,7 @@ def test_a_copy_knows_tombstones_names_tags_that_are_none_and_fields_of_rows_tha
     s.drop(rows=named(["lost", "x", "y"]))
     other = copy_of(s)
     assert observed(other) == observed(s)
-    assert other.read(where=["exists", "status"])[0].size == 1
+    assert len(other.read(where=["exists", "status"])[0]) == 1
     assert other.known(["rare"]) == ["rare"]
     with pytest.raises(DataplaneError, match="dropped"):
         put(other, ["x"])

@@ -223,8 +223,8 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
         reward = take(s, "reward", Want("groups", 4, 1))
         if reward.lease is not None and rng.random() < 0.1:
             finish(s, reward, "drop")
-        elif reward.slots is not None:
-            finish(s, reward, columns=[Column("reward", values(len(reward.slots)))])
+        elif reward.rows is not None:
+            finish(s, reward, columns=[Column("reward", values(len(reward.rows)))])
         taken = take(s, "train", Want("groups", min(rng.randint(1, 3), per - trained), 1))
         if taken.lease is not None:
             names = {str(key).split("-")[0] for key in keys_of(s, taken)}

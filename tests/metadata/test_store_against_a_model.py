@@ -528,7 +528,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
             assert not any(map(is_inline, freed))
         kept = [r for row in self.rows.values() for r in row.ranges]
-        assert bool(self.store.state.fields.inline_bytes) == any(map(is_inline, kept))
+        assert bool(self.store.state.inline_bytes) == any(map(is_inline, kept))
 
 
 class KeepingMachine(StoreMachine):

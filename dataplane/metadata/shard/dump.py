@@ -6,17 +6,20 @@ two. What was freed and not yet told is left out: who takes over tells owners wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from dataplane.metadata.shard.blocks import ACKED, LEASED, SPLIT, Block, Group, Rows
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.replay import FINISHED, GONE, IN_HAND
-from dataplane.metadata.shard.rows_out import names_of, table
-from dataplane.metadata.shard.state import UNGROUPED, State
+from dataplane.metadata.shard.rows_out import group_names, table, tags_held
+from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.units import ACKED, LEASED, SPLIT
-from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.bits import first_of, rows_of
+from dataplane.metadata.tables.tags import MISSING
+from dataplane.metadata.tables.values import joined
+from dataplane.wire import tables as wire
 from dataplane.wire.journal import (
     Added,
     Buried,
@@ -37,11 +40,12 @@ from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Tag
 from dataplane.wire.peering import AddStage
 from dataplane.wire.records import U4, U8
-from dataplane.wire.tables import Column, Rows, Scalar
+from dataplane.wire.tables import Column, Scalar
 
 MAX_OP_BYTES = 8 << 20
 """More about rows than this is told in several operations; a message takes `MAX_FRAME_BYTES`."""
 
+_U4_MAX = (1 << 32) - 1
 _GROUP_STATES = (("leased", LEASED), ("acked", ACKED), ("split", SPLIT))
 
 
@@ -62,14 +66,14 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     yield from _added(state, rows_per_op)
     yield from _progress(state, rows_per_op)
     for lease in state.leases:
-        yield _held(state, lease)
+        yield _held(lease)
     for plan in state.leases.plans:
         yield _planned(plan)
     keys, freed = state.tombstones.all()
     for at in range(0, len(keys), rows_per_op):
         part = slice(at, at + rows_per_op)
         yield Buried(keys[part].tobytes(), freed[part].astype(np.uint8).tobytes())
-    fields = [name for name in state.fields.names if state.fields.known([name])]
+    fields = [name for name, had in state.fields.items() if had]
     finished = np.array(state.leases.finished, U8).tobytes()
     lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}
     acked = {name: stage.acked_rows for name, stage in state.stages.items() if stage.acked_rows}
@@ -88,17 +92,17 @@ def _lost(state: State) -> Iterator[Op]:
 
 
 def _groups(state: State, many: int) -> Iterator[Op]:
-    groups = state.groups
-    for ids in _parts(groups.live(), many):
-        keys = groups.index.keys[ids].tobytes()
+    for some in _parts(list(state.groups.values()), many):
+        keys = b"".join([one.key for one in some])
+        begun = np.array([one.begun for one in some], U8).tobytes()
         yield Sized(
             keys,
-            names_of(groups.names, ids, keys),
-            groups.expected[ids].astype(U4).tobytes(),
-            (groups.seen[ids] - groups.members.counts[ids]).astype(U4).tobytes(),
-            groups.dropped[ids].astype(U4).tobytes(),
-            groups.closed(ids).astype(np.uint8).tobytes(),
-            state.permits.begun[ids].astype(U8).tobytes() if state.permits.counts else b"",
+            group_names(state, [one.key for one in some], keys),
+            np.array([one.expected & _U4_MAX for one in some], U4).tobytes(),
+            np.array([one.seen - one.live for one in some], U4).tobytes(),
+            np.array([one.dropped for one in some], U4).tobytes(),
+            bytes(one.closed for one in some),
+            begun if state.permits.counts else b"",
         )
 
 
@@ -115,89 +119,100 @@ def _permits(state: State) -> Iterator[Op]:
 def _rows(store: Store, many: int) -> Iterator[Op]:
     """Rows without a group, then the rows of each group in the order in which they joined it."""
     state = store.state
-    live = state.live()
-    _, members = state.groups.members.gather(state.groups.live())
-    slots = np.concatenate([live[state.group[live] == UNGROUPED], members.astype(np.int64)])
-    for part in _parts(slots, many):
+    blocks = [block for block in state.blocks.values() if not block.group]
+    blocks += [block for group in state.groups.values() for block in group.blocks]
+    for part in _rows_by(((block, block.live) for block in blocks), many):
         yield from _written(store, part)
 
 
-def _written(store: Store, slots: Array) -> Iterator[Op]:
+def _written(store: Store, rows: Rows) -> Iterator[Op]:
     """Rows in one operation, or in more where that would be too large for a message."""
     state = store.state
-    found = table(state, slots, None, tags=False)
-    tags = list(state.tags.held(slots))
-    nbytes = len(found.inline) + _nbytes(found.columns, [values for _, _, values in tags])
-    if len(slots) > 1 and nbytes > MAX_OP_BYTES:
-        for half in np.array_split(slots, 2):
+    found, tags = table(state, rows, None, tags=False), tags_held(rows)
+    nbytes = len(found.inline) + _nbytes(found.columns, tags.values())
+    if len(rows) > 1 and nbytes > MAX_OP_BYTES:
+        for half in _halves(rows):
             yield from _written(store, half)
         return
-    all_have = {name: values for name, present, values in tags if present.all()}
+    all_have = {name: values for name, values in tags.items() if MISSING not in values}
     yield Wrote(
         found.rows, found.columns, found.specs, found.owners, all_have, "add", inline=found.inline
     )
-    for name, present, values in tags:
+    each = list(rows)
+    for name, values in tags.items():
         if name not in all_have:
-            rows = Rows(state.index.keys[slots[present]].tobytes())
-            yield Tag(store.partition, store.generation, rows, {name: values})
+            having = [at for at, value in enumerate(values) if value is not MISSING]
+            keys = b"".join([each[at][0].key(each[at][1]) for at in having])
+            told = {name: [values[at] for at in having]}
+            yield Tag(store.partition, store.generation, wire.Rows(keys), told)
 
 
-def _nbytes(columns: list[Column], tags: list[list[Scalar]]) -> int:
+def _halves(rows: Rows) -> list[Rows]:
+    each, middle = list(rows), len(rows) + 1 >> 1
+    return [Rows.of(each[:middle]), Rows.of(each[middle:])]
+
+
+def _nbytes(columns: list[Column], tags: Iterable[list[Scalar]]) -> int:
     """About what these take in a message: all that may be large."""
     texts = sum(len(one) for values in tags for one in values if isinstance(one, str))
     return texts + sum(len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in columns)
 
 
 def _standings(state: State, many: int) -> Iterator[Op]:
-    rows, groups = state.index.keys, state.groups.index.keys
     for name, stage in state.stages.items():
-        for ids in _parts(stage.rows.ready_ids(), many):
-            yield Standing(name, "rows", "ready", rows[ids].tobytes())
-        for ids in _parts((stage.rows.state == ACKED).nonzero()[0], many):
-            yield Standing(name, "rows", "acked", rows[ids].tobytes())
-        for ids in _parts(stage.groups.ready_ids(), many):
-            yield Standing(name, "groups", "ready", groups[ids].tobytes())
+        for rows in _rows_by(stage.rows.plain, many):
+            yield Standing(name, "rows", "ready", rows.keys)
+        acked = ((block, stage.of(block).acked) for block in state.blocks.values())
+        for rows in _rows_by(acked, many):
+            yield Standing(name, "rows", "acked", rows.keys)
+        for some in _parts([group for group, _ in stage.groups.plain], many):
+            yield Standing(name, "groups", "ready", b"".join([one.key for one in some]))
         for word, number in _GROUP_STATES:
-            for ids in _parts((stage.groups.state == number).nonzero()[0], many):
-                yield Standing(name, "groups", word, groups[ids].tobytes())  # type: ignore[arg-type]
+            those = [g for g in state.groups.values() if g.states[stage.number] == number]
+            for some in _parts(those, many):
+                keys = b"".join([one.key for one in some])
+                yield Standing(name, "groups", word, keys)  # type: ignore[arg-type]
 
 
 def _added(state: State, many: int) -> Iterator[Op]:
-    for name, stage in state.stages.items():
-        for mask in np.unique(stage.wrote[stage.wrote != 0]).tolist():
-            fields = [field for field, bit in state.fields.names.items() if mask >> bit & 1]
-            for ids in _parts((stage.wrote == mask).nonzero()[0], many):
-                yield Added(name, fields, state.index.keys[ids].tobytes())
+    for name in state.stages:
+        for field in state.fields:
+            added = ((block, block.added(name, field)) for block in state.blocks.values())
+            for rows in _rows_by(added, many):
+                yield Added(name, [field], rows.keys)
 
 
 def _progress(state: State, many: int) -> Iterator[Op]:
-    live = state.live()
-    for stage, known in state.fields.progress.items():
-        mask = np.uint64(sum(1 << bit for bit in known.values()))
-        for slots in _parts(live[(state.fields.present[live] & mask) != 0], many):
-            yield from _progress_of(state, stage, slots)
+    for stage in dict.fromkeys(stage for stage, _ in state.progress):
+        having = ((b, b.live) for b in state.blocks.values() if stage in (b.progress or {}))
+        for rows in _rows_by(having, many):
+            yield from _progress_of(stage, rows)
 
 
-def _progress_of(state: State, stage: str, slots: Array) -> Iterator[Op]:
+def _progress_of(stage: str, rows: Rows) -> Iterator[Op]:
     """In one operation, or in more where that would be too large for a message."""
-    columns, specs, owners, inline = state.fields.gather(slots, (), stage)
-    if len(slots) > 1 and len(inline) + _nbytes(columns, []) > MAX_OP_BYTES:
-        for half in np.array_split(slots, 2):
-            yield from _progress_of(state, stage, half)
+    given_back = [((b.progress or {})[stage], bits) for b, bits in rows.parts]
+    found = joined([values.split([rows_of(bits)])[0] for values, bits in given_back])
+    columns = found.columns()
+    if len(rows) > 1 and len(found.inline) + _nbytes(columns, []) > MAX_OP_BYTES:
+        for half in _halves(rows):
+            yield from _progress_of(stage, half)
         return
-    keys = state.index.keys[slots].tobytes()
-    yield Progressed(stage, keys, columns, specs, owners, inline)
+    yield Progressed(stage, rows.keys, columns, found.specs, found.owners, found.inline)
 
 
-def _held(state: State, lease: Lease) -> Held:
-    there = lease.left & (state.incarnation[lease.slots] == lease.incarnations)
-    left = np.where(lease.left, np.where(there, IN_HAND, GONE), FINISHED)
+def _held(lease: Lease) -> Held:
+    marks = [
+        FINISHED if not left >> row & 1 else IN_HAND if block.live >> row & 1 else GONE
+        for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
+        for row in rows_of(bits)
+    ]
     return Held(
         lease.stage.name,
         lease.unit,  # type: ignore[arg-type]
         lease.number,
-        left.astype(np.uint8).tobytes(),
-        state.index.keys[lease.slots[there]].tobytes(),
+        bytes(marks),
+        lease.held.keys,
         lease.holder,
         lease.claim,
     )
@@ -218,5 +233,21 @@ def _planned(plan: Plan) -> Planned:
     )
 
 
-def _parts(ids: Array, many: int) -> Iterator[Array]:
-    return (ids[at : at + many] for at in range(0, len(ids), many))
+def _parts(groups: Sequence[Group], many: int) -> Iterator[Sequence[Group]]:
+    return (groups[at : at + many] for at in range(0, len(groups), many))
+
+
+def _rows_by(parts: Iterable[tuple[Block, int]], many: int) -> Iterator[Rows]:
+    """In pieces of at most so many rows."""
+    found, room = list[tuple[Block, int]](), many
+    for block, bits in parts:
+        while bits:
+            some = first_of(bits, room)
+            found.append((block, some))
+            bits ^= some
+            room -= some.bit_count()
+            if not room:
+                yield Rows(found)
+                found, room = [], many
+    if found:
+        yield Rows(found)

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
-from dataplane.memory.extents import every, some
-from dataplane.metadata.shard.leases import Lease
-from dataplane.metadata.shard.puts import add_fields, check_added, discard, only
+from dataplane.metadata.shard.leases import Lease, Part
+from dataplane.metadata.shard.puts import add_fields, check_added
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.incoming import ColumnIn, columns_in
-from dataplane.metadata.tables.small_values import check_inline
+from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Column, Owner, Scalar, Spec
 
@@ -57,8 +53,8 @@ def finish(
     outcome: str,
     index: bytes | None,
     columns: Sequence[Column],
-    specs: Sequence[Spec],
-    owners: Sequence[Owner],
+    specs: list[Spec],
+    owners: list[Owner],
     tags: Mapping[str, Sequence[Scalar]],
     inline: bytes,
 ) -> FinishOutcome:
@@ -67,65 +63,61 @@ def finish(
         raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
     if columns and outcome == "drop":
         raise InvalidRows("rows that are dropped take no new fields; ack them")
-    positions = _positions(lease, index)
-    if not len(positions):
+    asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
+    count = sum([len(part.rows) for part in asked])
+    if not count:
         if columns:
             raise InvalidRows("fields for no rows of the lease")
         return FinishOutcome()
-    added = columns_in(columns, len(positions), len(specs), len(owners))
-    check_inline(added, owners, inline)
-    names = [one.field for one in added]
-    if outcome == "release":
-        state.fields.check_progress_room(lease.stage.name, names)
-    else:
-        state.fields.check_room(names)
-    state.tags.check(tags, len(positions))
-
-    slots = lease.slots[positions]
-    there = state.incarnation[slots] == lease.incarnations[positions]
-    gone = 0 if every(there) else len(positions) - int(np.count_nonzero(there))
-    if gone:
-        slots = slots[there]
-    check_added(state, None if outcome == "release" else lease.stage, slots, added, there)
-    if gone:
-        added = [discard(state, one, there, specs, owners, inline) for one in added]
-        tags = {name: only(values, there) for name, values in tags.items()}
+    parts = [there for part in asked if (there := part.there()).rows]
+    rows = sum([len(part.rows) for part in parts])
+    added: list[tuple[Part, Values]] = []
+    values = Values(count)
+    if columns or inline:
+        values = values_in(columns, count, specs, owners, inline)
+        released = outcome == "release"
+        state.check_fields(values.fields, lease.stage.name if released else None)
+        added = _added(values, parts)
+        check_added(state, None if released else lease.stage, added)
+    if tags:
+        tagging.check(tags, count, state.tag_names)
+    if rows < count and values.fields:
+        _let_go(state, values, parts)
+    if tags:
+        for part in parts:
+            state.set_tags(part.block, part.rows, tagging.only(tags, part.at, count))
+        state.retag([part.block for part in parts])
     kept: dict[str, int] = {}
-    if len(slots):
-        if tags:
-            state.tags.set(slots, tags)
-            state.retag(slots)
-        if outcome == "release":
-            _note_progress(state, lease, slots, added, specs, owners, inline)
-        elif added:
-            kept = add_fields(state, lease.stage, slots, added, specs, owners, inline)
-        if state.fields.progress and outcome in ("ack", "keep"):
-            done = None if outcome == "ack" else names
-            state.fields.end_progress(lease.stage.name, slots, done)
-    told = bool(columns or tags)
-    freed = _end(state, lease, outcome, positions, slots, told)
-    return FinishOutcome(kept, len(slots), gone, freed)
+    if outcome == "release":
+        for part, mine in added:
+            state.note_progress(part.block, lease.stage.name, part.rows, mine)
+    elif added:
+        kept = add_fields(state, lease.stage, added)
+    if state.progress and outcome in ("ack", "keep"):
+        done = None if outcome == "ack" else [one.field for one in columns]
+        for part in parts:
+            state.end_progress(part.block, lease.stage.name, part.rows, done)
+    freed = _end(state, lease, outcome, asked, parts, bool(columns or tags))
+    return FinishOutcome(kept, rows, count - rows, freed)
 
 
-def _note_progress(
-    state: State,
-    lease: Lease,
-    slots: Array,
-    columns: Sequence[ColumnIn],
-    specs: Sequence[Spec],
-    owners: Sequence[Owner],
-    inline: bytes,
-) -> None:
-    if not columns:
-        return
-    numbers = state.fields.intern(specs, owners, inline)
-    for one in columns:
-        state.fields.write_progress(lease.stage.name, slots, one, numbers)
+def _added(values: Values, parts: Sequence[Part]) -> list[tuple[Part, Values]]:
+    """What each part gets of a message."""
+    if len(parts) == 1 and parts[0].at == range(values.count):
+        return [(parts[0], values)]
+    return list(zip(parts, values.split([part.at for part in parts]), strict=True))
+
+
+def _let_go(state: State, values: Values, parts: Sequence[Part]) -> None:
+    """What was brought for rows that are gone."""
+    kept = {place for part in parts for place in part.at}
+    gone = [place for place in range(values.count) if place not in kept]
+    state.released.append(values.split([gone])[0].loose)
 
 
 def give_back(state: State, lease: Lease) -> int:
     """The lease ends without an outcome; returns the rows that came back."""
-    count = state.come_back(lease, lease.left.nonzero()[0])
+    count = state.come_back(lease)
     state.leases.end(lease)
     return count
 
@@ -135,42 +127,52 @@ def give_back_all(state: State, leases: Sequence[Lease]) -> int:
     return sum(give_back(state, lease) for lease in reversed(leases))
 
 
-def _positions(lease: Lease, index: bytes | None) -> Array:
+def positions_of(lease: Lease, index: bytes) -> list[int]:
+    """InvalidRows for a position that the lease does not have."""
+    positions: list[int] = column(index, U4).tolist()
+    if positions and max(positions) >= lease.count:
+        raise InvalidRows(f"row {max(positions)} of a lease of {lease.count}", rows=lease.count)
+    return positions
+
+
+def _positions(lease: Lease, index: bytes) -> list[int]:
     """The positions in the lease that a message is about. InvalidRows unless all are left."""
-    if index is None:
-        return lease.left.nonzero()[0]
-    positions = column(index, U4).astype(np.int64)
-    if len(positions) and int(positions.max()) >= len(lease.slots):
-        raise InvalidRows(
-            f"row {int(positions.max())} of a lease of {len(lease.slots)}", rows=len(lease.slots)
-        )
-    if len(np.unique(positions)) != len(positions):
+    positions = positions_of(lease, index)
+    if len(set(positions)) != len(positions):
         raise InvalidRows("a row of the lease is named twice")
-    if not lease.left[positions].all():
+    if any(part.bits & ~lease.left[part.number] for part in lease.at(positions)):
         raise InvalidRows("a row of the lease was acked, released or dropped before")
     return positions
 
 
 def _end(
-    state: State, lease: Lease, outcome: str, positions: Array, slots: Array, told: bool
+    state: State,
+    lease: Lease,
+    outcome: str,
+    asked: Sequence[Part],
+    parts: Sequence[Part],
+    told: bool,
 ) -> int:
     """told: whether something came with it, by which a release is its holder's own."""
     freed = 0
+    rows = [(part.block, part.bits) for part in parts]
     if outcome == "release":
-        state.come_back(lease, positions)
-    elif outcome == "drop":
-        freed = state.remove_rows(slots, dropped=True)
-    elif outcome == "ack" and len(slots):
-        lease.stage.ack(slots)
-        groups = state.groups_of(slots)
-        if len(groups):
-            lease.stage.settle(groups)
-            if state.permits.counts and state.definition.free == "drop":
-                state.permits.acked(state, groups)
-        state.free_acked(slots)
+        state.come_back(lease, parts)
+    elif outcome == "drop" and rows:
+        freed = state.remove(rows, dropped=True)
+    elif outcome == "ack" and rows:
+        for block, bits in rows:
+            lease.stage.ack(block, bits)
+        groups = state.groups_of(rows)
+        for group in groups:
+            lease.stage.settle(group)
+        if state.permits.counts and state.definition.free == "drop":
+            state.permits.acked(groups)
+        state.free_acked(rows)
     if outcome != "keep":
-        lease.left[positions] = False
-        if not some(lease.left):
+        for part in asked:
+            lease.left[part.number] &= ~part.bits
+        if lease.is_done:
             # What comes again, after the rows went back, must not pass for something that is in.
             returned = outcome == "release" and not told
             (state.leases.end if returned else state.leases.finish)(lease)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import UNGROUPED, State
-from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY
-from dataplane.metadata.tables.columns import Array
-from dataplane.wire.tables import Where
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables.values import by_tables
+from dataplane.wire.limits import PACK_LIMIT_BYTES
+from dataplane.wire.tables import INLINE, Where
 
 SHOWN_RANKS = 16
 
@@ -25,23 +27,26 @@ def missing(
     leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
     get, the longest first.
     """
-    live = state.live()
-    pending = live[stage.rows.state[live] == PENDING]
+    pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
     lacking = {}
     for name in stage.fields:
-        rows = int(np.count_nonzero(~state.fields.have(name, pending)))
+        rows = sum(
+            (bits & ~state.blocks[number].values.having([name])).bit_count()
+            for number, bits in pending.items()
+        )
         if rows:
             lacking[name] = rows
     units = stage.units(unit)
     ready = units.ready(where)
+    alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
     return {
         "ready": ready,
         "units": units.remaining,
         "excluded": units.ready(None) - ready,
-        "alone": int(np.count_nonzero(state.group[live] == UNGROUPED)) if unit == "groups" else 0,
+        "alone": sum(alone) if unit == "groups" else 0,
         "missing": lacking,
         "adders": {name: by for name in lacking if (by := _adder(state, name))},
-        "open_groups": len(state.groups.open()),
+        "open_groups": sum([not group.closed for group in state.groups.values()]),
         "leases": _in_the_way(state, stage, pending, now),
     }
 
@@ -52,8 +57,7 @@ def holders(state: State, now: float) -> list[tuple[int, str, int, float]]:
     for lease in state.leases:
         one = _holder(lease), lease.stage.name
         rows, age = held.get(one, (0, 0.0))
-        left = int(np.count_nonzero(lease.left))
-        held[one] = rows + left, max(age, now - lease.started)
+        held[one] = rows + lease.many_left, max(age, now - lease.started)
     return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
 
 
@@ -65,20 +69,26 @@ def _holder(lease: Lease) -> int:
 
 def _adder(state: State, field: str) -> str:
     """The stage that has added this field to some row; "" where none has."""
-    mask = np.uint64(state.fields.known_mask([field]))
-    return next((name for name, one in state.stages.items() if (one.wrote & mask).any()), "")
+    return next(
+        (
+            name
+            for block in state.blocks.values()
+            for name, fields in (block.wrote or {}).items()
+            if fields.get(field)
+        ),
+        "",
+    )
 
 
 def _in_the_way(
-    state: State, stage: Stage, pending: Array, now: float
+    state: State, stage: Stage, pending: dict[int, int], now: float
 ) -> list[tuple[int, str, int, float]]:
-    waited_for = np.zeros(len(state.group), np.bool_)
-    waited_for[pending] = True
     held: dict[tuple[int, str], tuple[int, float]] = {}
     for lease in state.leases:
-        slots = state.held(lease, lease.left.nonzero()[0])
-        mine = stage.rows.state[slots] == LEASED if lease.stage is stage else waited_for[slots]
-        rows = int(np.count_nonzero(mine))
+        rows = sum(
+            (bits & (-1 if lease.stage is stage else pending.get(block.number, 0))).bit_count()
+            for block, bits in lease.held.parts
+        )
         if rows:
             one = _holder(lease), lease.stage.name
             before, age = held.get(one, (0, 0.0))
@@ -120,21 +130,32 @@ def figures(state: State) -> Figures:
 
 def stats(state: State) -> dict[str, Any]:
     """Figures of one store. bytes counts every value, shared ranges once a value."""
-    live = state.live()
-    total, packed, inline = state.fields.volume(live)
+    total = packed = inline = 0
+    bytes_at: Counter[str] = Counter()
+    for owners, records in by_tables(state.everything(), inline=True):
+        nbytes = records["nbytes"].astype(np.int64)
+        total += int(nbytes.sum())
+        for number in np.unique(records["owner"]).tolist():
+            mine = nbytes[records["owner"] == number]
+            if owners[number] == INLINE:
+                inline += int(mine.sum())
+            else:
+                bytes_at[owners[number].peer] += int(mine.sum())
+                packed += int(mine[mine < PACK_LIMIT_BYTES].sum())
+    rows = len(state.index)
     return {
-        "rows": len(live),
+        "rows": rows,
         "groups": len(state.groups),
         "closed_groups": state.closed_groups,
         "bytes": total,
         "packed_bytes": packed,
         "inline_bytes": inline,
-        "bytes_at": state.fields.bytes_at(live),
+        "bytes_at": dict(bytes_at),
         "tombstones": len(state.tombstones),
         "tombstones_forgotten": state.tombstones.forgotten,
         "leases": len(state.leases),
         "metadata_bytes": state.nbytes,
-        "bytes_per_row": state.nbytes / len(live) if len(live) else 0.0,
+        "bytes_per_row": state.nbytes / rows if rows else 0.0,
         "sealed": state.sealed,
         "short_groups": state.short_groups,
         "lost_rows": state.losses.total,

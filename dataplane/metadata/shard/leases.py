@@ -1,18 +1,21 @@
 """The leases of a store: which rows of which stage somebody holds, since when, by which claim.
 
-A lease names rows by slot and incarnation, so that a slot which was freed and used again is not
-taken for the row that was leased. Positions in a lease never change: what is finished is marked.
+A lease names rows by their block, in which a row that is gone is never another one. Positions in a
+lease never change: what is finished is marked.
 A hard limit is kept by the holder's peer. The lease of a plan has no holder but members, who go by
 numbers of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.wire.tables import Laid, Shape
 
 MAX_FINISHED = 16_384
@@ -20,21 +23,93 @@ MAX_FINISHED = 16_384
 answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one block in a lease, and for which rows of a message they are. number: which part of
+    the lease they are of."""
+
+    number: int
+    block: Block
+    rows: Sequence[int]
+    at: Sequence[int]
+
+    @property
+    def bits(self) -> int:
+        return bits_of(self.rows)
+
+    def there(self) -> Part:
+        """Without rows that are gone."""
+        live = self.block.live
+        if not self.bits & ~live:
+            return self
+        kept = [i for i, row in enumerate(self.rows) if live >> row & 1]
+        return Part(
+            self.number, self.block, [self.rows[i] for i in kept], [self.at[i] for i in kept]
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`left`: which of the rows are not finished yet. claim: the number of the one that was met, by
-    which it is answered again; 0: none."""
+    """left: of each part of `rows` those that are not finished yet. claim: the number of the one
+    that was met, by which it is answered again; 0: none."""
 
     number: int
     stage: Stage
     unit: str
-    slots: Array
-    incarnations: Array
-    left: Array
+    rows: Rows
+    left: list[int]
     holder: int
     started: float
     claim: int = 0
     plan: Plan | None = None
+    _ends: list[int] = field(default_factory=list)
+    """how many rows there are up to each part"""
+
+    @property
+    def held(self) -> Rows:
+        """Those that are not finished, and there."""
+        parts = zip(self.rows.parts, self.left, strict=True)
+        return Rows([(b, bits) for (b, _), left in parts if (bits := left & b.live)])
+
+    @property
+    def is_done(self) -> bool:
+        return not any(self.left)
+
+    @property
+    def many_left(self) -> int:
+        return sum([left.bit_count() for left in self.left])
+
+    def unfinished(self) -> list[Part]:
+        """All that is left, in order."""
+        found, at = [], 0
+        for number, ((block, _), left) in enumerate(zip(self.rows.parts, self.left, strict=True)):
+            if left:
+                rows = rows_of(left)
+                found.append(Part(number, block, rows, range(at, at + len(rows))))
+                at += len(rows)
+        return found
+
+    def at(self, positions: Sequence[int]) -> list[Part]:
+        """The rows at these positions, which the lease has, in order of its parts."""
+        if not self._ends:
+            self._ends = list(accumulate(bits.bit_count() for _, bits in self.rows.parts))
+        by_part: dict[int, tuple[list[int], list[int]]] = {}
+        of: dict[int, Sequence[int]] = {}
+        for place, position in enumerate(positions):
+            number = bisect_right(self._ends, position)
+            if number not in of:
+                of[number] = rows_of(self.rows.parts[number][1])
+                by_part[number] = [], []
+            rows, at = by_part[number]
+            rows.append(of[number][position - self._ends[number]])  # from its end
+            at.append(place)
+        parts = self.rows.parts
+        return [Part(n, parts[n][0], *both) for n, both in by_part.items()]
+
+    @property
+    def count(self) -> int:
+        """Rows that it was granted."""
+        return len(self.rows)
 
 
 @dataclass(slots=True, eq=False)

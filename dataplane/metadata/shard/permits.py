@@ -8,14 +8,13 @@ place back: that is what bounds the lag, whoever overtakes whom.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
-from dataplane.metadata.shard.units import ACKED, PENDING
-from dataplane.metadata.tables.columns import Array, grow
+from dataplane.metadata.shard.blocks import ACKED, Group
 
 if TYPE_CHECKING:
     from dataplane.metadata.shard.state import State
@@ -55,21 +54,12 @@ class Permits:
         self.trained: dict[int, int] = {}
         """version → groups that were finished while the trainer was at it, so far as they may
         still take places"""
-        self.begun: Array = np.zeros(0, np.int64)
-        """per group at which of the trainer's versions it was begun, or `DONE`; empty until it
-        counts"""
+        self.counts = False
+        """whether account is kept: groups then say at which version they were begun, or `DONE`"""
         self.done = 0
         """groups that are here and `DONE`"""
-        self._slow = -1
+        self._slow: Group | None = None
         """a group that was not all there, when somebody looked last, and none was begun earlier"""
-
-    @property
-    def nbytes(self) -> int:
-        return self.begun.nbytes
-
-    @property
-    def counts(self) -> bool:
-        return len(self.begun) > 0
 
     @property
     def places(self) -> int:
@@ -88,51 +78,50 @@ class Permits:
         """Keep account from now on; what is here was begun at the version that is."""
         if self.counts:
             return
-        self.begun = np.full(max(1, state.groups.capacity), self.version, np.int64)
-        live = state.groups.live()
-        if state.definition.free == "drop":
-            self._finish(live[_acked(state, live)])
+        self.counts = True
+        for group in state.groups.values():
+            group.begun = self.version
+            if state.definition.free == "drop" and _acked(group):
+                self._finish(group)
 
-    def opened(self, groups: Array, capacity: int) -> None:
-        if capacity > len(self.begun):
-            grow(self.begun, capacity)
-        self.begun[groups] = self.version
+    def opened(self, group: Group) -> None:
+        group.begun = self.version
 
-    def use(self, holder: int, groups: Array) -> None:
+    def use(self, holder: int, groups: Sequence[Group]) -> None:
         """New groups were opened by a session: with its permits, the oldest first."""
+        coming = iter(groups)
         for permit in self._of.get(holder, {}).values():
-            if permit.left:
-                mine, groups = groups[: permit.left], groups[permit.left :]
-                self.begun[mine] = permit.version
-                if self._slow >= 0 and permit.version < self.begun.item(self._slow):
-                    self._slow = mine.item(0)
-                permit.left -= len(mine)
-                self.left -= len(mine)
-            if not len(groups):
-                return
+            for group in islice(coming, permit.left):
+                group.begun = permit.version
+                if self._slow is not None and permit.version < self._slow.begun:
+                    self._slow = group
+                permit.left -= 1
+                self.left -= 1
 
-    def acked(self, state: State, groups: Array) -> None:
+    def acked(self, groups: Iterable[Group]) -> None:
         """A stage acked rows of these groups, which are kept until they are dropped."""
-        groups = groups[self.begun[groups] != DONE]
-        groups = groups[_acked(state, groups)]
-        self._finish(groups)
-        self._count(len(groups))
+        for group in groups:
+            if group.begun != DONE and _acked(group):
+                self._finish(group)
+                self._count()
 
-    def removed(self, groups: Array, finished: Array) -> None:
-        """Groups are no more; which of them were finished, and not dropped or lost."""
-        if self._slow in groups:
-            self._slow = -1
-        before = self.begun[groups] == DONE
-        self.done -= int(np.count_nonzero(before))
-        self._count(int(np.count_nonzero(finished & ~before)))
+    def removed(self, group: Group, finished: bool) -> None:
+        """A group is no more; whether it was finished, and not dropped or lost."""
+        if self._slow is group:
+            self._slow = None
+        if not self.counts:
+            return
+        if group.begun == DONE:
+            self.done -= 1
+        elif finished:
+            self._count()
 
-    def _finish(self, groups: Array) -> None:
-        self.begun[groups] = DONE
-        self.done += len(groups)
+    def _finish(self, group: Group) -> None:
+        group.begun = DONE
+        self.done += 1
 
-    def _count(self, many: int) -> None:
-        if many:
-            self.trained[self.version] = self.trained.get(self.version, 0) + many
+    def _count(self) -> None:
+        self.trained[self.version] = self.trained.get(self.version, 0) + 1
 
     # what may go on
 
@@ -188,45 +177,37 @@ class Permits:
         since = self.oldest(state)
         return sum(n for v, n in self.trained.items() if since <= v < self.version)
 
-    def slowest(self, state: State) -> tuple[int, list[int]]:
+    def slowest(self, state: State) -> tuple[int, list[Group]]:
         """`oldest`, and which groups were begun then that are not all there."""
-        oldest, groups = self.oldest(state), self._not_all_there(state)
-        return oldest, groups[self.begun[groups] == oldest].tolist() if self.counts else []
+        oldest = self.oldest(state)
+        if not self.counts:
+            return oldest, []
+        here = [one for one in state.groups.values() if one.begun == oldest]
+        return oldest, [one for one in here if self._lacks(state, one)]
 
     def oldest(self, state: State) -> int:
         """The version at which the first was begun of all that is not all there yet; a permit may
         have been given out then, too. Asked whenever something changes while somebody waits: all
         groups are looked at when the slowest one is there."""
-        if self.counts and not self._lacks(state, self._slow):
-            groups = self._not_all_there(state)
-            groups = groups[self.begun[groups] != DONE]
-            self._slow = groups.item(int(np.argmin(self.begun[groups]))) if len(groups) else -1
-        slow: list[int] = [self.begun.item(self._slow)] if self._slow >= 0 else []
+        if self.counts and (self._slow is None or not self._lacks(state, self._slow)):
+            self._slow = None
+            for group in state.groups.values():
+                slowest = self._slow is None or group.begun < self._slow.begun
+                if slowest and group.begun != DONE and self._lacks(state, group):
+                    self._slow = group
+        slow = [] if self._slow is None else [self._slow.begun]
         return min([self.version, *slow, *self._promised()])
 
     def look_again(self) -> None:
         """Groups that were all there may not be any more, or were begun earlier than was known."""
-        self._slow = -1
+        self._slow = None
 
-    def _lacks(self, state: State, group: int) -> bool:
-        """Whether this group is not all there."""
-        if group < 0:
-            return False
-        one = np.array([group])
-        slots = state.groups.members.gather(one)[1].astype(np.int64)
-        stages = state.stages.values()
-        return not state.groups.closed(one).item() or any(
-            PENDING in stage.rows.state[slots].tobytes() for stage in stages
+    def _lacks(self, state: State, group: Group) -> bool:
+        """Whether a group is not all there: it is open, or has rows that some stage's fields
+        lack."""
+        return not group.closed or any(
+            stage.pending(block) for stage in state.stages.values() for block in group.blocks
         )
-
-    def _not_all_there(self, state: State) -> Array:
-        """Groups that are open, or have rows that some stage's fields lack."""
-        rows = [stage.rows for stage in state.stages.values() if stage.rows.counts[PENDING]]
-        live = state.live() if rows else np.zeros(0, np.int64)
-        pending = [state.group[live[one.state[live] == PENDING]] for one in rows]
-        groups = np.unique(np.concatenate([state.groups.open(), *pending]))
-        groups = groups[groups >= 0]
-        return groups.astype(np.int64)
 
     def _promised(self) -> list[int]:
         """At which versions that was begun which may still be opened with permits."""
@@ -285,7 +266,7 @@ class Permits:
             return False
         self.begin(state)
         self.version = version
-        live = self.begun[state.groups.live()].tolist()
+        live = [group.begun for group in state.groups.values()]
         oldest = min([version, *live, *self._promised()])
         self.trained = {v: n for v, n in self.trained.items() if v >= oldest}
         return True
@@ -301,13 +282,10 @@ class Permits:
             "finished_groups": self.trained.get(self.version, 0),
             "held_groups": self._held(state),
             "places": self.places,
-            "slowest": [state.groups.name(group) for group in groups[:SHOWN]],
+            "slowest": [group.name for group in groups[:SHOWN]],
         }
 
 
-def _acked(state: State, groups: Array) -> Array:
-    """Per group: has every stage acked all its rows."""
-    done: Array = np.full(len(groups), bool(state.stages))
-    for stage in state.stages.values():
-        done &= stage.groups.state[groups] == ACKED
-    return done
+def _acked(group: Group) -> bool:
+    """Whether every stage has acked all its rows."""
+    return bool(group.states) and group.states.count(ACKED) == len(group.states)

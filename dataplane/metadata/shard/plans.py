@@ -7,6 +7,7 @@ goes before it has acked ends it for all: the rows are back, and the next who as
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,12 +23,12 @@ from dataplane.errors import (
     counted,
 )
 from dataplane.metadata.shard import finishes
+from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.finishes import FinishOutcome
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.key_index import pairs
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.records import U4
 from dataplane.wire.tables import Column, Laid, Owner, Scalar, Shape, Spec
@@ -117,8 +118,8 @@ def finish(
     outcome: str,
     index: bytes | None,
     columns: Sequence[Column],
-    specs: Sequence[Spec],
-    owners: Sequence[Owner],
+    specs: list[Spec],
+    owners: list[Owner],
     tags: Mapping[str, Sequence[Scalar]],
     inline: bytes,
 ) -> FinishOutcome:
@@ -178,18 +179,21 @@ def give_back_all(state: State, numbers: Iterable[int]) -> int:
     return rows + finishes.give_back_all(state, leases)
 
 
-def laid(state: State, lease: Lease, shape: Shape) -> Laid:
+def laid(lease: Lease, shape: Shape) -> Laid:
     """What all ranks lay the rows of a plan out by, while none of them has gone yet."""
-    slots = lease.slots
-    weights = {tag: state.tags.numbers(tag, slots).tobytes() for tag in shape.tags}
+    weights = {
+        tag: np.array([_weight(block, row, tag) for block, row in lease.rows]).tobytes()
+        for tag in shape.tags
+    }
     if shape.unit == "rows":
-        return Laid(len(slots), weights=weights)
-    groups = state.group[slots]
-    different, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    order = np.empty(len(different), np.int64)
-    order[np.argsort(first)] = np.arange(len(different))
-    numbers = np.where(groups >= 0, order[inverse.reshape(-1)], NO_GROUP)
-    return Laid(len(slots), numbers.astype(U4).tobytes(), weights)
+        return Laid(lease.count, weights=weights)
+    numbers: dict[bytes, int] = {b"": NO_GROUP}
+    groups = [numbers.setdefault(block.group, len(numbers) - 1) for block, _ in lease.rows]
+    return Laid(lease.count, np.array(groups, U4).tobytes(), weights)
+
+
+def _weight(block: Block, row: int, tag: str) -> float:
+    return 0.0 if block.tags is None else block.tags.number(tag, row)
 
 
 def _shown(ranks: list[int]) -> str:
@@ -204,52 +208,52 @@ def _waits_for_rows(stage: Stage) -> bool:
 def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     """All ready rows are leased, in the order of their keys: the same rows make the same plan,
     whenever each of them became ready. Groups are taken whole where no row is without."""
-    slots = stage.rows.ready_ids()
-    if len(slots) > MAX_PLAN_ROWS:
+    ready = Rows(list(stage.rows.plain))
+    if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
-            f"{len(slots)} rows are left for stage {stage.name!r}, and a plan has at most "
+            f"{len(ready)} rows are left for stage {stage.name!r}, and a plan has at most "
             f"{MAX_PLAN_ROWS}: put fewer into a partition, or claim some of them first",
-            rows=len(slots),
+            rows=len(ready),
             limit=MAX_PLAN_ROWS,
         )
-    _check_tags(state, shape, slots)
-    groups = stage.groups.ready_ids()
-    whole = int(state.groups.members.counts[groups].sum()) == len(slots)
+    _check_tags(shape, ready)
+    rows = Rows.of(sorted(ready, key=lambda one: one[0].key(one[1])))
+    groups = [group for group, _ in stage.groups.plain]
+    whole = sum([group.live for group in groups]) == len(rows)
     if whole:
-        stage.take_groups(groups)
+        for group in groups:
+            stage.lease_group(group)
     else:
-        stage.take_rows(slots)
-    keys = pairs(state.index.keys[slots].tobytes())
-    slots = slots[np.lexsort((keys[:, 1], keys[:, 0]))]
-    lease = Lease(
-        next(state.lease_numbers),
-        stage,
-        "groups" if whole else "rows",
-        slots,
-        state.incarnation[slots],
-        np.ones(len(slots), np.bool_),
-        holder=0,
-        started=now,
-    )
-    state.leases.add(lease)
-    plan = Plan(lease, shape, laid(state, lease, shape))
+        state.take_rows(stage, rows.parts)
+    lease = state.lease(stage, "groups" if whole else "rows", rows, 0, now)
+    plan = Plan(lease, shape, laid(lease, shape))
     state.leases.add_plan(plan)
     return plan
 
 
-def _check_tags(state: State, shape: Shape, slots: Array) -> None:
+def _check_tags(shape: Shape, rows: Rows) -> None:
     for tag in shape.tags:
-        weighs = state.tags.compare(tag, operator.ge, 0, slots)
-        weighs &= np.isfinite(state.tags.numbers(tag, slots))
-        lacking = (~weighs).nonzero()[0]
-        if len(lacking):
+        lacking = [
+            block.name(row)
+            for block, bits in rows.parts
+            for row in rows_of(bits & ~_weighed(block, tag))
+        ]
+        if lacking:
             raise InvalidRows(
                 f"{counted(len(lacking), 'row has', 'rows have')} no number of 0 or more as tag "
-                f"{tag!r}, by which the plan weighs rows, such as "
-                f"{state.name(int(slots[lacking[0]]))!r}: set it with part.tag(…)",
+                f"{tag!r}, by which the plan weighs rows, such as {lacking[0]!r}: set it with "
+                "part.tag(…)",
                 tag=tag,
                 rows=len(lacking),
             )
+
+
+def _weighed(block: Block, tag: str) -> int:
+    """The rows with a finite number of 0 or more as this tag."""
+    if block.tags is None:
+        return 0
+    infinite = block.tags.compare(tag, operator.ge, math.inf)
+    return block.tags.compare(tag, operator.ge, 0) & ~infinite
 
 
 def _finish_if_done(state: State, plan: Plan) -> FinishOutcome:

@@ -1,15 +1,15 @@
 """Puts and adds: everything is checked first, then everything is written.
 
 `plan_put` changes nothing and raises what the put would raise, so a peer can ask before it moves
-bytes; `apply_put` cannot fail any more.
+bytes; `apply_put` cannot fail any more. What is new becomes a block a group, as it came; only what
+meets rows that are here is looked at row by row.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from dataplane.errors import (
     FieldExists,
@@ -21,21 +21,29 @@ from dataplane.errors import (
     counted,
     without_group,
 )
-from dataplane.memory.extents import some
+from dataplane.metadata.shard.blocks import (
+    MAX_BLOCK_ROWS,
+    UNKNOWN_SIZE,
+    UNLIMITED,
+    Block,
+    Group,
+)
+from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.groups import UNKNOWN_SIZE, UNLIMITED
-from dataplane.metadata.tables.incoming import ColumnIn, RowsIn, columns_in, rows_in
-from dataplane.metadata.tables.interning import Numbers
+from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.incoming import RowsIn, rows_in
+from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.small_values import check_inline
 from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
 
-_NONE = np.zeros(0, np.int64)
 SHOWN_NAMES = 8
 """How many names an error carries."""
+
+Tagging = Mapping[str, Sequence[Scalar]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,276 +58,230 @@ class PutOutcome:
 
 @dataclass(slots=True)
 class PutPlan:
-    """A checked put. slots: -1 for new rows. groups: id per entry of the message's groups. there:
-    which rows of the message it is about, where some are passed over. reuse: names that are
-    remembered may be new rows'. holder: whose permits its new groups use; 0: nobody's."""
+    """A checked put. known: the block of each row that is here; None: all are new. new: places of
+    the others. groups: per entry of the message's groups, None where it is new; new_groups: places
+    of those that are to be made. there: which rows of the message it is about, where some are
+    passed over. reuse: names that are remembered may be new rows'. holder: whose permits its new
+    groups use; 0: nobody's."""
 
     rows: RowsIn
-    columns: list[ColumnIn]
-    tags: Mapping[str, Sequence[Scalar]]
-    slots: Array
-    new: Array
-    groups: Array
-    new_groups: Array
+    count: int
+    """rows of the message"""
+    tags: Tagging
+    known: list[Block | None] | None
+    new: Sequence[int]
+    groups: list[Group | None]
+    new_groups: list[int]
     keep: bool
-    there: Array | None = None
+    there: list[int] | None = None
     reuse: bool = False
-    sound: bool = False
-    """what the columns name of specs and owners was checked too"""
     holder: int = 0
 
     @property
     def continues(self) -> bool:
         """Is it about a group or row that is here already? The first one speaks for all."""
-        known = self.groups if len(self.groups) else self.slots
-        return bool(len(known) and known[0] >= 0)
-
-    def bring(
-        self,
-        state: State,
-        columns: Sequence[Column],
-        specs: Sequence[Spec],
-        owners: Sequence[Owner],
-        inline: bytes,
-    ) -> None:
-        """The columns as they came, checked; what they bring for rows that are passed over goes."""
-        there = self.there
-        count = self.rows.count if there is None else len(there)
-        if not self.sound or there is not None:
-            self.columns = columns_in(columns, count, len(specs), len(owners))
-        check_inline(self.columns, owners, inline)
-        if there is not None:
-            self.columns = [
-                discard(state, one, there, specs, owners, inline) for one in self.columns
-            ]
+        if self.groups:
+            return self.groups[0] is not None
+        return self.known is not None and self.known[0] is not None
 
 
 def plan_put(
     state: State,
     rows: Rows,
     columns: Sequence[Column],
-    tags: Mapping[str, Sequence[Scalar]],
+    tags: Tagging,
     *,
     replace: bool,
     keep: bool,
     reuse: bool = False,
-    named: tuple[int, int] | None = None,
 ) -> PutPlan:
-    """Check a put against the store; what its records name only where it is known how many specs
-    and owners there are (`named`)."""
+    """Check a put against the store; what its records name is not known yet."""
     if replace and keep:
         raise ProtocolError("a put either replaces values or keeps them")
     incoming = rows_in(rows)
-    fields = columns_in(columns, incoming.count, *(named or (None, None)))
-    state.fields.check_room([one.field for one in fields])
-    state.tags.check(tags, incoming.count)
-    slots = state.index.find(incoming.keys)
-    new = (slots < 0).nonzero()[0]
-    there = None
-    if len(new) and len(state.tombstones) and not reuse:
-        gone = _gone(state, incoming, new)
-        if len(gone):
-            there = np.ones(incoming.count, np.bool_)
-            there[gone] = False
-            incoming, slots = _passed_over(incoming, there), slots[there]
-            tags = {name: only(values, there) for name, values in tags.items()}
-            fields = [] if not incoming.count else [cut(one, there) for one in fields]
-            new = (slots < 0).nonzero()[0]
-    if len(new):
+    if columns:
+        state.check_fields([one.field for one in columns])
+    if tags:
+        tagging.check(tags, incoming.count, state.tag_names)
+    known: list[Block | None] | None = None
+    new: Sequence[int] = range(incoming.count)
+    if not state.index.keys().isdisjoint(incoming.keys):
+        known = [state.index.get(key) for key in incoming.keys]
+        new = [i for i, block in enumerate(known) if block is None]
+    there, count = None, incoming.count
+    if new and len(state.tombstones) and not reuse:
+        gone = set(_gone(state, incoming, new))
+        if gone:
+            there = [i for i in range(count) if i not in gone]
+            tags = tagging.only(tags, there, count)
+            incoming = incoming.only(there)
+            blocks = [None] * count if known is None else known
+            known = [blocks[i] for i in there]
+            new = [i for i, block in enumerate(known) if block is None]
+    if new:
         _check_new_rows(state, incoming, new, reuse)
-    if len(new) < incoming.count and not (replace or keep):
-        _check_fields(state, incoming, slots, fields)
-    groups, new_groups = _plan_groups(state, incoming, slots, new, reuse)
-    return PutPlan(
-        incoming,
-        fields,
-        tags,
-        slots,
-        new,
-        groups,
-        new_groups,
-        keep,
-        there,
-        reuse,
-        named is not None,
-    )
+    if known is not None and not (replace or keep):
+        values = values_in(columns, count, None, None)
+        values = values if there is None else values.split([there])[0]
+        _check_fields(state, incoming, known, values)
+    groups, new_groups = _plan_groups(state, incoming, known, new, reuse)
+    return PutPlan(incoming, count, tags, known, new, groups, new_groups, keep, there, reuse)
 
 
 def apply_put(
-    state: State, plan: PutPlan, specs: Sequence[Spec], owners: Sequence[Owner], inline: bytes
+    state: State,
+    plan: PutPlan,
+    columns: Sequence[Column],
+    specs: list[Spec],
+    owners: list[Owner],
+    inline: bytes,
 ) -> PutOutcome:
-    """Carry out a plan made for this very state."""
-    gone = 0 if plan.there is None else len(plan.there) - plan.rows.count
-    if not plan.rows.count:
+    """Carry out a plan made for this very state, once its columns are found sound."""
+    values = values_in(columns, plan.count, specs, owners, inline)
+    if plan.there is not None:
+        values = _without_gone(state, values, plan.there)
+    rows, gone = plan.rows, plan.count - plan.rows.count
+    if not rows.count:
         return PutOutcome(gone=gone)
     if plan.reuse and len(state.tombstones):
-        state.tombstones.remove(plan.rows.keys[plan.new])
-        state.tombstones.remove(of_groups(plan.rows.group_keys[plan.new_groups]))
-    numbers = state.fields.intern(specs, owners, inline)
-    touched = _enter_groups(state, plan)
-    _enter_rows(state, plan)
-    if len(plan.new) < plan.rows.count:  # known rows may be in groups that the message leaves out
-        touched = state.groups_of(plan.slots)
-    kept: dict[str, int] = {}
-    if len(plan.new) == plan.rows.count:
-        state.fields.write_new(plan.slots, plan.columns, numbers)
-    else:
-        kept = _write(state, plan.slots, plan.columns, numbers, plan.keep)
-    if plan.tags:
-        state.tags.set(plan.slots, plan.tags)
-    closed = state.written(plan.slots, touched)
-    if plan.tags and len(plan.new) < plan.rows.count:
-        state.retag(plan.slots)
-    return PutOutcome(kept, closed, gone)
+        state.tombstones.remove(pairs(b"".join([rows.keys[i] for i in plan.new])))
+        groups = b"".join([rows.group_keys[i] for i in plan.new_groups])
+        state.tombstones.remove(of_groups(pairs(groups)))
+    _enter_groups(state, plan)
+    touched = {group.key: group for group in plan.groups if group is not None}
+    blocks = enter_rows(state, plan, values)
+    kept: Counter[str] = Counter()
+    known: list[Block] = []
+    for part in _known_parts(plan):
+        known.append(part.block)
+        mine = values if len(part.at) == values.count else values.split([part.at])[0]
+        kept.update(state.merge(part.block, part.rows, mine, plan.keep))
+        if plan.tags:
+            tags = tagging.only(plan.tags, part.at, rows.count)
+            state.set_tags(part.block, part.rows, tags)
+        if part.block.group:  # it may be in a group that the message leaves out
+            touched[part.block.group] = state.groups[part.block.group]
+    closed = state.written([*blocks, *known], touched.values())
+    if plan.tags and known:
+        state.retag([block for block in known if block.live])
+    return PutOutcome(dict(kept), closed, gone)
 
 
-def add_fields(
-    state: State,
-    stage: Stage,
-    slots: Array,
-    columns: Sequence[ColumnIn],
-    specs: Sequence[Spec],
-    owners: Sequence[Owner],
-    inline: bytes,
-) -> dict[str, int]:
-    """Write columns that `check_added` let through; values that are there stay, and are counted."""
-    kept = _write(state, slots, columns, state.fields.intern(specs, owners, inline), keep=True)
-    stage.add(slots, state.fields.mask([one.field for one in columns if one.here is None]))
-    for one in columns:
-        if one.here is not None:
-            stage.add(slots[one.here], state.fields.mask([one.field]))
-    state.written(slots, state.groups_of(slots))
-    return kept
+def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:
+    """Write values that `check_added` let through; those that are there stay, and are counted."""
+    kept: Counter[str] = Counter()
+    for part, values in parts:
+        block = part.block
+        kept.update(state.merge(block, part.rows, values, keep=True))
+        note_added(block, stage.name, part, values)
+    blocks = [part.block for part, _ in parts]
+    state.written(blocks, state.groups_of([(block, 0) for block in blocks]))
+    return dict(kept)
 
 
-def check_added(
-    state: State, stage: Stage | None, slots: Array, columns: Sequence[ColumnIn], there: Array
-) -> None:
+def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
+    """A stage wrote these fields of rows, where they had none yet."""
+    everything = part.bits
+    came = {name: values.having([name]) for name in values.fields}
+    whole = all_of(values.count)
+    add_to(
+        block,
+        stage,
+        {
+            name: everything if rows == whole else bits_of(part.rows[i] for i in rows_of(rows))
+            for name, rows in came.items()
+        },
+    )
+
+
+def add_to(block: Block, stage: str, fields: Mapping[str, int]) -> None:
+    """The values of these rows are the stage's own."""
+    block.wrote = block.wrote or {}
+    mine = block.wrote.setdefault(stage, {})
+    for name, rows in fields.items():
+        mine[name] = mine.get(name, 0) | rows
+
+
+def check_added(state: State, stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:
     """FieldExists where another writer has set a field of these rows. What the stage itself added,
-    before its rows came to it again, stays; None: of progress, which is of no field that is there.
-    there: which positions of the columns they are."""
-    mask = state.fields.known_mask([one.field for one in columns])
-    if not np.count_nonzero(state.fields.present[slots] & np.uint64(mask)):
-        return
-    for one in columns:
-        taken = state.fields.have(one.field, slots)
-        if one.here is not None:
-            taken &= one.here[there]
-        if taken.any() and stage is not None:
-            taken &= ~stage.added(slots, state.fields.mask([one.field]))
-        if taken.any():
-            keys = names_at(state, slots[taken])
-            said = f"{counted(int(taken.sum()), 'row has', 'rows have')} a field {one.field!r} "
-            said += f"already, such as {keys[0]!r}"
+    before its rows came to it again, stays; None: of progress, which is of no field that is
+    there."""
+    for name in parts[0][1].fields if parts else ():
+        taken: list[Name] = []
+        for part, values in parts:
+            block = part.block
+            if name not in block.values.fields:
+                continue
+            there = block.values.having([name])
             if stage is not None:
-                said += f", which another writer than stage {stage.name!r} has set"
-            raise FieldExists(
-                f"{said}; nothing of this call was stored: "
-                f"{'add it' if stage is not None else 'give progress back'} under another name",
-                field=one.field,
-                keys=keys,
-            )
-
-
-def _write(
-    state: State, slots: Array, columns: Sequence[ColumnIn], numbers: Numbers, keep: bool
-) -> dict[str, int]:
-    """Write columns of rows; per field how many values stayed, where some did."""
-    if not keep:
-        for one in columns:
-            over = slots if one.here is None else slots[one.here]
-            for stage in state.stages.values():
-                stage.overwritten(over, state.fields.mask([one.field]))
-    stayed = {one.field: state.fields.write(slots, one, numbers, keep) for one in columns}
-    return {field: count for field, count in stayed.items() if count}
-
-
-def shown(names: Sequence[Name] | None, keys: Array, positions: Array) -> list[Name]:
-    """The first few names at these positions, for a message and its details."""
-    few = positions[:SHOWN_NAMES].tolist()
-    if names is not None:
-        return [names[i] for i in few]
-    return [format_minted(keys[i].tobytes()) for i in few]
-
-
-def names_at(state: State, slots: Array) -> list[Name]:
-    """The first few names of rows that are here, for a message and its details."""
-    return [state.name(slot) for slot in slots[:SHOWN_NAMES].tolist()]
-
-
-def _gone(state: State, rows: RowsIn, new: Array) -> Array:
-    """Those of these rows that were here under given names, or their group was, and are freed."""
-    gone = state.tombstones.freed(rows.keys[new])
-    if rows.group is not None and len(rows.group_keys):
-        over = state.tombstones.freed(of_groups(rows.group_keys))
-        index = rows.group[new]
-        gone |= (index >= 0) & over[index]
-    return new[gone]
-
-
-def _passed_over(rows: RowsIn, there: Array) -> RowsIn:
-    """The rows without those that are passed over."""
-    at = there.nonzero()[0].tolist()
-    names = None if rows.names is None else [rows.names[i] for i in at]
-    group = None if rows.group is None else rows.group[there]
-    return RowsIn(len(at), rows.keys[there], names, group, rows.group_keys, rows.group_names)
-
-
-def cut(one: ColumnIn, there: Array) -> ColumnIn:
-    """A column without some rows, whose references the caller knows to be none yet."""
-    counts, leaves = one.counts, one.leaves
-    if counts is not None:
-        leaves, counts = leaves[np.repeat(there, counts)], counts[there]
-    here = None if one.here is None else one.here[there]
-    return ColumnIn(one.field, one.values[there], here, counts, leaves)
-
-
-def discard(
-    state: State,
-    one: ColumnIn,
-    there: Array,
-    specs: Sequence[Spec],
-    owners: Sequence[Owner],
-    inline: bytes,
-) -> ColumnIn:
-    """The column without rows that are gone; the references they brought are let go."""
-    refused = ~there if one.here is None else ~there & one.here
-    numbers = state.fields.intern(specs, owners, inline)
-    if one.counts is not None:
-        state.fields.refuse(one.leaves[~np.repeat(there, one.counts)], numbers)
-    state.fields.refuse(one.values[refused], numbers)
-    return cut(one, there)
-
-
-def only(values: Sequence[Scalar], there: Array) -> Sequence[Scalar]:
-    """A tag's values without those of some rows; one for all stays."""
-    if len(values) != len(there) or len(values) == 1:
-        return values
-    return [value for value, keep in zip(values, there.tolist(), strict=True) if keep]
-
-
-def _check_new_rows(state: State, rows: RowsIn, new: Array, reuse: bool) -> None:
-    dropped = _NONE
-    if len(state.tombstones) and not reuse:
-        dropped = new[state.tombstones.among(rows.keys[new])]
-    if len(dropped):
-        keys = shown(rows.names, rows.keys, dropped)
-        raise RowsDropped(
-            f"{counted(len(dropped), 'row of this put was', 'rows of this put were')} dropped from "
-            f"partition {state.partition!r}: {keys}; their trajectories are "
-            "cancelled: put the others without them",
-            keys=keys,
-            rows=len(dropped),
+                there &= ~block.added(stage.name, name)
+            if there:
+                came = values.having([name])
+                hit = [r for i, r in enumerate(part.rows) if there >> r & 1 and came >> i & 1]
+                taken += [block.name(row) for row in hit]
+        if not taken:
+            continue
+        said = f"{counted(len(taken), 'row has', 'rows have')} a field {name!r} already, such as "
+        said += repr(taken[0])
+        if stage is not None:
+            said += f", which another writer than stage {stage.name!r} has set"
+        raise FieldExists(
+            f"{said}; nothing of this call was stored: "
+            f"{'add it' if stage is not None else 'give progress back'} under another name",
+            field=name,
+            keys=taken[:SHOWN_NAMES],
         )
+
+
+def shown(names: Sequence[Name] | None, keys: Sequence[bytes], places: Sequence[int]) -> list[Name]:
+    """The first few names at these places, for a message and its details."""
+    few = places[:SHOWN_NAMES]
+    return [format_minted(keys[i]) if names is None else names[i] for i in few]
+
+
+def _without_gone(state: State, values: Values, there: list[int]) -> Values:
+    """Without rows that are passed over; the references they brought are let go."""
+    kept = set(there)
+    gone = [i for i in range(values.count) if i not in kept]
+    mine, passed = values.split([there, gone])
+    state.released.append(passed.loose)
+    return mine
+
+
+def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
+    """Those of these rows that were here under given names, or their group was, and are freed."""
+    freed = state.tombstones.freed(pairs(b"".join([rows.keys[i] for i in new]))).tolist()
+    gone = [i for i, is_over in zip(new, freed, strict=True) if is_over]
+    if rows.group is not None and rows.group_keys:
+        over = state.tombstones.freed(of_groups(pairs(b"".join(rows.group_keys)))).tolist()
+        if any(over):
+            index = rows.group
+            gone += [i for i in new if index[i] >= 0 and over[index[i]]]
+    return gone
+
+
+def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool) -> None:
+    if len(state.tombstones) and not reuse:
+        among = state.tombstones.among(pairs(b"".join([rows.keys[i] for i in new]))).tolist()
+        dropped = [i for i, was in zip(new, among, strict=True) if was]
+        if dropped:
+            keys = shown(rows.names, rows.keys, dropped)
+            said = counted(len(dropped), "row of this put was", "rows of this put were")
+            raise RowsDropped(
+                f"{said} dropped from partition {state.partition!r}: {keys}; their trajectories "
+                "are cancelled: put the others without them",
+                keys=keys,
+                rows=len(dropped),
+            )
     size = state.definition.group_size
     if size is not None:
-        alone = len(new) if rows.group is None else int(np.count_nonzero(rows.group[new] < 0))
+        alone = len(new) if rows.group is None else sum([rows.group[i] < 0 for i in new])
         if alone:
             raise without_group(alone, size)
     if state.sealed:
         if rows.group is not None and len(state.tombstones) and not reuse:
-            groups = np.unique(rows.group[new])
-            _check_new_groups(state, rows, groups[groups >= 0])  # the seal may have dropped them
+            groups = sorted({rows.group[i] for i in new if rows.group[i] >= 0})
+            _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows; "
             f"{len(new)} of this put are new: put them into another partition (new fields of rows "
@@ -330,48 +292,66 @@ def _check_new_rows(state: State, rows: RowsIn, new: Array, reuse: bool) -> None
         )
 
 
-def _check_fields(state: State, rows: RowsIn, slots: Array, fields: Sequence[ColumnIn]) -> None:
-    known = (slots >= 0).nonzero()[0]
-    for one in fields:
-        there = state.fields.have(one.field, slots[known])
-        if one.here is not None:
-            there &= one.here[known]
-        if there.any():
-            keys = shown(rows.names, rows.keys, known[there])
+def _check_fields(
+    state: State, rows: RowsIn, known: Sequence[Block | None], values: Values
+) -> None:
+    for name in values.fields:
+        came, taken = values.having([name]), []
+        for place, block in enumerate(known):
+            if block is None or not came >> place & 1 or name not in block.values.fields:
+                continue
+            if block.values.having([name]) >> block.row(rows.keys[place]) & 1:
+                taken.append(place)
+        if taken:
+            keys = shown(rows.names, rows.keys, taken)
             raise FieldExists(
-                f"{counted(int(there.sum()), 'row has', 'rows have')} a field {one.field!r} "
+                f"{counted(len(taken), 'row has', 'rows have')} a field {name!r} "
                 f"already, such as {keys[0]!r}; fields are written once, replace=True "
                 "writes a new value",
-                field=one.field,
+                field=name,
                 keys=keys,
             )
 
 
 def _plan_groups(
-    state: State, rows: RowsIn, slots: Array, new: Array, reuse: bool
-) -> tuple[Array, Array]:
-    """(id per group of the message, -1 if new; positions of those that are to be made)."""
-    if rows.group is None or not len(rows.group_keys):
-        return _NONE, _NONE
-    groups = state.groups.index.find(rows.group_keys)
-    if len(new) < rows.count:
-        _check_known_groups(state, rows, slots, groups)
-    joining = rows.group[new]
-    joining = joining[joining >= 0]
-    if not len(joining):
-        return groups, _NONE
-    counts = np.bincount(joining, minlength=len(groups))
-    unknown = (groups < 0) & (counts > 0)
-    made = unknown.nonzero()[0]
-    if len(made) and len(state.tombstones) and not reuse:
+    state: State,
+    rows: RowsIn,
+    known: Sequence[Block | None] | None,
+    new: Sequence[int],
+    reuse: bool,
+) -> tuple[list[Group | None], list[int]]:
+    """(each group of the message, None if new; places of those that are to be made)."""
+    if rows.group is None or not rows.group_keys:
+        return [], []
+    groups = [state.groups.get(key) for key in rows.group_keys]
+    if known is not None:
+        _check_known_groups(rows, known)
+    joining = Counter([rows.group[i] for i in new]) if len(groups) > 1 else Counter()
+    if len(groups) == 1:
+        joining[0] = sum([rows.group[i] == 0 for i in new])
+    made = [at for at, group in enumerate(groups) if group is None and joining[at]]
+    if made and len(state.tombstones) and not reuse:
         _check_new_groups(state, rows, made)
-    _check_sizes(state, rows, groups, counts)
+    size = state.definition.group_size
+    room = UNLIMITED if size is None else size
+    over = [at for at, g in enumerate(groups) if joining[at] > (room if g is None else g.room)]
+    if over:
+        names = shown(rows.group_names, rows.group_keys, over)
+        raise GroupClosed(
+            f"the group {names[0]!r} takes no more rows: it is closed, or closes with fewer than "
+            f"the {joining[over[0]]} that this put adds",
+            groups=names,
+        )
     return groups, made
 
 
-def _check_new_groups(state: State, rows: RowsIn, made: Array) -> None:
-    dropped = made[state.tombstones.among(of_groups(rows.group_keys[made]))]
-    if len(dropped):
+def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
+    if not made:
+        return
+    keys = pairs(b"".join([rows.group_keys[at] for at in made]))
+    among = state.tombstones.among(of_groups(keys)).tolist()
+    dropped = [at for at, was in zip(made, among, strict=True) if was]
+    if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(
             f"the groups {names} were dropped; they are cancelled: put the others without them",
@@ -379,60 +359,83 @@ def _check_new_groups(state: State, rows: RowsIn, made: Array) -> None:
         )
 
 
-def _check_known_groups(state: State, rows: RowsIn, slots: Array, groups: Array) -> None:
+def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
     assert rows.group is not None
-    known = ((slots >= 0) & (rows.group >= 0)).nonzero()[0]
-    if not len(known):
-        return
-    named = groups[rows.group[known]]
-    # an unknown group is no row's, not even a row's that has none
-    wrong = known[(named < 0) | (state.group[slots[known]] != named)]
-    if len(wrong):
+    wrong = [
+        place
+        for place, (block, at) in enumerate(zip(known, rows.group, strict=True))
+        if block is not None and at >= 0 and block.group != rows.group_keys[at]
+    ]
+    if wrong:
         keys = shown(rows.names, rows.keys, wrong)
         raise InvalidRows(
             f"the row {keys[0]!r} is known in another group; a row's group never changes", keys=keys
         )
 
 
-def _check_sizes(state: State, rows: RowsIn, groups: Array, counts: Array) -> None:
-    size = state.definition.group_size
-    over = counts > state.groups.room(groups, UNLIMITED if size is None else size)
-    if some(over):
-        bad = over.nonzero()[0]
-        names = shown(rows.group_names, rows.group_keys, bad)
-        raise GroupClosed(
-            f"the group {names[0]!r} takes no more rows: it is closed, or closes with fewer than "
-            f"the {int(counts[bad[0]])} that this put adds",
-            groups=names,
-        )
+def _enter_groups(state: State, plan: PutPlan) -> None:
+    """Make the plan's new groups."""
+    rows, size = plan.rows, state.definition.group_size or UNKNOWN_SIZE
+    made = []
+    for at in plan.new_groups:
+        name = None if rows.group_names is None else rows.group_names[at]
+        plan.groups[at] = group = state.add_group(rows.group_keys[at], name, size)
+        made.append(group)
+    if plan.holder and made:
+        state.permits.use(plan.holder, made)
 
 
-def _enter_groups(state: State, plan: PutPlan) -> Array:
-    """Make the plan's new groups. Returns the groups that get new rows or values."""
-    made = plan.new_groups
-    if len(made):
-        given = plan.rows.group_names
-        names = None if given is None else [given[i] for i in made.tolist()]
-        size = state.definition.group_size or UNKNOWN_SIZE
-        plan.groups[made] = state.add_groups(plan.rows.group_keys[made], names, size)
-        if plan.holder:
-            state.permits.use(plan.holder, plan.groups[made])
-    if not len(plan.groups):
-        return _NONE
-    return plan.groups[plan.groups >= 0]
+def enter_rows(state: State, plan: PutPlan, values: Values) -> list[Block]:
+    """Make the plan's new rows: a block for what each group gets."""
+    rows, parts = plan.rows, new_parts(plan)
+    whole = len(parts) == 1 and len(plan.new) == rows.count
+    split = [values] if whole else values.split([at for _, at in parts])
+    blocks = []
+    for (group, at), mine in zip(parts, split, strict=True):
+        names = rows.names
+        if names is not None and not whole:
+            names = [names[i] for i in at]
+        tags = plan.tags if whole or not plan.tags else tagging.only(plan.tags, at, rows.count)
+        keys = rows.keys if whole else [rows.keys[i] for i in at]
+        blocks.append(state.add_block(keys, names, mine, tags, group))
+    return blocks
 
 
-def _enter_rows(state: State, plan: PutPlan) -> None:
-    """Make the plan's new rows and enter their slots in it."""
+def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
+    """The new rows as they become blocks."""
     rows, new = plan.rows, plan.new
-    if not len(new):
-        return
-    whole = len(new) == rows.count
-    names = rows.names
-    if names is not None and not whole:
-        names = [names[i] for i in new.tolist()]
-    groups = None
-    if len(plan.groups) and rows.group is not None:
-        index = rows.group if whole else rows.group[new]
-        groups = np.where(index >= 0, plan.groups[index], -1)
-    plan.slots[new] = state.add_rows(rows.keys if whole else rows.keys[new], names, groups)
+    if not new:
+        return []
+    if rows.group is None:
+        return _cut(None, new)
+    if len(rows.group_keys) == 1 and min(rows.group) == 0:
+        return _cut(plan.groups[0], new)
+    by_group: dict[int, list[int]] = {}
+    for i in new:
+        by_group.setdefault(rows.group[i], []).append(i)
+    found: list[tuple[Group | None, Sequence[int]]] = []
+    for index, at in by_group.items():
+        found += _cut(plan.groups[index] if index >= 0 else None, _run(at))
+    return found
+
+
+def _cut(group: Group | None, new: Sequence[int]) -> list[tuple[Group | None, Sequence[int]]]:
+    many = MAX_BLOCK_ROWS
+    return [(group, new[at : at + many]) for at in range(0, len(new), many)]
+
+
+def _known_parts(plan: PutPlan) -> list[Part]:
+    """Rows of the plan that are here, block by block."""
+    found: dict[int, Part] = {}
+    for place, block in enumerate(plan.known or ()):
+        if block is not None:
+            part = found.setdefault(block.number, Part(0, block, [], []))
+            part.rows.append(block.row(plan.rows.keys[place]))  # type: ignore[attr-defined]
+            part.at.append(place)  # type: ignore[attr-defined]
+    return [Part(0, one.block, _run(one.rows), _run(one.at)) for one in found.values()]
+
+
+def _run(numbers: Sequence[int]) -> Sequence[int]:
+    """As a range, where they are neighbours."""
+    run = range(numbers[0], numbers[0] + len(numbers))
+    return run if list(run) == numbers else numbers

@@ -6,24 +6,36 @@ store is a typed error, raised before anything changes in what this operation is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from dataplane.errors import DataplaneError, ProtocolError
-from dataplane.memory.extents import some
 from dataplane.metadata.shard import finishes, plans
-from dataplane.metadata.shard.leases import Lease, Member, Plan
+from dataplane.metadata.shard.blocks import (
+    ACKED,
+    LEASED,
+    PENDING,
+    READY,
+    SPLIT,
+    Block,
+    Group,
+    Rows,
+)
+from dataplane.metadata.shard.leases import Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
+from dataplane.metadata.shard.puts import PutPlan, add_to, enter_rows
 from dataplane.metadata.shard.stages import Stage
+from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY, SPLIT
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.groups import CLOSED
-from dataplane.metadata.tables.incoming import RowsIn, columns_in, rows_in
-from dataplane.metadata.tables.key_index import KeyIndex, pairs, repeated
-from dataplane.metadata.tables.small_values import check_inline
+from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.incoming import keys_in, rows_in
+from dataplane.metadata.tables.key_index import pairs
+from dataplane.metadata.tables.values import Values, values_in
+from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Added,
@@ -53,7 +65,6 @@ from dataplane.wire.journal import (
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
 from dataplane.wire.peering import AddStage
 from dataplane.wire.records import KEY, RANGE, U4, U8, column
-from dataplane.wire.tables import Name, Rows
 
 FINISHED, IN_HAND, GONE = range(3)
 """What `Held.left` says of a position."""
@@ -106,21 +117,19 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
     _new_lease(store, op.lease)
+    rows = _known_rows(state, op.keys)
+    _all_ready(stage, rows)
     if op.unit == "rows":
-        slots = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), READY, "row")
-        stage.take_rows(slots)
+        state.take_rows(stage, rows.parts)
     else:
-        groups = _known(state.groups.index, op.group_keys, "group")
-        _all_in(stage.groups.state, groups, READY, "group")
-        slots = state.groups.members.gather(groups)[1].astype(np.int64)
-        if state.index.keys[slots].tobytes() != op.keys:  # in another order, as after a dump
-            members, slots = slots, _known(state.index, op.keys, "row")
-            if not np.array_equal(np.sort(members), np.sort(slots)):
-                raise ProtocolError("a claim of whole groups has other rows than these groups")
-        stage.take_groups(groups)
-    left = np.ones(len(slots), np.bool_)
-    incarnations = state.incarnation[slots]
-    _enter_lease(store, op, stage, slots, incarnations, left, now)
+        groups = _known_groups(state, op.group_keys)
+        _all_in(stage, groups, READY)
+        members = Rows([(block, block.live) for group in groups for block in group.blocks])
+        if members.keys != op.keys and set(members) != set(rows):  # in another order after a dump
+            raise ProtocolError("a claim of whole groups has other rows than these groups")
+        for group in groups:
+            stage.lease_group(group)
+    state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
 
 
 def _returned(store: Store, op: Returned, now: float) -> None:
@@ -132,7 +141,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
     plan = leases.plan(op.stage)
     if plan is None:
         lease = finishes.lease_of(store.state, op.lease)
-        plan = Plan(lease, op.shape, plans.laid(store.state, lease, op.shape))
+        plan = Plan(lease, op.shape, plans.laid(lease, op.shape))
         leases.add_plan(plan)
     if plan.lease.number != op.lease or plan.shape != op.shape:
         raise ProtocolError(f"stage {op.stage!r} has another plan")
@@ -168,7 +177,7 @@ def _discarded(store: Store, op: Discarded, now: float) -> None:
     if op.where is not None:
         store.drop(where=op.where)
     elif op.rows:
-        store.drop(rows=Rows(op.rows))
+        store.drop(rows=wire.Rows(op.rows))
     else:
         keys = column(op.groups, KEY)
         store.drop(groups=[key.tobytes() for key in keys])
@@ -242,49 +251,41 @@ def _paced(store: Store, op: Paced, now: float) -> None:
 
 
 def _sized(store: Store, op: Sized, now: float) -> None:
-    groups = store.state.groups
-    keys = _new_keys(groups.index, op.keys, "group")
+    state, permits = store.state, store.permits
+    keys = _new_keys(state.groups, op.keys, "group")
     expected, gone, dropped = (
-        column(one, U4, len(keys)).astype(np.int32) for one in (op.expected, op.gone, op.dropped)
+        column(one, U4, len(keys)).astype(np.int32).tolist()
+        for one in (op.expected, op.gone, op.dropped)
     )
-    if (dropped > gone).any() or (gone < 0).any():
+    closed = column(op.closed, _BYTE, len(keys)).tolist()
+    begun = column(op.begun or bytes(8 * len(keys)), U8, len(keys)).astype(np.int64).tolist()
+    if any(more > all_ or all_ < 0 for more, all_ in zip(dropped, gone, strict=True)):
         raise ProtocolError("more rows of a group were dropped than are gone")
-    closed = column(op.closed, _BYTE, len(keys)).astype(np.bool_)
-    ids = store.state.add_groups(keys, _names(op.names, len(keys)), 0)
-    groups.expected[ids], groups.seen[ids], groups.dropped[ids] = expected, gone, dropped
-    groups.phase[ids[closed]] = CLOSED
-    if op.begun:
-        begun = column(op.begun, U8, len(keys)).astype(np.int64)
-        if not store.permits.counts or (begun < 0).any():
-            raise ProtocolError("groups are begun at versions, and nothing says at which they are")
-        store.permits.begun[ids] = begun
-        store.permits.look_again()
-        store.permits.done += int(np.count_nonzero(begun == DONE))
+    if op.names is not None and len(op.names) != len(keys):
+        raise ProtocolError(f"{len(op.names)} names for {len(keys)} groups")
+    if op.begun and (not permits.counts or min(begun, default=0) < 0):
+        raise ProtocolError("groups are begun at versions, and nothing says at which they are")
+    for at, key in enumerate(keys):
+        group = state.add_group(key, None if op.names is None else op.names[at], expected[at])
+        group.seen, group.dropped, group.closed = gone[at], dropped[at], bool(closed[at])
+        if op.begun:
+            group.begun = begun[at]
+            permits.done += begun[at] == DONE
+    permits.look_again()
 
 
 def _add_rows(store: Store, op: Wrote) -> None:
     state = store.state
     rows = rows_in(op.rows)
     _new_keys(state.index, op.rows.keys, "row")
-    columns = columns_in(op.columns, rows.count, len(op.specs), len(op.owners))
-    check_inline(columns, op.owners, op.inline)
-    state.fields.check_room([one.field for one in columns])
-    state.tags.check(op.tags, rows.count)
-    groups = _groups_of(store, rows)
-    slots = state.add_rows(rows.keys, rows.names, groups)
-    numbers = state.fields.intern(op.specs, op.owners, op.inline)
-    for one in columns:
-        state.fields.write(slots, one, numbers, keep=False)
-    state.tags.set(slots, op.tags)
-
-
-def _groups_of(store: Store, rows: RowsIn) -> Array | None:
-    if rows.group is None or not len(rows.group_keys):
-        return None
-    groups = store.state.groups.index.find(rows.group_keys)
-    if (groups < 0).any():
+    values = values_in(op.columns, rows.count, op.specs, op.owners, op.inline)
+    state.check_fields(values.fields)
+    tagging.check(op.tags, rows.count, state.tag_names)
+    groups = [state.groups.get(key) for key in rows.group_keys]
+    if None in groups:
         raise ProtocolError("rows of a group that was not told before")
-    return np.where(rows.group >= 0, groups[rows.group], -1)
+    plan = PutPlan(rows, rows.count, op.tags, None, range(rows.count), groups, [], False)
+    enter_rows(state, plan, values)
 
 
 def _standing(store: Store, op: Standing, now: float) -> None:
@@ -292,53 +293,62 @@ def _standing(store: Store, op: Standing, now: float) -> None:
     stage = state.stage(op.stage)
     to = _STATES[op.state]
     if op.unit == "groups":
-        groups = _known(state.groups.index, op.keys, "group")
-        stage.groups.move(_all_in(stage.groups.state, groups, PENDING, "group"), to)
+        groups = _known_groups(state, op.keys)
+        _all_in(stage, groups, PENDING)
+        for group in groups:
+            stage.enter_as(group, to)
         return
-    slots = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), PENDING, "row")
-    if to == READY:
-        stage.make_ready(slots, front=False)
-    elif to == ACKED:
-        stage.ack(slots)
-    else:
+    rows = _pending(stage, _known_rows(state, op.keys))
+    if to not in (READY, ACKED):
         raise ProtocolError(f"rows do not stand as {op.state!r} without a lease")
+    for block, bits in rows.parts:
+        (stage.make_ready if to == READY else stage.enter_acked)(block, bits)
 
 
 def _added(store: Store, op: Added, now: float) -> None:
     state = store.state
-    state.fields.check_room(op.fields)
-    slots = _known(state.index, op.keys, "row")
-    state.stage(op.stage).add(slots, state.fields.mask(op.fields))
+    state.check_fields(op.fields)
+    name = state.stage(op.stage).name
+    for block, bits in _known_rows(state, op.keys).parts:
+        add_to(block, name, dict.fromkeys(op.fields, bits))
 
 
 def _progressed(store: Store, op: Progressed, now: float) -> None:
     state = store.state
-    stage = state.stage(op.stage)
-    slots = _known(state.index, op.keys, "row")
-    columns = columns_in(op.columns, len(slots), len(op.specs), len(op.owners))
-    check_inline(columns, op.owners, op.inline)
-    state.fields.check_progress_room(stage.name, [one.field for one in columns])
-    numbers = state.fields.intern(op.specs, op.owners, op.inline)
-    for one in columns:
-        state.fields.write_progress(stage.name, slots, one, numbers)
+    stage = state.stage(op.stage).name
+    rows = _known_rows(state, op.keys)
+    values = values_in(op.columns, len(rows), op.specs, op.owners, op.inline)
+    state.check_fields(values.fields, stage)
+    parts = [rows_of(bits) for _, bits in rows.parts]
+    ends = list(accumulate(map(len, parts)))
+    split = values.split([range(end - len(of), end) for of, end in zip(parts, ends, strict=True)])
+    for (block, _), of, mine in zip(rows.parts, parts, split, strict=True):
+        state.note_progress(block, stage, of, mine)
 
 
 def _held(store: Store, op: Held, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
-    marks = column(op.left, _BYTE)
-    in_hand = (marks == IN_HAND).nonzero()[0]
-    known = _all_in(stage.rows.state, _known(state.index, op.keys, "row"), PENDING, "row")
-    if len(known) != len(in_hand) or not (marks != FINISHED).any() or int(marks.max()) > GONE:
-        raise ProtocolError(f"lease {op.lease} has {len(known)} rows for {len(in_hand)} positions")
+    marks = column(op.left, _BYTE).tolist()
+    known = list(_pending(stage, _known_rows(state, op.keys)))
+    many = marks.count(IN_HAND)
+    if len(known) != many or marks.count(FINISHED) == len(marks) or max(marks) > GONE:
+        raise ProtocolError(f"lease {op.lease} has {len(known)} rows for {many} positions")
     _new_lease(store, op.lease)
-    # a row that is gone is one whose incarnation has passed, as in a lease that saw it go
-    slots = np.zeros(len(marks), np.int64)
-    slots[in_hand] = known
-    incarnations = state.incarnation[slots] - np.uint32(1)
-    incarnations[in_hand] += np.uint32(1)
-    stage.rows.move(known, LEASED)
-    _enter_lease(store, op, stage, slots, incarnations, marks != FINISHED, now)
+    # a row that is gone, or finished, is one of a block that has no row any more
+    nobody = Block(0, b"", len(marks), 0, b"", Values(0))
+    coming = iter(known)
+    rows = Rows.of(
+        next(coming) if mark == IN_HAND else (nobody, at) for at, mark in enumerate(marks)
+    )
+    for block, row in known:
+        stage.hold(block, 1 << row)
+    lease = state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
+    for at in (at for at, mark in enumerate(marks) if mark == FINISHED):
+        lease.left = [
+            left & ~(1 << at) if block is nobody else left
+            for (block, _), left in zip(rows.parts, lease.left, strict=True)
+        ]
 
 
 def _planned(store: Store, op: Planned, now: float) -> None:
@@ -351,7 +361,7 @@ def _planned(store: Store, op: Planned, now: float) -> None:
     if lease.stage.name != op.stage or leases.plan(op.stage) is not None:
         raise ProtocolError(f"stage {op.stage!r} has another plan")
     for weights in op.laid.weights.values():
-        column(weights, _F8, len(lease.slots))
+        column(weights, _F8, lease.count)
     leases.add_plan(plan)
     for number, holder, claim, rank, done in zip(
         numbers, holders, claims, ranks.tolist(), acked.tolist(), strict=True
@@ -361,7 +371,7 @@ def _planned(store: Store, op: Planned, now: float) -> None:
 
 
 def _buried(store: Store, op: Buried, now: float) -> None:
-    keys = _different(op.keys, "key")
+    keys = pairs(b"".join(_different(op.keys, "key")))
     freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).astype(np.bool_)
     ends = np.append(np.flatnonzero(np.diff(freed)) + 1, len(keys)).tolist()
     for first, end in zip([0, *ends], ends, strict=False):
@@ -375,8 +385,8 @@ def _lost_before(store: Store, op: LostBefore, now: float) -> None:
 
 def _summary(store: Store, op: Summary, now: float) -> None:
     state = store.state
-    state.fields.check_room(op.fields)
-    state.fields.know(op.fields)
+    state.check_fields(op.fields)
+    state.fields |= dict.fromkeys(op.fields, True)
     state.closed_groups += op.closed_groups
     state.tombstones.forgotten += op.forgotten
     state.leases.remember(column(op.finished, U8).tolist())
@@ -389,60 +399,61 @@ def _summary(store: Store, op: Summary, now: float) -> None:
 # checks
 
 
-def _different(keys: bytes, what: str) -> Array:
+def _different(keys: bytes, what: str) -> list[bytes]:
     column(keys, KEY)
-    found = pairs(keys)
-    if len(repeated(found)):
+    found = keys_in(keys)
+    if len(set(found)) != len(found):
         raise ProtocolError(f"a {what} is named twice")
     return found
 
 
-def _known(index: KeyIndex, keys: bytes, what: str) -> Array:
-    ids = index.find(_different(keys, what))
-    if some(ids < 0):
-        raise ProtocolError(f"{int((ids < 0).sum())} of {len(ids)} {what}s are not here")
-    return ids
+def _known_rows(state: State, keys: bytes) -> Rows:
+    wanted = _different(keys, "row")
+    found = list(state.find(wanted))
+    if len(found) < len(wanted):
+        raise ProtocolError(f"{len(wanted) - len(found)} of {len(wanted)} rows are not here")
+    return Rows.of(found)
 
 
-def _new_keys(index: KeyIndex, keys: bytes, what: str) -> Array:
-    found = _different(keys, what)
-    there = index.find(found) >= 0
-    if there.any():
-        raise ProtocolError(f"{int(there.sum())} of {len(found)} {what}s are here already")
+def _known_groups(state: State, keys: bytes) -> list[Group]:
+    wanted = _different(keys, "group")
+    found = [state.groups[key] for key in wanted if key in state.groups]
+    if len(found) < len(wanted):
+        raise ProtocolError(f"{len(wanted) - len(found)} of {len(wanted)} groups are not here")
     return found
 
 
-def _all_in(states: Array, ids: Array, expected: int, what: str) -> Array:
-    """These ids, all of which must have this state."""
-    other = states[ids] != expected
-    if some(other):
-        raise ProtocolError(f"{int(other.sum())} of {len(ids)} {what}s are in another state")
-    return ids
+def _new_keys(index: Mapping[bytes, object], keys: bytes, what: str) -> list[bytes]:
+    found = _different(keys, what)
+    there = sum([key in index for key in found])
+    if there:
+        raise ProtocolError(f"{there} of {len(found)} {what}s are here already")
+    return found
 
 
-def _names(names: list[Name] | None, count: int) -> list[Name] | None:
-    if names is not None and len(names) != count:
-        raise ProtocolError(f"{len(names)} names for {count} groups")
-    return names
+def _all_ready(stage: Stage, rows: Rows) -> None:
+    other = sum([(bits & ~stage.of(block).ready).bit_count() for block, bits in rows.parts])
+    if other:
+        raise ProtocolError(f"{other} of {len(rows)} rows are not ready")
+
+
+def _pending(stage: Stage, rows: Rows) -> Rows:
+    """These rows, all of which must be pending."""
+    other = sum([(bits & ~stage.pending(block)).bit_count() for block, bits in rows.parts])
+    if other:
+        raise ProtocolError(f"{other} of {len(rows)} rows are in another state")
+    return rows
+
+
+def _all_in(stage: Stage, groups: Sequence[Group], state: int) -> None:
+    other = sum([group.states[stage.number] != state for group in groups])
+    if other:
+        raise ProtocolError(f"{other} of {len(groups)} groups are in another state")
 
 
 def _new_lease(store: Store, number: int) -> None:
     if store.is_leased(number):
         raise ProtocolError(f"there is a lease {number} already")
-
-
-def _enter_lease(
-    store: Store,
-    op: Leased | Held,
-    stage: Stage,
-    slots: Array,
-    incarnations: Array,
-    left: Array,
-    now: float,
-) -> None:
-    store.state.leases.add(
-        Lease(op.lease, stage, op.unit, slots, incarnations, left, op.holder, now, op.claim)
-    )
 
 
 _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {

@@ -2,126 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dataplane.errors import InvalidRows, RowsGone, counted
-from dataplane.memory.extents import every, some
-from dataplane.metadata.shard.finishes import lease_of
+from dataplane.errors import FieldUnknown, RowsGone, counted
+from dataplane.metadata.shard import blocks
+from dataplane.metadata.shard.blocks import Block, Rows
+from dataplane.metadata.shard.finishes import lease_of, positions_of
 from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.bits import all_of, rows_of
+from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import format_minted_many
-from dataplane.metadata.tables.where import Filter, test
+from dataplane.metadata.tables.tags import MISSING
+from dataplane.metadata.tables.values import Values, joined
+from dataplane.metadata.tables.where import Filter
+from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
-from dataplane.wire.records import KEY, U4, column
-from dataplane.wire.tables import Name, Rows, Table
+from dataplane.wire.records import U4
+from dataplane.wire.tables import Name, Scalar, Table
 
 
-def leased_rows(state: State, number: int) -> Array:
+def leased_rows(state: State, number: int) -> Rows:
     """The rows of a lease that are not finished. RowsGone when some were dropped meanwhile."""
     lease = lease_of(state, number)
-    positions = lease.left.nonzero()[0]
-    slots = state.held(lease, positions)
-    if len(slots) < len(positions):
-        gone = len(positions) - len(slots)
+    held, left = lease.held, lease.many_left
+    if len(held) < left:
+        gone = left - len(held)
         raise RowsGone(
-            f"{gone} of {counted(len(positions), 'row')} of lease {number}: dropped or lost",
-            rows=gone,
+            f"{gone} of {counted(left, 'row')} of lease {number}: dropped or lost", rows=gone
         )
-    return slots
+    return held
 
 
-def leased_at(state: State, number: int, index: bytes) -> tuple[Array, bytes]:
+def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
     """See `Store.leased_at`. InvalidRows for a position that the lease does not have."""
     lease = lease_of(state, number)
-    positions = column(index, U4)
-    if len(positions) and int(positions.max()) >= len(lease.slots):
-        raise InvalidRows(f"row {int(positions.max())} of a lease of {len(lease.slots)}")
-    slots = lease.slots[positions]
-    there = lease.left[positions] & (state.incarnation[slots] == lease.incarnations[positions])
-    return slots[there], positions[there].tobytes()
+    positions = positions_of(lease, index)
+    at: dict[int, tuple[Block, int]] = {}
+    for part in lease.at(positions):
+        there = lease.left[part.number] & part.block.live
+        at |= {
+            place: (part.block, row)
+            for place, row in zip(part.at, part.rows, strict=True)
+            if there >> row & 1
+        }
+    places = sorted(at)
+    left = np.array([positions[place] for place in places], U4).tobytes()
+    return Rows.of(at[place] for place in places), left
 
 
 def table(
-    state: State, slots: Array, fields: Sequence[str] | None, tags: bool, stage: str = ""
+    state: State, rows: Rows, fields: Sequence[str] | None, tags: bool, stage: str = ""
 ) -> Table:
     """These rows with their columns and tags, and a stage's progress. FieldUnknown for a field that
     no row ever had."""
-    columns, specs, owners, inline = state.fields.gather(slots, fields, stage)
-    found = state.tags.table(slots) if tags else {}
-    return Table(rows_of(state, slots), columns, specs, owners, found, inline)
+    for name in fields or ():
+        if not state.fields.get(name) and (stage, name) not in state.progress:
+            there = sorted(known for known, had in state.fields.items() if had)
+            raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+    found = values_of(rows, fields, stage)
+    return Table(
+        told(state, rows),
+        found.columns(),
+        found.specs,
+        found.owners,
+        tags_of(rows) if tags else {},
+        found.inline,
+    )
 
 
-def rows_of(state: State, slots: Array) -> Rows:
+def values_of(rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Values:
+    """Of these fields, None: of all that one of them has; with all of a stage's progress."""
+    parts = []
+    for block, bits in rows.parts:
+        values = block.values
+        progress = (block.progress or {}).get(stage)
+        if fields is not None:
+            values = values.only(fields)
+        if progress is not None:  # a row's own field goes before progress of that name
+            for name in progress.fields:
+                own = block.values.having([name])
+                progress = progress.without(rows_of(own), [name])[0] if own else progress
+            values = values.merged(progress, range(block.count), keep=True)[0]
+        if bits != all_of(block.count):
+            values = values.split([rows_of(bits)])[0]
+        parts.append(values)
+    if not parts:
+        return Values(0, tuple(fields or ()))
+    found = joined(parts)
+    return found.without_empty() if fields is None and found.holes else found
+
+
+def told(state: State, rows: Rows) -> wire.Rows:
     """Keys, names and groups of these rows."""
-    keys = state.index.keys[slots].tobytes()
-    names = names_of(state.names, slots, keys)
-    index, groups = _groups(state, slots)
-    if not len(groups):
-        return Rows(keys, names)
-    group_keys = state.groups.index.keys[groups].tobytes()
-    return Rows(keys, names, index, group_keys, names_of(state.groups.names, groups, group_keys))
+    keys = rows.keys
+    names = blocks.names_of(rows, keys)
+    index: list[int] = []
+    groups: dict[bytes, int] = {}
+    for block, bits in rows.parts:
+        number = groups.setdefault(block.group, len(groups)) if block.group else NO_GROUP
+        index += [number] * bits.bit_count()
+    if not groups:
+        return wire.Rows(keys, names)
+    alone = len(groups) == 1 and NO_GROUP not in index
+    raw = bytes(U4.itemsize * len(index)) if alone else np.array(index, U4).tobytes()
+    group_keys = b"".join(groups)
+    return wire.Rows(keys, names, raw, group_keys, group_names(state, groups, group_keys))
 
 
-def find_rows(state: State, rows: Rows) -> Array:
-    """The slots of rows named by key. RowsGone when one of them is not there."""
-    column(rows.keys, KEY)
-    keys = pairs(rows.keys)
-    slots = state.index.find(keys)
-    gone = (slots < 0).nonzero()[0]
-    if len(gone):
-        names = shown(rows.names, keys, gone)
-        dropped = gone[state.tombstones.among(keys[gone])]
+def group_names(state: State, groups: Iterable[bytes], keys: bytes) -> list[Name] | None:
+    """The names of groups, None where all of them are minted."""
+    given = [state.groups[key].given for key in groups]
+    if all([name is None for name in given]):
+        return None
+    minted = format_minted_many(keys)
+    return [minted[i] if name is None else name for i, name in enumerate(given)]
+
+
+def tags_of(rows: Rows) -> dict[str, list[Scalar]]:
+    """Every tag that one of the rows has, one value a row, None where a row lacks it."""
+    return {
+        name: [None if value is MISSING else value for value in values]
+        for name, values in tags_held(rows).items()
+    }
+
+
+def tags_held(rows: Rows) -> dict[str, list[Scalar]]:
+    """The same, with `MISSING` for what a row lacks."""
+    found: dict[str, list[Scalar]] = {}
+    at = 0
+    for block, bits in rows.parts:
+        many = bits.bit_count()
+        if block.tags is not None:
+            for name, values in block.tags.items(rows_of(bits)):
+                known = found.setdefault(name, [])
+                known += [MISSING] * (at - len(known))
+                known += values
+        at += many
+    for values in found.values():
+        values += [MISSING] * (at - len(values))
+    return found
+
+
+def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> Rows:
+    """The rows of these keys, in their order. RowsGone when one of them is not there."""
+    keys = keys_in(raw)
+    found = list(state.find(keys))
+    if len(found) < len(keys):
+        gone = [i for i, key in enumerate(keys) if key not in state.index]
+        dropped = state.tombstones.among(pairs(b"".join([keys[i] for i in gone]))).tolist()
+        shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r}: {names}; freed, dropped, or never put",
-            keys=names,
-            dropped=shown(rows.names, keys, dropped),
+            f"{state.partition!r}: {shown_names}; freed, dropped, or never put",
+            keys=shown_names,
+            dropped=shown(names, keys, [i for i, was in zip(gone, dropped, strict=True) if was]),
             rows=len(gone),
         )
-    return slots
+    return Rows.of(found)
 
 
 def read(
-    state: State, rows: Rows | None, where: Filter | None, limit: int, after: bytes
-) -> tuple[Array, bool]:
-    """(the slots of the rows a read means, whether there are more)."""
+    state: State, rows: wire.Rows | None, where: Filter | None, limit: int, after: bytes
+) -> tuple[Rows, bool]:
+    """(the rows a read means, whether there are more)."""
     most = min(limit, MAX_ROWS_PER_MESSAGE) if limit > 0 else MAX_ROWS_PER_MESSAGE
-    slots = state.live() if rows is None else find_rows(state, rows)
+    parts = state.rows.parts if rows is None else find_rows(state, rows.keys, rows.names).parts
     if after:
-        last = find_rows(state, Rows(after))[0]
-        passed = (slots == last).nonzero()[0]
-        slots = slots[int(passed[0]) + 1 if len(passed) else 0 :]
-    if where is not None:
-        slots = slots[test(where, state.tags, slots)]
-    return slots[:most], len(slots) > most
+        parts = _behind(parts, *next(iter(find_rows(state, after))))
+    found, left = [], most + 1
+    for block, bits in parts:
+        if where is not None:
+            bits = state.test(where, block, bits)
+        if bits:
+            found.append((block, bits))
+            left -= bits.bit_count()
+        if left <= 0:
+            break
+    all_of_them = Rows(found)
+    return all_of_them.first(most), len(all_of_them) > most
 
 
-def names_of(given: dict[int, Name], ids: Array, keys: bytes) -> list[Name] | None:
-    """The names of rows or groups, None where all of them are minted."""
-    if not given:
-        return None
-    found = [given.get(id_) for id_ in ids.tolist()]
-    if None not in found:
-        return found  # type: ignore[return-value]
-    if not any(name is not None for name in found):
-        return None
-    minted = format_minted_many(keys)
-    return [minted[i] if name is None else name for i, name in enumerate(found)]
-
-
-def _groups(state: State, slots: Array) -> tuple[bytes, Array]:
-    """(the group_index column, the groups in the order in which they occur)."""
-    groups = state.group[slots].astype(np.int64)
-    if not some(groups >= 0):
-        return b"", np.zeros(0, np.int64)
-    if every(groups == groups[0]):
-        return bytes(4 * len(slots)), groups[:1]
-    different, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    rank = np.argsort(first[different >= 0]) + np.count_nonzero(different < 0)
-    place = np.full(len(different), NO_GROUP, np.int64)
-    place[rank] = np.arange(len(rank))
-    return place[inverse].astype(U4).tobytes(), different[rank]
+def _behind(parts: Sequence[tuple[Block, int]], block: Block, row: int) -> list[tuple[Block, int]]:
+    """What follows a row, if it is among them; else all."""
+    for at, (one, bits) in enumerate(parts):
+        if one is block and bits >> row & 1:
+            return [(one, bits >> row + 1 << row + 1), *parts[at + 1 :]]
+    return list(parts)

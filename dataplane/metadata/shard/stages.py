@@ -1,72 +1,125 @@
-"""One stage of a store: the states of its rows and groups, kept together.
+"""One stage of a store: what its rows and groups are, and the lanes of ready ones.
 
-Rows move singly; a group's state follows from how many of its rows are ready and acked. Nothing
-here scans: every change names the rows it concerns.
+Rows move as bits of their block, whole blocks as quickly as single rows; a group's state follows
+from its blocks. Nothing here scans: every change names the blocks it concerns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
+import msgspec
 
+from dataplane.metadata.shard.blocks import (
+    ACKED,
+    LEASED,
+    PENDING,
+    READY,
+    SPLIT,
+    Block,
+    Group,
+    Standing,
+)
 from dataplane.metadata.shard.counts import Counts
-from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY, SPLIT, Units
-from dataplane.metadata.tables.columns import Array, bump, grow, unique
-from dataplane.metadata.tables.groups import CLOSED, Groups
-from dataplane.metadata.tables.where import Filter
+from dataplane.metadata.shard.lanes import Lane, Unit
+from dataplane.metadata.tables.where import Filter, parse
 from dataplane.wire.tables import Where
 
-Test = Callable[[Filter, Array], Array]
+MAX_FILTERED_LANES = 32
+
+Test = Callable[[Filter, Unit, int], int]
+
+
+class Units:
+    """The rows, or the groups, of one stage: how many there are of each kind, and their lanes.
+    test: which of a unit pass a filter. The lane of a filter is made when it is first asked for."""
+
+    def __init__(self, test: Test) -> None:
+        self._test = test
+        self.counts = [0] * 5
+        self.plain = Lane()
+        self._filtered: dict[bytes, Lane] = {}  # the one used last is last
+        self.changed = True
+
+    @property
+    def remaining(self) -> int:
+        """Neither leased nor done: ready, or may become ready."""
+        return self.counts[PENDING] + self.counts[READY]
+
+    @property
+    def outstanding(self) -> int:
+        """Not yet done."""
+        return sum(self.counts) - self.counts[ACKED]
+
+    def add(self, count: int) -> None:
+        """New units, all pending."""
+        self.counts[PENDING] += count
+        self.changed = True
+
+    def move(self, unit: Unit, bits: int, was: int, to: int, front: bool = False) -> None:
+        """Give units another state; those that become ready enter the lanes."""
+        self.forget(unit, bits, was)
+        self.counts[to] += bits.bit_count()
+        if to == READY:
+            self.plain.enter(unit, bits, front)
+            for lane in self._filtered.values():
+                lane.enter(unit, bits, front)
+
+    def forget(self, unit: Unit, bits: int, was: int) -> None:
+        """Units that are no more."""
+        self.changed = True
+        self.counts[was] -= bits.bit_count()
+        if was == READY:
+            self.plain.leave(unit, bits)
+            for lane in self._filtered.values():
+                lane.leave(unit, bits)
+
+    def retest(self, unit: Unit, ready: int) -> None:
+        """The tags of a unit changed, of which so much is ready."""
+        for lane in self._filtered.values() if ready else ():
+            self.changed = True
+            lane.retest(unit, ready)
+
+    def lane(self, where: Where | None) -> Lane:
+        """The lane of one filter. ProtocolError when the filter is none."""
+        if where is None:
+            return self.plain
+        name = msgspec.msgpack.encode(where)
+        lane = self._filtered.pop(name, None)
+        if lane is None:
+            wanted = parse(where)
+            lane = Lane(lambda unit, bits: self._test(wanted, unit, bits))
+            for unit, bits in self.plain:
+                lane.enter(unit, bits)
+            if len(self._filtered) >= MAX_FILTERED_LANES:
+                del self._filtered[next(iter(self._filtered))]
+        self._filtered[name] = lane
+        return lane
+
+    def ready(self, where: Where | None) -> int:
+        """How many units are ready and match."""
+        return self.counts[READY] if where is None else self.lane(where).count
 
 
 class Stage:
-    """`group_of` is the row table's column of groups (-1: none); it grows in place."""
+    """number: where blocks and groups have what they are for this stage."""
 
-    def __init__(
-        self,
-        name: str,
-        fields: list[str],
-        mask: int,
-        groups: Groups,
-        group_of: Array,
-        test: Test,
-    ) -> None:
+    def __init__(self, name: str, fields: list[str], number: int, test: Test, of_group: Test):
         self.name = name
         self.fields = fields
-        self.mask = mask
-        self._all_groups = groups
-        self._group_of = group_of
-        self._test = test
-        self.rows = Units(len(group_of), test)
-        self.groups = Units(groups.capacity, self._test_groups)
+        self.number = number
+        self.rows = Units(test)
+        self.groups = Units(of_group)
         self.lost = 0
         """rows that went with a peer before this stage was done with them"""
         self.acked_rows = 0
         """so far, those included that are gone"""
-        self.wrote: Array = np.zeros(0, np.uint64)
-        """per row a bit for each field that this stage added to it, as in `Fields.present`; empty
-        until it adds one"""
-        self._ready: Array = np.zeros(groups.capacity, np.int32)
-        self._acked: Array = np.zeros(groups.capacity, np.int32)
-
-    @property
-    def nbytes(self) -> int:
-        columns = (self._ready, self._acked, self.wrote)
-        return self.rows.nbytes + self.groups.nbytes + sum(c.nbytes for c in columns)
-
-    def reserve_rows(self, capacity: int) -> None:
-        self.rows.reserve(capacity)
-        if len(self.wrote):
-            grow(self.wrote, capacity)
-
-    def reserve_groups(self, capacity: int) -> None:
-        self.groups.reserve(capacity)
-        grow(self._ready, capacity)
-        grow(self._acked, capacity)
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups
+
+    def of(self, block: Block) -> Standing:
+        return block.standings[self.number]
 
     def drain_changed(self) -> bool:
         """Whether counts changed since the last call."""
@@ -88,175 +141,142 @@ class Stage:
             lost_rows=self.lost,
         )
 
-    def complete(self, slots: Array, present: Array) -> None:
-        """Fields of these rows were written; `present` are their fields now."""
-        if len(slots) == 1:
-            if (
-                present.item() & self.mask == self.mask
-                and self.rows.state.item(slots.item()) == PENDING
-            ):
-                self.make_ready(slots, front=False)
-            return
-        mask = np.uint64(self.mask)
-        done = (present & mask) == mask
-        newly = slots[done & (self.rows.state[slots] == PENDING)]
-        if len(newly):
-            self.make_ready(newly, front=False)
+    # rows; `settle` of their groups follows
 
-    def make_ready(self, slots: Array, front: bool) -> None:
-        """Rows became ready, or came back. `settle` of their groups follows."""
-        self.rows.move(slots, READY, front)
-        self._bump(self._ready, slots, 1)
+    def pending(self, block: Block) -> int:
+        mine = self.of(block)
+        return block.live & ~(mine.ready | mine.leased | mine.acked)
 
-    def take_rows(self, slots: Array) -> None:
-        """Lease ready rows singly: their groups are not offered whole any more."""
-        self.rows.move(slots, LEASED)
-        groups = self._groups(slots)
-        if len(groups):
-            bump(self._ready, groups, -1)
-            groups = unique(groups)
-            self.groups.move(groups[self.groups.state[groups] != SPLIT], SPLIT)
+    def complete(self, block: Block) -> None:
+        """Fields of a block's rows were written: those become ready that have all they need."""
+        pending = self.pending(block)
+        if pending:
+            pending &= block.values.having(self.fields)
+        if pending:
+            self.make_ready(block, pending)
 
-    def take_groups(self, groups: Array) -> tuple[Array, Array]:
-        """Lease ready groups whole. Returns (rows a group, slots group by group)."""
-        self.groups.move(groups, LEASED)
-        counts, slots = self._all_groups.members.gather(groups)
-        slots = slots.astype(np.int64)
-        self.rows.move(slots, LEASED)
-        self._ready[groups] = 0
-        return counts, slots
+    def make_ready(self, block: Block, bits: int) -> None:
+        """These were pending."""
+        self.of(block).ready |= bits
+        self.rows.move(block, bits, PENDING, READY)
 
-    def ack(self, slots: Array) -> None:
-        """Leased rows are done. `settle` of their groups follows."""
-        self.rows.move(slots, ACKED)
-        self.acked_rows += len(slots)
-        self._bump(self._acked, slots, 1)
+    def lease(self, block: Block, bits: int) -> None:
+        """Ready rows are taken."""
+        mine = self.of(block)
+        mine.ready ^= bits
+        mine.leased |= bits
+        self.rows.move(block, bits, READY, LEASED)
 
-    def acked(self, slots: Array) -> Array:
-        """Per row: has the stage acked it."""
-        if len(slots) == 1:
-            return np.array([self.rows.state.item(slots.item()) == ACKED])
-        result: Array = self.rows.state[slots] == ACKED
-        return result
+    def take_back(self, block: Block, bits: int) -> None:
+        """Leased rows are ready again, before all others."""
+        mine = self.of(block)
+        mine.leased ^= bits
+        mine.ready |= bits
+        self.rows.move(block, bits, LEASED, READY, front=True)
 
-    def add(self, slots: Array, mask: int) -> None:
-        """The stage writes these fields of rows, where they have none yet."""
-        if not len(self.wrote):
-            self.wrote = np.zeros(len(self._group_of), np.uint64)
-        self.wrote[slots] |= np.uint64(mask)
+    def ack(self, block: Block, bits: int) -> None:
+        """Leased rows are done."""
+        mine = self.of(block)
+        mine.leased ^= bits
+        mine.acked |= bits
+        self.rows.move(block, bits, LEASED, ACKED)
+        self.acked_rows += bits.bit_count()
 
-    def added(self, slots: Array, mask: int) -> Array:
-        """Per row: is the value of this field, if there is one, this stage's."""
-        if not len(self.wrote):
-            return np.zeros(len(slots), np.bool_)
-        mine: Array = (self.wrote[slots] & np.uint64(mask)) != 0
-        return mine
+    def hold(self, block: Block, bits: int) -> None:
+        """Pending rows were leased where they come from."""
+        self.of(block).leased |= bits
+        self.rows.move(block, bits, PENDING, LEASED)
 
-    def overwritten(self, slots: Array, mask: int) -> None:
-        """Another writer replaces the values of these rows."""
-        if len(self.wrote):
-            self.wrote[slots] &= ~np.uint64(mask)
+    def enter_acked(self, block: Block, bits: int) -> None:
+        """Pending rows were done where they come from."""
+        self.of(block).acked |= bits
+        self.rows.move(block, bits, PENDING, ACKED)
+        self.acked_rows += bits.bit_count()
 
-    def lose(self, slots: Array) -> None:
-        """Rows are about to go with a peer."""
-        self.lost += len(slots) - int(np.count_nonzero(self.acked(slots)))
+    def forget(self, block: Block, bits: int) -> None:
+        """Rows are no more."""
+        mine = self.of(block)
+        gone = bits
+        for was, those in ((READY, mine.ready), (LEASED, mine.leased), (ACKED, mine.acked)):
+            if those & bits:
+                self.rows.forget(block, those & bits, was)
+                gone &= ~those
+        if gone:
+            self.rows.forget(block, gone, PENDING)
+        mine.ready &= ~bits
+        mine.leased &= ~bits
+        mine.acked &= ~bits
 
-    def forget(self, slots: Array) -> None:
-        """Rows are no more. `settle` or `forget_groups` of their groups follows."""
-        states = self.rows.state[slots]
-        were = states.tobytes()
-        for state, column in ((READY, self._ready), (ACKED, self._acked)):
-            if state in were:
-                self._bump(column, slots[states == state], -1)
-        self.rows.forget(slots)
-        if len(self.wrote):
-            self.wrote[slots] = 0
+    # groups
 
-    def forget_groups(self, groups: Array) -> None:
-        self.groups.forget(groups)
-        self._ready[groups] = 0
-        self._acked[groups] = 0
+    def split(self, group: Group) -> None:
+        """Rows of it are leased singly: it is not offered whole any more."""
+        self._move(group, SPLIT)
 
-    def settle(self, groups: Array, front: bool = False) -> None:
-        """Give groups (all different) the state that follows from their rows."""
-        if len(groups) == 1:
-            self._settle_one(groups, front)
-            return
-        live = self._all_groups.members.counts[groups]
-        closed = (self._all_groups.phase[groups] == CLOSED) & (live > 0)
-        acked = self._acked[groups]
-        now = self.groups.state[groups]
-        whole = closed & (self._ready[groups] == live)
-        split = (now == SPLIT) | (acked > 0)
-        # a leased group stays so until its rows are all back, or all acked
-        then = np.where(whole, READY, np.where(now == LEASED, LEASED, PENDING))
-        then = np.where(closed & (acked == live), ACKED, np.where(split, SPLIT, then))
-        for state in (READY, PENDING, ACKED, SPLIT):
-            moved = groups[(then == state) & (now != state)]
-            self.groups.move(moved, state, front)
+    def lease_group(self, group: Group) -> list[tuple[Block, int]]:
+        """Lease a ready group whole. Returns its rows."""
+        self._move(group, LEASED)
+        parts = [(block, block.live) for block in group.blocks]
+        for block, bits in parts:
+            self.lease(block, bits)
+        return parts
 
-    def _settle_one(self, groups: Array, front: bool) -> None:
-        """What `settle` does, without numpy's cost per operation: most puts and acks are small."""
-        group = groups.item()
-        live = self._all_groups.members.counts.item(group)
-        closed = live > 0 and self._all_groups.phase.item(group) == CLOSED
-        acked = self._acked.item(group)
-        now = self.groups.state.item(group)
-        if closed and acked == live:
+    def forget_group(self, group: Group) -> None:
+        self.groups.forget(group, 1, group.states[self.number])
+
+    def settle(self, group: Group, front: bool = False) -> None:
+        """Give a group the state that follows from its rows."""
+        number, now = self.number, group.states[self.number]
+        ready = acked = group.closed and group.live > 0
+        some = False
+        for block in group.blocks:
+            mine = block.standings[number]
+            ready = ready and mine.ready == block.live
+            acked = acked and mine.acked == block.live
+            some = some or mine.acked > 0
+        if acked:
             then = ACKED
-        elif now == SPLIT or acked:
+        elif now == SPLIT or some:
             then = SPLIT
-        elif closed and self._ready.item(group) == live:
+        elif ready:
             then = READY
         else:
+            # a leased group stays so until its rows are all back, or all acked
             then = LEASED if now == LEASED else PENDING
         if then != now:
-            self.groups.move(groups, then, front)
+            self._move(group, then, front)
 
-    def retest(self, slots: Array) -> None:
-        """Tags of these rows changed."""
-        self.rows.retest(slots)
-        groups = unique(self._groups(slots))
-        if len(groups):
-            self.groups.retest(groups)
+    def enter_as(self, group: Group, state: int) -> None:
+        """A group stands so where it comes from."""
+        self._move(group, state)
 
-    def reset(self, live: Array) -> Array:
-        """Every acked one of these rows becomes ready again. Returns the rows."""
-        again: Array = live[self.rows.state[live] == ACKED]
-        groups = unique(self._groups(live))
-        self._acked[groups] = 0
-        done = groups[np.isin(self.groups.state[groups], (SPLIT, ACKED))]
-        self.groups.move(done, PENDING)
-        if len(again):
-            self.make_ready(again, front=False)
-        if len(groups):
-            self.settle(groups)
-        return again
+    def _move(self, group: Group, to: int, front: bool = False) -> None:
+        was = group.states[self.number]
+        if was != to:
+            group.states[self.number] = to
+            self.groups.move(group, 1, was, to, front)
 
-    def _groups(self, slots: Array) -> Array:
-        groups: Array = self._group_of[slots]
-        if len(groups) == 1:
-            return groups if groups.item() >= 0 else groups[:0]
-        grouped: Array = groups[groups >= 0]
-        return grouped
+    def retest(self, blocks: Iterable[Block], groups: Iterable[Group]) -> None:
+        """Tags of rows changed, or a group has fewer of them."""
+        for block in blocks:
+            self.rows.retest(block, self.of(block).ready)
+        for group in groups:
+            self.groups.retest(group, int(group.states[self.number] == READY))
 
-    def _bump(self, column: Array, slots: Array, by: int) -> None:
-        if len(slots) == 1:
-            group = self._group_of.item(slots.item())
-            if group >= 0:
-                column[group] += by
-            return
-        groups = self._groups(slots)
-        if len(groups):
-            bump(column, groups, by)
-
-    def _test_groups(self, where: Filter, groups: Array) -> Array:
-        """Per group: does the filter hold for all its rows."""
-        counts, slots = self._all_groups.members.gather(groups)
-        if not len(slots):
-            return np.zeros(len(groups), np.bool_)
-        holds = self._test(where, slots)
-        starts = np.cumsum(counts) - counts
-        every: Array = np.logical_and.reduceat(holds, np.minimum(starts, len(slots) - 1))
-        every &= counts > 0
-        return every
+    def reset(self, blocks: Sequence[Block], groups: Iterable[Group]) -> int:
+        """Every acked row becomes ready again. Returns how many."""
+        rows = 0
+        for group in groups:
+            if group.states[self.number] in (SPLIT, ACKED) and group.live:
+                self._move(group, PENDING)
+        for block in blocks:
+            mine = self.of(block)
+            if again := mine.acked:
+                mine.acked = 0
+                mine.ready |= again
+                self.rows.move(block, again, ACKED, READY)
+                rows += again.bit_count()
+        for group in groups:
+            if group.live:
+                self.settle(group)
+        return rows

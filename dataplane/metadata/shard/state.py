@@ -1,40 +1,51 @@
-"""The tables of one store and what keeps them in step: rows, groups, fields, tags, stages, leases.
+"""The rows and groups of one store and what keeps them in step with stages and leases.
 
-Every operation of the store changes the tables through the methods here, so that readiness, group
-states and counts follow each change at once.
+Every operation of the store changes them through the methods here, so that readiness, group states
+and counts follow each change at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 import msgspec
 import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined
-from dataplane.memory.extents import every
-from dataplane.metadata.shard.leases import Lease, Leases
+from dataplane.metadata.shard.blocks import (
+    Block,
+    Group,
+    Rows,
+    Standing,
+    given,
+)
+from dataplane.metadata.shard.leases import Lease, Leases, Part
 from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.tables.columns import Array, Ids, capacity_for, grow, unique
-from dataplane.metadata.tables.fields import Fields
-from dataplane.metadata.tables.groups import Groups
-from dataplane.metadata.tables.key_index import KeyIndex
-from dataplane.metadata.tables.names import format_minted, given_names
+from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.incoming import keys_in
+from dataplane.metadata.tables.key_index import pairs
+from dataplane.metadata.tables.references import Move
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.tombstones import Tombstones, of_groups
-from dataplane.metadata.tables.where import Filter, test
-from dataplane.wire.limits import MAX_NAME_BYTES, MAX_STAGES
-from dataplane.wire.tables import Definition, Name
+from dataplane.metadata.tables.values import Loose, Values, by_tables
+from dataplane.metadata.tables.where import Filter
+from dataplane.metadata.tables.where import test as holding
+from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
+from dataplane.wire.records import VALUE, joined
+from dataplane.wire.tables import INLINE, Definition, Name, Owner, Scalar, Spec
 
-UNGROUPED, NO_ROW = -1, -2
-_USUAL_GROUP = 4
+_MANY_LAYOUTS = 1_024
+_NO_VALUES = Values(0)
 
 
 class State:
-    """One partition. `definition`: with stages that were declared later. `group` is UNGROUPED or
-    NO_ROW where it is no group's id."""
+    """One partition. `definition`: with stages that were declared later. fields: all that rows have
+    had (True), or that stages wait for."""
 
     def __init__(
         self, partition: str, definition: Definition, lease_numbers: Iterator[int]
@@ -42,13 +53,14 @@ class State:
         self.partition = partition
         self.definition = definition
         self.lease_numbers = lease_numbers
-        self.index = KeyIndex()
-        self.names: dict[int, Name] = {}
-        self.group: Array = np.zeros(0, np.int32)
-        self.incarnation: Array = np.zeros(0, np.uint32)
-        self.fields = Fields()
-        self.tags = Tags()
-        self.groups = Groups(definition.group_size or _USUAL_GROUP)
+        self.index: dict[bytes, Block] = {}
+        self.blocks: dict[int, Block] = {}
+        """by number, in the order in which they came"""
+        self.groups: dict[bytes, Group] = {}
+        self.fields: dict[str, bool] = {}
+        self.progress: Counter[tuple[str, str]] = Counter()
+        """in how many blocks a stage has progress of a field"""
+        self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
         self.permits = Permits()
@@ -58,29 +70,25 @@ class State:
         """that the seal dropped, because they had fewer rows than groups have"""
         self.closed_groups = 0
         self.losses = LostNames()
-        self._capacity = 0
-        self._ids = Ids()
-        self._reserve_rows()
+        self.released: list[Loose] = []
+        """references that went, for their owners to be told"""
+        self.peers: set[str] = set()
+        """where values have been"""
+        self.inline_bytes = 0
+        """small values that live here"""
+        self.used_bytes = 0
+        """what the rows take that are here, without those"""
+        self._numbers = count(1)
+        self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Spec], list[Owner]]] = {}
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
             self.add_stage(name, fields)
 
     @property
     def nbytes(self) -> int:
-        tables = (self.index, self.fields, self.tags, self.groups, self.tombstones, self._ids)
-        stages = sum(stage.nbytes for stage in self.stages.values()) + self.permits.nbytes
-        return sum(t.nbytes for t in tables) + stages + self.group.nbytes + self.incarnation.nbytes
+        return self.used_bytes + self.tombstones.nbytes
 
-    @property
-    def used_bytes(self) -> int:
-        """Of `nbytes` what the rows take that are here; the rest waits for new ones, or is what is
-        remembered of others."""
-        return (self.nbytes - self.tombstones.nbytes) * len(self.index) // self._capacity
-
-    def name(self, slot: int) -> Name:
-        """A row's key as users see it."""
-        given = self.names.get(slot)
-        return format_minted(self.index.keys[slot].tobytes()) if given is None else given
+    # stages
 
     def stage(self, name: str) -> Stage:
         try:
@@ -100,229 +108,500 @@ class State:
                 f"{MAX_NAME_BYTES} characters",
                 limit=MAX_STAGES,
             )
-        self.fields.check_room(fields)
+        self.check_fields(fields)
 
     def add_stage(self, name: str, fields: list[str]) -> None:
         stages = {**self.definition.stages, name: fields}
         self.definition = msgspec.structs.replace(self.definition, stages=stages)
-        stage = Stage(name, fields, self.fields.mask(fields), self.groups, self.group, self._test)
+        stage = Stage(name, fields, len(self.stages), self.test, self._test_group)
         self.stages[name] = stage
+        for field in fields:
+            self.fields.setdefault(field, False)
         self.permits.look_again()
-        live = self.live()
-        stage.rows.add(len(live))
+        stage.rows.add(len(self.index))
         stage.groups.add(len(self.groups))
-        if len(live):
-            stage.complete(live, self.fields.present[live])
-            groups = self.groups_of(live)
-            if len(groups):
-                stage.settle(groups)
+        for block in self.blocks.values():
+            block.standings = (*block.standings, Standing())
+            stage.complete(block)
+        for group in self.groups.values():
+            group.states.append(0)
+            stage.settle(group)
 
-    def live(self) -> Array:
-        """The slots of all rows."""
-        slots: Array = (self.group[: self._ids.top] != NO_ROW).nonzero()[0]
-        return slots
+    # fields
 
-    def matching(self, where: Filter) -> Array:
-        """The slots of all rows for which a filter holds."""
-        live = self.live()
-        return live[self._test(where, live)]
+    def check_fields(self, names: Iterable[str], stage: str | None = None) -> None:
+        """LimitExceeded unless the partition may have these fields too. stage: it gives progress of
+        them."""
+        if stage is None:
+            new = {name for name in names if name not in self.fields}
+        else:
+            new = {name for name in names if (stage, name) not in self.progress}
+        if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
+            raise LimitExceeded(
+                f"a partition has at most {MAX_FIELDS} fields, those included of which a stage "
+                f"gave back progress that some row still has; {len(new)} of {list(names)} are new",
+                limit=MAX_FIELDS,
+            )
 
-    def groups_of(self, slots: Array) -> Array:
+    def _count_progress(self, block: Block, by: int) -> None:
+        for stage, values in (block.progress or {}).items():
+            for field in values.fields:
+                self.progress[stage, field] += by
+                if not self.progress[stage, field]:
+                    del self.progress[stage, field]
+
+    def known(self, values: Values) -> Values:
+        """The same, with the fields noted, and lists that are equal to others' shared with them."""
+        seen = self._known.get(values.fields)
+        if seen is None or seen[1] != values.specs or seen[2] != values.owners:
+            for field in values.fields:
+                self.fields[field] = True
+            self.peers |= {owner.peer for owner in values.owners if owner != INLINE}
+            if len(self._known) >= _MANY_LAYOUTS:
+                self._known.clear()
+            fields = values.fields if seen is None else seen[0]
+            self._known[fields] = fields, values.specs, values.owners
+            return values
+        fields, specs, owners = seen
+        return Values(
+            values.count,
+            fields,
+            values.records,
+            specs,
+            owners,
+            values.inline,
+            values.holes,
+            values.leaves,
+        )
+
+    # what is where
+
+    @property
+    def rows(self) -> Rows:
+        """All of them."""
+        return Rows([(block, block.live) for block in self.blocks.values()])
+
+    def find(self, keys: Iterable[bytes]) -> Iterator[tuple[Block, int]]:
+        """The rows of these keys that are here."""
+        index = self.index
+        return ((block, block.row(key)) for key in keys if (block := index.get(key)) is not None)
+
+    def matching(self, where: Filter) -> Rows:
+        """All rows for which a filter holds."""
+        found = [(b, self.test(where, b, b.live)) for b in self.blocks.values()]
+        return Rows([one for one in found if one[1]])
+
+    def groups_of(self, parts: Iterable[tuple[Block, int]]) -> list[Group]:
         """The different groups of these rows, in the order in which they occur."""
-        if (only := self._only_group(self.group[slots])) is not None:
-            return only
-        groups = self.group[slots].astype(np.int64)
-        groups = groups[groups >= 0]
-        if len(groups) < 2:
-            return groups
-        different, first = np.unique(groups, return_index=True)
-        return different[np.argsort(first)]
+        keys = dict.fromkeys([block.group for block, _ in parts])
+        return [self.groups[key] for key in keys if key]
 
-    @staticmethod
-    def _only_group(groups: Array) -> Array | None:
-        """The group of all these rows, where it is one, as most often."""
-        if len(groups) and groups.item(0) >= 0 and every(groups == groups.item(0)):
-            return np.array([groups.item(0)])
-        return None
+    def everything(self) -> Iterator[Loose]:
+        """All values of rows, and progress."""
+        for block in self.blocks.values():
+            for values in block.everything:
+                yield values.loose
 
-    def add_groups(self, keys: Array, names: list[Name] | None, expected: int) -> Array:
-        """New groups; returns their ids."""
-        capacity = self.groups.capacity
-        groups = self.groups.add(keys, names, expected)
-        for stage in self.stages.values():
-            if self.groups.capacity != capacity:
-                stage.reserve_groups(self.groups.capacity)
-            stage.groups.add(len(groups))
-        if self.permits.counts:
-            self.permits.opened(groups, self.groups.capacity)
-        return groups
+    def records_at(self, owner: Owner) -> Array:
+        """VALUE records of all that lies at an owner."""
+        found = [np.zeros(0, VALUE)]
+        here = (one for one in self.everything() if owner in one[0])
+        for owners, records in by_tables(here):
+            found.append(records[records["owner"] == owners.index(owner)])
+        return joined(found, VALUE)
 
-    def add_rows(self, keys: Array, names: list[Name] | None, groups: Array | None) -> Array:
-        """New rows, each in the group `groups` says (-1: none). Returns their slots."""
-        slots = self._ids.take(len(keys))
-        if self._ids.top > self._capacity:
-            self._reserve_rows()
-        self.index.insert(keys, slots)
-        if names is not None:
-            self.names.update(given_names(slots.tolist(), names))
-        self.group[slots] = UNGROUPED if groups is None else groups
-        for stage in self.stages.values():
-            stage.rows.add(len(slots))
-        if groups is not None:
-            self._join(slots, groups)
-        return slots
+    def at(self, owner: Owner) -> Rows:
+        """The rows with a value, or an array inside of one, at this owner. What they have there of
+        a stage's progress is no more a reason to lose them than it was one to be ready."""
+        return Rows(
+            [
+                (block, bits)
+                for block in self.blocks.values()
+                if (bits := _rows_at(block.values, owner) & block.live)
+            ]
+        )
 
-    def written(self, slots: Array, groups: Array) -> int:
-        """Rows were written, in these groups (all different): returns the groups that closed."""
-        present = self.fields.present[slots]
+    def lose_progress(self, owner: Owner) -> None:
+        """What was at a peer that is no more of anybody's progress is gone."""
+        for block in self.blocks.values():
+            for stage, values in list((block.progress or {}).items()):
+                if owner not in values.owners:
+                    continue
+                for field in values.fields:
+                    if bits := _rows_at(values, owner, field):
+                        self.end_progress(block, stage, rows_of(bits), [field])
+
+    def forget_owner(self, owner: Owner) -> None:
+        """Drop collected references to ranges of a peer that is no more."""
+        kept: list[Loose] = []
+        for owners, blob in self.released:
+            if owner in owners:
+                records = np.frombuffer(blob, VALUE)
+                blob = records[records["owner"] != owners.index(owner)].tobytes()
+            kept.append((owners, blob))
+        self.released = kept
+
+    def relocate(self, old: Owner, move: Move, new: Owner) -> None:
+        """Values move from one owner to another; the old references are collected as freed."""
+        self.peers.add(new.peer)
+        for block in list(self.blocks.values()):
+            for stage, values in [(None, block.values), *(block.progress or {}).items()]:
+                if old not in values.owners:
+                    continue
+                owners = values.owners if new in values.owners else [*values.owners, new]
+                records = np.frombuffer(bytearray(values.blob), VALUE)
+                before = move.carry(records, owners.index(old), owners.index(new))
+                if not len(before):
+                    continue
+                self.released.append((values.owners, before.tobytes()))
+                moved = values.moved(records.tobytes(), owners)
+                if stage is None:
+                    self.change(block, values=self.known(moved))
+                else:
+                    self.change(block, progress=(block.progress or {}) | {stage: moved})
+
+    # rows come
+
+    def add_group(self, key: bytes, name: Name | None, expected: int) -> Group:
+        """A new open group."""
+        shown = None if name is None else given([name])
+        group = Group(
+            next(self._numbers),
+            key,
+            None if shown is None else shown[0],
+            expected,
+            bytearray(len(self.stages)),
+        )
+        self.groups[key] = group
+        self.used_bytes += group.nbytes_each
         for stage in self.stages.values():
-            stage.complete(slots, present)
-        if not len(groups):
-            return 0
-        full = self.groups.full(groups)
-        if len(full):
-            self.groups.close(full)
+            stage.groups.add(1)
+        self.permits.opened(group)
+        return group
+
+    def add_block(
+        self,
+        keys: Sequence[bytes],
+        names: Sequence[Name] | None,
+        values: Values,
+        tags: Mapping[str, Sequence[Scalar]],
+        group: Group | None,
+    ) -> Block:
+        """New rows. `written` follows."""
+        many = len(keys)
+        values = self.known(values)
+        block = Block(
+            next(self._numbers),
+            b"".join(keys),
+            many,
+            all_of(many),
+            b"" if group is None else group.key,
+            values,
+            tuple([Standing() for _ in self.stages]),
+            given(names),
+        )
+        if tags:
+            block.tags = Tags(many)
+            block.tags.set(range(many), tags)
+            self.tag_names |= tags.keys()
+        self.blocks[block.number] = block
+        self.index.update(dict.fromkeys(keys, block))
+        self.used_bytes += block.nbytes
+        self.inline_bytes += len(values.inline)
         for stage in self.stages.values():
-            stage.settle(groups)
+            stage.rows.add(many)
+        if group is not None:
+            group.blocks = (*group.blocks, block)
+            group.live += many
+            group.seen += many
+        return block
+
+    def merge(
+        self, block: Block, rows: Sequence[int], values: Values, keep: bool
+    ) -> dict[str, int]:
+        """Values of rows that are here; per field how many stayed that were there (`keep`).
+        `written` follows."""
+        if not keep and block.wrote is not None:  # another writer's now
+            gone = bits_of(rows)
+            for fields in block.wrote.values():
+                for field in values.fields:
+                    if field in fields:
+                        came = values.having([field])
+                        over = gone if came == all_of(len(rows)) else _those(rows, came)
+                        fields[field] &= ~over
+        merged, kept, lost = block.values.merged(values, rows, keep)
+        self.change(block, values=self.known(merged))
+        if lost is not None:
+            self.released.append(lost)
+        return kept
+
+    def set_tags(
+        self, block: Block, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]
+    ) -> None:
+        """`retag` follows."""
+        before = 0
+        if block.tags is None:
+            block.tags = Tags(block.count)
+        else:
+            before = block.tags.nbytes
+        block.tags.set(rows, tags)
+        self.tag_names |= tags.keys()
+        self.used_bytes += block.tags.nbytes - before
+
+    def change(
+        self,
+        block: Block,
+        values: Values | None = None,
+        progress: dict[str, Values] | None = None,
+    ) -> None:
+        """Another set of values, or of what stages gave back."""
+        used, inline = block.nbytes, block.inline_bytes
+        if values is not None:
+            block.values = values
+        if progress is not None:
+            self._count_progress(block, -1)
+            block.progress = progress or None
+            self._count_progress(block, 1)
+        self.used_bytes += block.nbytes - used
+        self.inline_bytes += block.inline_bytes - inline
+
+    def note_progress(self, block: Block, stage: str, rows: Sequence[int], values: Values) -> None:
+        """What a stage gives back as its progress, in place of what it gave before."""
+        before = dict(block.progress or {})
+        merged, _, lost = before.get(stage, Values(block.count)).merged(values, rows, False)
+        self.peers |= {owner.peer for owner in values.owners if owner != INLINE}
+        self.change(block, progress=before | {stage: merged})
+        if lost is not None:
+            self.released.append(lost)
+
+    def end_progress(
+        self,
+        block: Block,
+        stage: str,
+        rows: Sequence[int],
+        fields: Sequence[str] | None = None,
+    ) -> None:
+        """A stage has no progress with these rows any more: of these fields, None: of any."""
+        if block.progress is None or stage not in block.progress:
+            return
+        left, lost = block.progress[stage].without(rows, fields)
+        self.released.append(lost)
+        rest = {name: one for name, one in block.progress.items() if name != stage}
+        self.change(block, progress=rest | ({stage: left} if left.fields else {}))
+
+    def written(self, blocks: Iterable[Block], groups: Iterable[Group]) -> int:
+        """Rows were written, in these groups: returns how many closed that count as made."""
+        stages = self.stages.values()
+        for block in blocks:
+            for stage in stages:
+                stage.complete(block)
+        full = []
+        for group in groups:
+            if group.is_full:
+                group.closed = True
+                full.append(group)
+            for stage in stages:
+                stage.settle(group)
         return self._count_closed(full)
 
-    def close_groups(self, groups: Array) -> int:
+    def close_groups(self, groups: Sequence[Group]) -> int:
         """Groups close at the size they have. Returns how many of them count as made."""
-        self.groups.close(groups)
-        for stage in self.stages.values():
-            stage.settle(groups)
+        for group in groups:
+            group.expected = group.seen
+            group.closed = True
+            for stage in self.stages.values():
+                stage.settle(group)
         return self._count_closed(groups)
 
-    def retag(self, slots: Array) -> None:
+    def retag(self, blocks: Sequence[Block]) -> None:
         """The tags of rows changed."""
+        groups = self.groups_of([(block, 0) for block in blocks])
         for stage in self.stages.values():
-            stage.retest(slots)
+            stage.retest(blocks, groups)
 
-    def free_acked(self, slots: Array) -> None:
+    # rows go
+
+    def free_acked(self, parts: Sequence[tuple[Block, int]]) -> None:
         """Under free="acked", free those of these rows that every declared stage has acked."""
         if self.definition.free != "acked" or not self.definition.stages:
             return
-        for name in self.definition.stages:
-            done = self.stages[name].acked(slots)
-            if not every(done):
-                slots = slots[done]
-        self.remove_rows(slots, freed=True)
+        done = []
+        for block, bits in parts:
+            for standing in block.standings:
+                bits &= standing.acked
+            if bits:
+                done.append((block, bits))
+        if done:
+            self.remove(done, freed=True)
 
-    def remove_rows(self, slots: Array, dropped: bool = False, freed: bool = False) -> int:
-        """Rows (all different) are no more. Dropped ones are remembered, and given names of freed
-        ones. Returns their bytes."""
-        if not len(slots):
+    def remove(
+        self, parts: Sequence[tuple[Block, int]], dropped: bool = False, freed: bool = False
+    ) -> int:
+        """Rows (each once) are no more. Dropped ones are remembered, and given names of freed ones.
+        Returns how many bytes the values of dropped ones had."""
+        before, by_block = len(self.released), dict[int, int]()
+        for block, bits in parts:
+            by_block[block.number] = by_block.get(block.number, 0) | bits
+        groups: dict[bytes, Group] = {}
+        buried = []
+        for number, bits in by_block.items():
+            block = self.blocks[number]
+            keys = block.keys_of(bits)
+            if dropped or (freed and block.names is not None):
+                buried.append(keys if dropped else _given_keys(block, bits))
+            self._take_out(block, bits, keys)
+            if block.group:
+                group = groups[block.group] = self.groups[block.group]
+                many = bits.bit_count()
+                group.live -= many
+                if dropped:
+                    group.dropped += many
+                if not block.live:
+                    group.blocks = tuple([one for one in group.blocks if one is not block])
+        if buried:
+            self.tombstones.add(pairs(b"".join(buried)), freed=not dropped)
+        if groups:
+            self._leave(list(groups.values()), dropped, freed)
+        if not dropped:
             return 0
-        nbytes = self.fields.remove(slots)
-        self.tags.clear(slots)
-        for stage in self.stages.values():
-            stage.forget(slots)
-        if dropped:
-            self.tombstones.add(self.index.keys[slots])
-        elif freed and self.names:
-            given = [slot for slot in slots.tolist() if slot in self.names]
-            if given:
-                self.tombstones.add(self.index.keys[given], freed=True)
-        groups = self.group[slots].astype(np.int64)
-        self.index.remove(slots)
-        if self.names:
-            for slot in slots.tolist():
-                self.names.pop(slot, None)
-        self.group[slots] = NO_ROW
-        self.incarnation[slots] += np.uint32(1)
-        self._ids.give_back(slots)
-        grouped = groups >= 0
-        if np.count_nonzero(grouped):
-            self._leave(slots[grouped], groups[grouped], dropped, freed)
-        return nbytes
+        gone = by_tables(self.released[before:], inline=True)
+        return sum(int(records["nbytes"].sum()) for _, records in gone)
 
-    def remove_groups(self, groups: Array, ended: bool = False) -> None:
+    def _take_out(self, block: Block, bits: int, keys: bytes) -> None:
+        for stage in self.stages.values():
+            stage.forget(block, bits)
+        for key in keys_in(keys):
+            del self.index[key]
+        if bits == block.live:
+            self.released += [values.loose for values in block.everything]
+            self.used_bytes -= block.nbytes
+            self.inline_bytes -= block.inline_bytes
+            self._count_progress(block, -1)
+            del self.blocks[block.number]
+            block.values, block.progress, block.live = _NO_VALUES, None, 0
+            return
+        rows = rows_of(bits)
+        left, lost = block.values.without(rows)
+        self.released.append(lost)
+        for stage_name in list(block.progress or {}):
+            self.end_progress(block, stage_name, rows)
+        self.change(block, values=left)
+        block.live ^= bits
+        for fields in (block.wrote or {}).values():
+            for field in fields:
+                fields[field] &= ~bits
+
+    def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
         """Groups without rows are no more. ended: those of which not every row was dropped are
         finished."""
-        if self.permits.counts:
-            self.permits.removed(groups, ended & ~self.groups.all_dropped(groups))
-        for stage in self.stages.values():
-            stage.forget_groups(groups)
-        self.groups.remove(groups)
-
-    def come_back(self, lease: Lease, positions: Array) -> int:
-        """Rows of a lease are ready again, before all others. Returns how many there still are."""
-        slots = self.held(lease, positions)
-        if len(slots):
-            lease.stage.make_ready(slots, front=True)
-            groups = self.groups_of(slots)
-            if len(groups):
-                lease.stage.settle(groups, front=True)
-        return len(slots)
-
-    def held(self, lease: Lease, positions: Array) -> Array:
-        """The slots at these positions of a lease, without rows that are gone."""
-        slots = lease.slots[positions]
-        there = self.incarnation[slots] == lease.incarnations[positions]
-        result: Array = slots if every(there) else slots[there]
-        return result
-
-    def _test(self, where: Filter, slots: Array) -> Array:
-        return test(where, self.tags, slots)
-
-    def _reserve_rows(self) -> None:
-        known = self._capacity
-        self._capacity = capacity_for(known, max(self._ids.top, 1))
-        self.index.reserve(self._capacity)
-        self.fields.reserve(self._capacity)
-        self.tags.reserve(self._capacity)
-        grow(self.group, self._capacity)
-        self.group[known:] = NO_ROW
-        grow(self.incarnation, self._capacity)
-        for stage in self.stages.values():
-            stage.reserve_rows(self._capacity)
-
-    def _join(self, slots: Array, groups: Array) -> None:
-        if (only := self._only_group(groups)) is not None:
-            self.groups.add_members(only, np.array([len(slots)], np.int32), slots)
-            return
-        grouped = (groups >= 0).nonzero()[0]
-        if not len(grouped):
-            return
-        slots, groups = slots[grouped], groups[grouped]
-        order = np.argsort(groups, kind="stable")
-        slots, groups = slots[order], groups[order]
-        groups, counts = np.unique(groups, return_counts=True)
-        self.groups.add_members(groups, counts, slots)
-
-    def _leave(self, slots: Array, groups: Array, dropped: bool, freed: bool) -> None:
-        self.groups.remove_members(groups, slots, dropped)
-        groups = unique(groups)
-        if dropped:
-            closed = groups[self.groups.closed(groups)]
-            emptied = closed[self.groups.members.counts[closed] == 0]
-            self.closed_groups -= int(self.groups.all_dropped(emptied).sum())
-        spent = self.groups.spent(groups)
-        if len(spent):
-            if freed or dropped:
-                self._remember_groups(spent)
-            self.remove_groups(spent, ended=freed or dropped)
-        if len(spent) < len(groups):
-            left = np.setdiff1d(groups, spent) if len(spent) else groups
+        for group in groups:
+            self.permits.removed(group, ended and not group.all_dropped)
             for stage in self.stages.values():
-                stage.settle(left)
-                stage.groups.retest(left)
+                stage.forget_group(group)
+            del self.groups[group.key]
+            self.used_bytes -= group.nbytes_each
 
-    def _remember_groups(self, groups: Array) -> None:
+    def _leave(self, groups: Sequence[Group], dropped: bool, freed: bool) -> None:
+        if dropped:
+            self.closed_groups -= sum(
+                [one.closed and not one.live and one.all_dropped for one in groups]
+            )
+        spent = [one for one in groups if one.is_spent]
+        if spent and (freed or dropped):
+            self._remember_groups(spent)
+        if spent:
+            self.remove_groups(spent, ended=freed or dropped)
+        for group in groups if len(spent) < len(groups) else ():
+            if not group.is_spent:
+                for stage in self.stages.values():
+                    stage.settle(group)
+                    stage.retest((), [group])
+
+    def _remember_groups(self, groups: Sequence[Group]) -> None:
         """Groups with given names that go after some of their rows were freed."""
-        if self.groups.names:
-            some = groups[~self.groups.all_dropped(groups)].tolist()
-            given = [group for group in some if group in self.groups.names]
-            if given:
-                self.tombstones.add(of_groups(self.groups.index.keys[given]), freed=True)
+        keys = [one.key for one in groups if one.given is not None and not one.all_dropped]
+        if keys:
+            self.tombstones.add(of_groups(pairs(b"".join(keys))), freed=True)
 
-    def _count_closed(self, groups: Array) -> int:
+    def _count_closed(self, groups: Sequence[Group]) -> int:
         """Groups that have just closed: count those that were not cancelled, forget empty ones."""
-        if not len(groups):
-            return 0
-        made = int(len(groups) - self.groups.all_dropped(groups).sum())
+        made = sum([not one.all_dropped for one in groups])
         self.closed_groups += made
-        spent = self.groups.spent(groups)
-        if len(spent):
+        spent = [one for one in groups if one.is_spent]
+        if spent:
             self.remove_groups(spent, ended=True)
         return made
+
+    # leases
+
+    def lease(
+        self,
+        stage: Stage,
+        unit: str,
+        rows: Rows,
+        holder: int,
+        now: float,
+        claim: int = 0,
+        number: int = 0,
+    ) -> Lease:
+        """A lease of rows that were just taken."""
+        left = [bits for _, bits in rows.parts]
+        number = number or next(self.lease_numbers)
+        lease = Lease(number, stage, unit, rows, left, holder, now, claim)
+        self.leases.add(lease)
+        return lease
+
+    def take_rows(self, stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
+        """Ready rows are leased singly."""
+        for block, bits in parts:
+            stage.lease(block, bits)
+        for group in self.groups_of(parts):
+            stage.split(group)
+        return Rows(parts)
+
+    def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
+        """Rows of a lease are ready again, before all others. Returns how many there still are."""
+        if parts is None:
+            back = list(lease.held.parts)
+        else:
+            back = [(one.block, bits) for one in parts if (bits := one.bits & one.block.live)]
+        for block, bits in reversed(back):
+            lease.stage.take_back(block, bits)
+        for group in reversed(self.groups_of(back)):
+            lease.stage.settle(group, front=True)
+        return sum([bits.bit_count() for _, bits in back])
+
+    # filters
+
+    @staticmethod
+    def test(where: Filter, block: Block, bits: int) -> int:
+        tags = Tags(block.count) if block.tags is None else block.tags
+        return bits & holding(where, tags)
+
+    def _test_group(self, where: Filter, group: Group, bits: int) -> int:
+        """Whether the filter holds for all its rows."""
+        if not group.live:
+            return 0
+        holds = all(self.test(where, b, b.live) == b.live for b in group.blocks)
+        return bits if holds else 0
+
+
+def _rows_at(values: Values, owner: Owner, field: str | None = None) -> int:
+    """The rows that have something at an owner."""
+    if owner not in values.owners:
+        return 0
+    number, mask = values.owners.index(owner), np.zeros(values.count, np.bool_)
+    for name, rows, records in values.per_row():
+        if field is None or name == field:
+            mask[rows[records["owner"] == number]] = True
+    return bits_of(mask.nonzero()[0].tolist())
+
+
+def _those(rows: Sequence[int], places: int) -> int:
+    return bits_of(rows[place] for place in rows_of(places))
+
+
+def _given_keys(block: Block, bits: int) -> bytes:
+    """Of these rows those whose names were given."""
+    assert block.names is not None
+    return b"".join([block.key(row) for row in rows_of(bits) if given([block.names[row]])])

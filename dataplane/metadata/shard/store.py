@@ -23,6 +23,7 @@ from dataplane.errors import (
     TagConflict,
     counted,
 )
+from dataplane.memory.extents import padded
 from dataplane.metadata.shard import (
     checkpoint,
     drops,
@@ -33,6 +34,7 @@ from dataplane.metadata.shard import (
     rows_out,
     takes,
 )
+from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows
 from dataplane.metadata.shard.counts import Counts
 from dataplane.metadata.shard.drops import Lost
 from dataplane.metadata.shard.finishes import FinishOutcome
@@ -43,9 +45,14 @@ from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.takes import Kept, Taken
+from dataplane.metadata.tables import tags as tagging
+from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.groups import MAX_GROUP_ROWS
+from dataplane.metadata.tables.references import Move, extents_of, ids_of, ranges_of
+from dataplane.metadata.tables.tags import Tags
+from dataplane.metadata.tables.values import loose_by_owner
 from dataplane.metadata.tables.where import parse
+from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Discarded,
@@ -63,17 +70,16 @@ from dataplane.wire.journal import (
     Wrote,
 )
 from dataplane.wire.journal import Lost as LostWith
-from dataplane.wire.limits import MAX_NAME_BYTES
+from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
 from dataplane.wire.peering import AddStage
-from dataplane.wire.records import RANGE, U4, U8, column
+from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
     INLINE,
     Column,
     Definition,
     Name,
     Owner,
-    Rows,
     Scalar,
     Shape,
     Spec,
@@ -122,37 +128,26 @@ class Store:
 
     def check_put(
         self,
-        rows: Rows,
+        rows: wire.Rows,
         columns: Sequence[Column],
         tags: Tagging | None = None,
         *,
         replace: bool = False,
         keep: bool = False,
         reuse: bool = False,
-        named: tuple[int, int] | None = None,
     ) -> PutPlan:
-        """Raise what `put` would raise, before any range is resolved; else how it will be done.
-
-        named: how many specs and owners there are; None: of the columns' records only which are
-        ABSENT matters yet.
-        """
+        """Raise what the rows of a `put` would make it raise, before any range is resolved; else
+        how it will be done."""
         return puts.plan_put(
-            self._state,
-            rows,
-            columns,
-            tags or {},
-            replace=replace,
-            keep=keep,
-            reuse=reuse,
-            named=named,
+            self._state, rows, columns, tags or {}, replace=replace, keep=keep, reuse=reuse
         )
 
     def put(
         self,
-        rows: Rows,
+        rows: wire.Rows,
         columns: Sequence[Column],
-        specs: Sequence[Spec],
-        owners: Sequence[Owner],
+        specs: list[Spec],
+        owners: list[Owner],
         tags: Tagging,
         *,
         replace: bool = False,
@@ -173,14 +168,10 @@ class Store:
         and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
         """
         if plan is None:
-            named = len(specs), len(owners)
-            plan = self.check_put(
-                rows, columns, tags, replace=replace, keep=keep, reuse=reuse, named=named
-            )
-        plan.bring(self._state, columns, specs, owners, inline)
-        if holder and self._state.permits.given and len(plan.new_groups):
+            plan = self.check_put(rows, columns, tags, replace=replace, keep=keep, reuse=reuse)
+        if holder and self._state.permits.given and plan.new_groups:
             plan.holder = holder
-        outcome = puts.apply_put(self._state, plan, specs, owners, inline)
+        outcome = puts.apply_put(self._state, plan, columns, specs, owners, inline)
         if outcome.closed_groups:
             self._seal_if_full()
         if self.emit is not None:
@@ -199,27 +190,35 @@ class Store:
             self.emit(Expected(group_key, n, name))
         return closed
 
-    def tag(self, rows: Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None) -> None:
+    def tag(
+        self, rows: wire.Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None
+    ) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
         drops.check_keys(rows)
-        slots = rows_out.find_rows(self._state, rows)
-        self._state.tags.check(tags, len(slots))
+        state, found = self._state, rows_out.find_rows(self._state, rows.keys, rows.names)
+        count = len(found)
+        tagging.check(tags, count, state.tag_names)
         if expect:
-            other = (~self._state.tags.expected(slots, expect)).nonzero()[0]
-            if len(other):
-                keys = [
-                    self._state.name(slot) for slot in slots[other][: puts.SHOWN_NAMES].tolist()
-                ]
+            other = [
+                block.name(row)
+                for block, bits in found.parts
+                for row in rows_of(bits & ~(block.tags or Tags(block.count)).expected(expect))
+            ]
+            if other:
                 raise TagConflict(
                     f"{counted(len(other), 'row does', 'rows do')} not have the tags "
-                    f"{dict(expect)}, such as {keys[0]!r}",
-                    keys=keys,
+                    f"{dict(expect)}, such as {other[0]!r}",
+                    keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),
                 )
-        self._state.tags.set(slots, tags)
-        self._state.retag(slots)
+        at = 0
+        for block, bits in found.parts:
+            places = range(at, at + bits.bit_count())
+            at = places.stop
+            state.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
+        state.retag([block for block, _ in found.parts])
         if self.emit is not None:
-            self.emit(Tag(self.partition, self.generation, Rows(rows.keys), _lists(tags)))
+            self.emit(Tag(self.partition, self.generation, wire.Rows(rows.keys), _lists(tags)))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -289,7 +288,8 @@ class Store:
 
     def reset(self, stage: str) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased."""
-        rows = len(self._state.stage(stage).reset(self._state.live()))
+        state = self._state
+        rows = state.stage(stage).reset(list(state.blocks.values()), list(state.groups.values()))
         if self.emit is not None:
             self.emit(Reset(self.partition, self.generation, stage))
         return rows
@@ -354,13 +354,13 @@ class Store:
         state = self._state
         lease = state.leases.get(number)
         assert lease is not None
-        groups = state.groups_of(lease.slots) if lease.unit == "groups" else lease.slots[:0]
+        groups = state.groups_of(lease.rows.parts) if lease.unit == "groups" else []
         return Leased(
             lease.stage.name,
             lease.unit,  # type: ignore[arg-type]
             number,
-            state.index.keys[lease.slots].tobytes(),
-            state.groups.index.keys[groups].tobytes(),
+            lease.rows.keys,
+            b"".join([group.key for group in groups]),
             lease.holder,
             lease.claim,
         )
@@ -370,8 +370,9 @@ class Store:
         found = self._state.stage(stage)
         if not found.units(unit).ready(where):
             return Counter()
-        ids, _ = found.units(unit).lane(where).first(takes.NEAR_UNITS)
-        hosts = Counter(takes.hosts_of(self._state, found, unit, ids))
+        first = found.units(unit).lane(where).first(takes.NEAR_UNITS)
+        single = [(one, 1 << row) for one, bits in first for row in rows_of(bits)]
+        hosts = Counter(takes.hosts_of(found, single))
         del hosts[INLINE.peer]
         return hosts
 
@@ -381,8 +382,8 @@ class Store:
         outcome: str,
         index: bytes | None,
         columns: Sequence[Column],
-        specs: Sequence[Spec],
-        owners: Sequence[Owner],
+        specs: list[Spec],
+        owners: list[Owner],
         tags: Tagging,
         inline: bytes = b"",
     ) -> FinishOutcome:
@@ -413,7 +414,10 @@ class Store:
             return index is None and member.acked
         if lease is None:
             return self._state.leases.was_finished(lease_id)
-        return index is not None and not lease.left[column(index, U4).astype(np.int64)].any()
+        if index is None:
+            return False
+        parts = lease.at(finishes.positions_of(lease, index))
+        return not any(part.bits & lease.left[part.number] for part in parts)
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""
@@ -468,45 +472,46 @@ class Store:
 
     def table(
         self,
-        rows: Array | int,
+        rows: Rows | int,
         fields: Sequence[str] | None = None,
         tags: bool = True,
         stage: str = "",
     ) -> Table:
-        """A table with VALUE records of slots (from `read` or `leased_at`), or of the rows that are
+        """A table with VALUE records of rows (from `read` or `leased_at`), or of the rows that are
         left in a lease.
 
         stage: who is also given its progress, what it has given back of these rows before. Rows
         that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased
         rows were dropped.
         """
-        slots = rows_out.leased_rows(self._state, rows) if isinstance(rows, int) else rows
-        return rows_out.table(self._state, slots, fields, tags, stage)
+        found = rows_out.leased_rows(self._state, rows) if isinstance(rows, int) else rows
+        return rows_out.table(self._state, found, fields, tags, stage)
 
-    def leased_at(self, lease_id: int, index: bytes) -> tuple[Array, bytes]:
-        """The slots of the rows at these positions (u4) of a lease that are left, and at which of
+    def leased_at(self, lease_id: int, index: bytes) -> tuple[Rows, bytes]:
+        """The rows at these positions (u4) of a lease that are left, and at which of
         them they are."""
         return rows_out.leased_at(self._state, lease_id, index)
 
     def known(self, fields: Sequence[str], stage: str = "") -> list[str]:
         """Those of these fields that some row here has had, which `table` finds."""
-        return self._state.fields.known(fields, stage)
+        known, progress = self._state.fields, self._state.progress
+        return [name for name in fields if known.get(name) or (stage, name) in progress]
 
     def read(
         self,
-        rows: Rows | None = None,
+        rows: wire.Rows | None = None,
         where: Where | None = None,
         limit: int = 0,
         after: bytes = b"",
-    ) -> tuple[Array, bool]:
-        """(slots for `table`, whether there are more). The slots hold until the next change."""
+    ) -> tuple[Rows, bool]:
+        """(rows for `table`, whether there are more). They hold until the next change."""
         return rows_out.read(
             self._state, rows, None if where is None else parse(where), limit, after
         )
 
     def drop(
         self,
-        rows: Rows | None = None,
+        rows: wire.Rows | None = None,
         groups: Sequence[bytes] | None = None,
         where: Where | None = None,
     ) -> tuple[int, int]:
@@ -518,8 +523,8 @@ class Store:
         elif groups is not None:
             dropped = drops.drop_groups(self._state, groups)
         else:
-            slots = self._state.matching(parse(where))
-            dropped = len(slots), self._state.remove_rows(slots, dropped=True)
+            found = self._state.matching(parse(where))
+            dropped = len(found), self._state.remove(found.parts, dropped=True)
         if self.emit is not None:
             keys = b"" if rows is None else rows.keys
             self.emit(Discarded(keys, b"".join(groups or ()), where))
@@ -527,11 +532,11 @@ class Store:
 
     def clear(self) -> int:
         """The partition was dropped: every row goes. Returns how many."""
-        slots = self._state.live()
-        self._state.remove_rows(slots)
+        rows = len(self)
+        self._state.remove(self._state.rows.parts)
         if self.emit is not None:
             self.emit(Ended())
-        return len(slots)
+        return rows
 
     def lost(self, owner: Owner) -> Lost:
         """A peer is no more: the rows with bytes there go, and their groups with them."""
@@ -549,25 +554,26 @@ class Store:
         Returns u4 per range: the references that now name the new one. The old ones are collected
         as freed.
         """
-        live = self._state.live()
-        moved = self._state.fields.relocate(live, old, ranges, new, new_ranges, reach)
+        move = Move(ranges, new_ranges, reach)
+        self._state.relocate(old, move, new)
         if self.emit is not None:
             here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
             ends = b"" if reach is None else reach.astype(U8).tobytes()
             self.emit(Relocated(old, here, new, there, ends))
-        return moved
+        return move.counts
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
-        return self._state.fields.holdings(self._state.live())
+        return loose_by_owner(self._state.everything())
 
     def named(self, owner: Owner) -> tuple[Array, Array, Array]:
         """What all rows name of an owner: see `references.extents_of`."""
-        return self._state.fields.named(self._state.live(), owner)
+        return extents_of(self._state.records_at(owner))
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
-        return self._state.fields.released()
+        released, self._state.released = self._state.released, []
+        return loose_by_owner(released) if released else []
 
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
@@ -621,7 +627,10 @@ class Store:
 
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
-        return self._state.fields.packs(self._state.live(), owner)
+        records = self._state.records_at(owner)
+        records = records[records["nbytes"] < PACK_LIMIT_BYTES]
+        alive = int(padded(records["nbytes"]).sum())
+        return ranges_of(np.unique(ids_of(records))), alive
 
     @property
     def closed_groups(self) -> int:

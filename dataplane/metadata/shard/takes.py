@@ -8,21 +8,25 @@ hosts, rows stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
-from dataplane.metadata.shard.lanes import Lane
-from dataplane.metadata.shard.leases import Lease
+from dataplane.metadata.shard.blocks import Block, Group, Rows
+from dataplane.metadata.shard.lanes import Lane, Picked
 from dataplane.metadata.shard.pull_credit import PullCredit, pulled_per_row, rounding
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import UNGROUPED, State
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables.bits import rows_of, to_mask
 from dataplane.metadata.tables.columns import Array
-from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.metadata.tables.values import Values
+from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.tables import Where
+from dataplane.wire.records import U4, VALUE, joined
+from dataplane.wire.tables import INLINE, Owner, Where
 
 _FIRST_LOOK = 64
 NEAR_UNITS = 64
@@ -39,29 +43,34 @@ Kept = tuple[str, Where | None]
 @dataclass(frozen=True, slots=True)
 class Taken:
     """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
-    more, or any. slots: the rows, for `Store.table`; they hold until the next change."""
+    more, or any. rows: what was taken, for `Store.table`; it holds until the next change."""
 
     lease: int | None = None
     units: int = 0
     needed_bytes: int = 0
-    slots: Array | None = field(default=None, compare=False)
+    rows: Rows | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The first units of a lane that are not kept for others: positions in its buffer, and in
-    which order they are to be taken. whole: all of the lane up to the last one of them."""
+    """The first units of a lane that are not kept for others. oldest: the first of all, where they
+    are ordered by where they lie."""
 
-    ids: Array
-    positions: Array
-    whole: bool = True
-    oldest: int = -1
-    """where they are ordered by where they lie: the position of the first one of all"""
+    units: Picked
+    oldest: Picked = field(default_factory=list)
     blocked: bool = False
     needed_bytes: int = 0
 
+    @property
+    def count(self) -> int:
+        return sum([bits.bit_count() for _, bits in self.units])
+
+    def single(self) -> Picked:
+        """One by one."""
+        return [(unit, 1 << row) for unit, bits in self.units for row in rows_of(bits)]
+
     def first(self, count: int) -> _Found:
-        return replace(self, ids=self.ids[:count], positions=self.positions[:count])
+        return replace(self, units=self.single()[:count])
 
 
 def take(
@@ -84,61 +93,50 @@ def take(
         least = 1 if sealed else max(1, min(want.minimum, want.count))
         if ready < least or want.count < 1:
             return Taken()
-        far = credit is not None and state.fields.scattered
+        far = credit is not None and len(state.peers) > 1
         look = max(NEAR_UNITS, want.count) if far and ready > want.count else want.count
         picked = _first(state, stage, want.unit, lane, min(ready, look), kept)
-        if len(picked.ids) > want.count:
+        if look > want.count and picked.count > want.count:
             assert credit is not None
-            near = _near(state, stage, want.unit, lane, picked, credit.address)
-            picked = near.first(want.count)
+            picked = _near(state, stage, lane, picked, credit.address).first(want.count)
     else:
         least = 1
         picked = _within_budget(state, stage, want, lane, kept)
     fields = credit.fields if credit else None
-    picked = _within_message(state, stage, want, picked, least, fields)
+    picked = _within_message(stage, want, picked, least, fields)
     if credit is not None and credit.most_bytes:
-        picked = _within_credit(state, stage, want, picked, least, credit)
+        picked = _within_credit(stage, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
-    if len(picked.ids) < least or not full:
+    count = picked.count
+    if count < least or not full:
         return Taken(needed_bytes=picked.needed_bytes)
-    ids = _consume(lane, picked)
-    lease = _lease(state, stage, want.unit, ids, holder, now, claim)
-    return Taken(lease.number, len(ids), picked.needed_bytes, lease.slots)
-
-
-def _consume(lane: Lane, picked: _Found) -> Array:
-    """The units leave their lane. They are in its order again."""
-    if picked.oldest < 0:
-        if picked.whole:
-            lane.consume(int(picked.positions[-1]))
-        return picked.ids
-    order = np.argsort(picked.positions, kind="stable")
-    passed = picked.positions[order[0]] != picked.oldest
-    lane.passed_over = lane.passed_over + 1 if passed else 0
-    return picked.ids[order]
-
-
-def _lease(
-    state: State, stage: Stage, unit: str, ids: Array, holder: int, now: float, claim: int
-) -> Lease:
-    if unit == "rows":
-        slots = ids
-        stage.take_rows(slots)
+    if picked.oldest:
+        passed = picked.oldest[0] not in picked.units
+        lane.passed_over = lane.passed_over + 1 if passed else 0
+    if want.unit == "rows":
+        rows = state.take_rows(stage, _in_order(picked))
     else:
-        _, slots = stage.take_groups(ids)
-    lease = Lease(
-        number=next(state.lease_numbers),
-        stage=stage,
-        unit=unit,
-        slots=slots,
-        incarnations=state.incarnation[slots],
-        left=np.ones(len(slots), np.bool_),
-        holder=holder,
-        started=now,
-        claim=claim,
-    )
-    state.leases.add(lease)
-    return lease
+        groups = [group for group, _ in _in_order(picked)]
+        rows = Rows([part for group in groups for part in stage.lease_group(group)])
+    lease = state.lease(stage, want.unit, rows, holder, now, claim)
+    return Taken(lease.number, count, picked.needed_bytes, rows)
+
+
+def _in_order(found: _Found) -> Picked:
+    """Rows of a block together, and what was reordered in the order of its lane again: that is the
+    order of the units as they were found, `oldest`."""
+    if not found.oldest:
+        units = found.units
+    else:
+        places = {(id(unit), bits): place for place, (unit, bits) in enumerate(found.oldest)}
+        units = sorted(found.units, key=lambda one: places[id(one[0]), one[1]])
+    joined_up: Picked = []
+    for unit, bits in units:
+        if joined_up and joined_up[-1][0] is unit and joined_up[-1][1] < bits & -bits:
+            joined_up[-1] = unit, joined_up[-1][1] | bits
+        else:
+            joined_up.append((unit, bits))
+    return joined_up
 
 
 def _first(
@@ -147,52 +145,82 @@ def _first(
     """The first `count` units that are not kept for others, fewer where there are not so many."""
     look = count
     while True:
-        ids, positions = lane.first(look)
+        found = _Found(lane.first(look))
         if not kept:
-            return _Found(ids, positions)
-        mine = ~_are_kept(state, stage, unit, ids, kept)
-        if np.count_nonzero(mine) >= count or len(ids) < look:
-            chosen = mine.nonzero()[0][:count]
-            whole = not len(chosen) or int(chosen[-1]) == len(chosen) - 1
-            return _Found(ids[chosen], positions[chosen], whole)
+            return found
+        mine = _Found(_not_kept(state, stage, unit, found.units, kept))
+        if mine.count >= count or found.count < look:
+            return mine if mine.count <= count else mine.first(count)
         look *= 2
 
 
-def _are_kept(state: State, stage: Stage, unit: str, ids: Array, kept: Sequence[Kept]) -> Array:
-    """Per unit: is it, or a unit that it has rows in common with, kept for another claim."""
-    result: Array = np.zeros(len(ids), np.bool_)
+def _not_kept(state: State, stage: Stage, unit: str, units: Picked, kept: Sequence[Kept]) -> Picked:
+    """Without units that are, or have rows in common with what is, kept for another claim."""
     for of, where in kept:
+        lane = stage.units(of).lane(where)
         if of == unit:
-            result |= stage.units(unit).is_ready(ids, where)
+            units = [(one, bits & ~lane.holds(one)) for one, bits in units]
         elif unit == "groups":
-            counts, slots = state.groups.members.gather(ids)
-            hit = stage.rows.is_ready(slots.astype(np.int64), where)
-            result |= _per_unit(hit.astype(np.int64), counts) > 0
+            units = [one for one in units if not any(lane.holds(b) for b in one[0].blocks)]
         else:
-            groups = state.group[ids]
-            grouped = (groups != UNGROUPED).nonzero()[0]
-            result[grouped] |= stage.groups.is_ready(groups[grouped], where)
-    return result
+            units = [
+                one
+                for one in units
+                if not one[0].group or not lane.holds(state.groups[one[0].group])
+            ]
+    return [(one, bits) for one, bits in units if bits]
 
 
-def _near(state: State, stage: Stage, unit: str, lane: Lane, found: _Found, address: str) -> _Found:
+def _near(state: State, stage: Stage, lane: Lane, found: _Found, address: str) -> _Found:
     """The near units first; the oldest one before all where it was passed over too often."""
-    far = np.array([peer != address for peer in hosts_of(state, stage, unit, found.ids)])
-    order = np.argsort(far, kind="stable")
+    units = found.single()
+    hosts = hosts_of(stage, units)
+    order = sorted(range(len(units)), key=lambda place: hosts[place] != address)
     if lane.passed_over >= NEAR_TURNS:
-        order = np.concatenate([order[order == 0], order[order != 0]])
-    oldest = int(found.positions[0])
-    return replace(found, ids=found.ids[order], positions=found.positions[order], oldest=oldest)
+        order = [0, *(place for place in order if place)]
+    return replace(found, units=[units[place] for place in order], oldest=units)
 
 
-def hosts_of(state: State, stage: Stage, unit: str, ids: Array) -> list[str]:
-    """The address of the peer that has the largest value of each unit, of the stage's fields."""
-    slots, counts = _rows_of(state, unit, ids)
-    owners, nbytes = state.fields.largest_at(slots, stage.mask or ~0)
-    if counts is not None:
-        of = np.repeat(np.arange(len(ids)), counts)
-        owners = owners[np.lexsort((nbytes, of))][np.cumsum(counts) - 1]
-    return [state.fields.owners[number].peer for number in owners.tolist()]
+def hosts_of(stage: Stage, units: Picked) -> list[str]:
+    """The address of the peer that has the largest value of each unit, of the stage's fields;
+    values that live here are nobody's."""
+    known: dict[int, tuple[list[str], list[int]]] = {}
+    found = []
+    for unit, bits in units:
+        best, most = INLINE.peer, 0
+        for block, rows in _parts_of(unit, bits):
+            if block.number not in known:
+                known[block.number] = _largest(block.values, stage.fields)
+            peers, sizes = known[block.number]
+            for row in rows_of(rows):
+                if sizes[row] > most or not best:
+                    best, most = peers[row], sizes[row]
+        found.append(best)
+    return found
+
+
+def _largest(values: Values, fields: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Per row who has its largest value, and its bytes. The arrays inside of a value count
+    together, for the owner of the first."""
+    most, owners = np.zeros(values.count, np.int64), np.full(values.count, -1)
+    here = values.owners.index(INLINE) if INLINE in values.owners else -2
+    for name, records in zip(values.fields, values.grid(), strict=True):
+        if fields and name not in fields:
+            continue
+        there = to_mask(values.having([name]), values.count)
+        nbytes = np.where(there, records["nbytes"].astype(np.int64), 0)
+        owner = records["owner"].astype(np.int64)
+        if values.leaves and name in values.leaves:
+            counts, raw = values.leaves[name]
+            leaves = np.frombuffer(raw, VALUE)
+            of = np.repeat(np.arange(values.count), np.frombuffer(counts, U4))
+            some, first = np.unique(of, return_index=True)
+            nbytes[some] = np.bincount(of, leaves["nbytes"], values.count)[some].astype(np.int64)
+            owner[some] = leaves["owner"][first]
+        larger = (nbytes > most) & (owner != here)
+        most[larger], owners[larger] = nbytes[larger], owner[larger]
+    peers = [INLINE.peer if n < 0 else values.owners[n].peer for n in owners.tolist()]
+    return peers, most.tolist()
 
 
 def _within_budget(
@@ -205,78 +233,142 @@ def _within_budget(
     look = min(_FIRST_LOOK, most)
     while True:
         found = _first(state, stage, want.unit, lane, look, kept)
-        slots, rows = _rows_of(state, want.unit, found.ids)
-        sums = np.cumsum(_per_unit(state.tags.numbers(want.budget_tag, slots), rows))
+        units = found.single()
+        sums = list(accumulate(_number(want.budget_tag, *one) for one in units))
         # at least one: a unit heavier than every budget would be in the way for ever
-        fitting = max(int(np.searchsorted(sums, want.budget, side="right")), min(1, len(sums)))
-        if fitting < len(found.ids) or len(found.ids) < look or look >= most:
+        fitting = max(_fitting(sums, want.budget), min(1, len(sums)))
+        if fitting < len(units) or len(units) < look or look >= most:
             break
         look = min(2 * look, most)
     # a full count ends a claim as a full budget does
-    blocked = fitting < len(found.ids) or (0 < want.count <= fitting)
-    full = bool(fitting) and float(sums[fitting - 1]) >= want.budget
-    return replace(found.first(fitting), blocked=blocked or full)
+    blocked = fitting < len(units) or (0 < want.count <= fitting)
+    full = bool(fitting) and sums[fitting - 1] >= want.budget
+    return replace(found, units=units[:fitting], blocked=blocked or full)
+
+
+def _fitting(sums: Sequence[float], most: float) -> int:
+    """How many of the first come to no more than that."""
+    return int(np.searchsorted(np.array(sums), most, side="right"))
+
+
+def _number(tag: str, unit: Block | Group, bits: int) -> float:
+    return sum(
+        block.tags.number(tag, row)
+        for block, rows in _parts_of(unit, bits)
+        if block.tags is not None
+        for row in rows_of(rows)
+    )
 
 
 def _within_message(
-    state: State,
-    stage: Stage,
-    want: Want,
-    picked: _Found,
-    least: int,
-    fields: list[str] | None,
+    stage: Stage, want: Want, picked: _Found, least: int, fields: list[str] | None
 ) -> _Found:
     """Cut what was picked to what one message tells of. FrameTooLarge where that is too little."""
-    if not state.fields.may_tell(len(state.index), GRANTED_BYTES):
+    blocks = [block for unit, bits in picked.units for block, _ in _parts_of(unit, bits)]
+    if sum([block.values.nbytes + block.inline_bytes for block in blocks]) <= GRANTED_BYTES:
         return picked
-    slots, rows = _rows_of(state, want.unit, picked.ids)
-    if not state.fields.may_tell(len(slots), GRANTED_BYTES):
-        return picked
-    sums = np.cumsum(_per_unit(state.fields.told_bytes(slots, fields, stage.name), rows))
-    fitting = int(np.searchsorted(sums, GRANTED_BYTES, side="right"))
-    if fitting == len(picked.ids):
+    each = _per_unit(picked, lambda block: _told(block, fields, stage.name))
+    sums = list(accumulate(each))
+    fitting = _fitting(sums, GRANTED_BYTES)
+    if fitting == len(sums):
         return picked
     if fitting < least:
         raise FrameTooLarge(
             f"{counted(least, want.unit.removesuffix('s'), want.unit)} with their small values "
-            f"are {int(sums[least - 1])} bytes of a message, the limit is {GRANTED_BYTES}: claim "
+            f"are {sums[least - 1]} bytes of a message, the limit is {GRANTED_BYTES}: claim "
             "fewer rows at a time (or with min=), or fewer fields with fields=",
-            size=int(sums[least - 1]),
+            size=sums[least - 1],
             limit=GRANTED_BYTES,
         )
     return replace(picked.first(fitting), blocked=True)
 
 
-def _within_credit(
-    state: State, stage: Stage, want: Want, picked: _Found, least: int, credit: PullCredit
-) -> _Found:
+def _per_unit(picked: _Found, per_row: Callable[[Block], list[int]]) -> list[int]:
+    """What each unit comes to, by what each row of its blocks does."""
+    known: dict[int, list[int]] = {}
+    found = []
+    for unit, bits in picked.single():
+        total = 0
+        for block, rows in _parts_of(unit, bits):
+            if block.number not in known:
+                known[block.number] = per_row(block)
+            total += sum([known[block.number][row] for row in rows_of(rows)])
+        found.append(total)
+    return found
+
+
+def _told(block: Block, fields: Sequence[str] | None, stage: str) -> list[int]:
+    """What each row adds to a message that tells of its values: records, and what lives here, with
+    the stage's progress."""
+    result = np.zeros(block.count, np.int64)
+    for values, name, rows, records in _records(block, fields, stage):
+        here = values.owners.index(INLINE) if INLINE in values.owners else -1
+        sizes = np.where(records["owner"] == here, records["nbytes"].astype(np.int64) + 7 & -8, 0)
+        np.add.at(result, rows, sizes + VALUE.itemsize)
+        if values.leaves and name in values.leaves:
+            result += U4.itemsize
+    return result.tolist()
+
+
+def _records(
+    block: Block, fields: Sequence[str] | None, stage: str
+) -> Iterator[tuple[Values, str, Array, Array]]:
+    """(whose, field, row of each, VALUE records) of these fields, and of the stage's progress."""
+    progress = (block.progress or {}).get(stage)
+    for values in [block.values] if progress is None else [block.values, progress]:
+        for name, rows, records in values.per_row():
+            if fields is None or values is progress or name in fields:
+                yield values, name, rows, records
+
+
+def _within_credit(stage: Stage, picked: _Found, least: int, credit: PullCredit) -> _Found:
     """Cut what was picked to the bytes that the claim's peer can have pulled."""
-    slots, rows = _rows_of(state, want.unit, picked.ids)
-    at, records = state.fields.elsewhere(slots, credit.fields, credit.address, stage.name)
+    of, records = _elsewhere(stage, picked, credit)
     if not len(records):
         return picked
-    sums = np.cumsum(_per_unit(pulled_per_row(at, records, len(slots)), rows))
-    sums += np.where(sums > 0, rounding(records), 0)
-    fitting = int(np.searchsorted(sums, credit.most_bytes, side="right"))
-    if fitting == len(picked.ids):
+    pages = rounding(records)
+    most = int((records["nbytes"] + records["delta"] + np.uint64(ALIGNMENT_BYTES)).sum())
+    if most + pages <= credit.most_bytes:  # whatever several have in common
         return picked
-    enough = min(max(least, fitting + 1), len(picked.ids))
-    return replace(picked.first(fitting), blocked=False, needed_bytes=int(sums[enough - 1]))
+    units = picked.single()
+    sums = np.cumsum(pulled_per_row(of, records, len(units)))
+    sums += np.where(sums > 0, pages, 0)
+    fitting = int(np.searchsorted(sums, credit.most_bytes, side="right"))
+    if fitting == len(units):
+        return picked
+    enough = min(max(least, fitting + 1), len(units))
+    needed = int(sums[enough - 1])
+    return replace(picked.first(fitting), blocked=False, needed_bytes=needed)
 
 
-def _rows_of(state: State, unit: str, ids: Array) -> tuple[Array, Array | None]:
-    """The rows of units, and how many each has (None: one)."""
-    if unit == "rows":
-        return ids, None
-    counts, slots = state.groups.members.gather(ids)
-    return slots.astype(np.int64), counts
+def _elsewhere(stage: Stage, picked: _Found, credit: PullCredit) -> tuple[Array, Array]:
+    """(which unit it is of, VALUE record) of all that other peers own; owners numbered alike."""
+    near = (credit.address, INLINE.peer)
+    numbers: dict[Owner, int] = {}
+    of, found, at = [np.zeros(0, np.int64)], [np.zeros(0, VALUE)], 0
+    for unit, bits in picked.units:
+        for block, rows in _parts_of(unit, bits):
+            if not any(owner.peer not in near for v in block.everything for owner in v.owners):
+                continue
+            places = np.full(block.count, -1)
+            places[list(rows_of(rows))] = at
+            if unit is block:
+                places[list(rows_of(rows))] += np.arange(rows.bit_count())
+            for values, _, which, records in _records(block, credit.fields, stage.name):
+                far = [owner.peer not in near for owner in values.owners]
+                mine = np.array(far)[records["owner"]] & (places[which] >= 0)
+                if mine.any():
+                    alike = [numbers.setdefault(one, len(numbers)) for one in values.owners]
+                    those = records[mine]
+                    those["owner"] = np.array(alike)[those["owner"]]
+                    of.append(places[which[mine]])
+                    found.append(those)
+        at += bits.bit_count()
+    return np.concatenate(of), joined(found, VALUE)
 
 
-def _per_unit(values: Array, counts: Array | None) -> Array:
-    """Sums over the rows of each unit."""
-    if counts is None:
-        return values
-    sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
-    ends = np.cumsum(counts)
-    result: Array = sums[ends] - sums[ends - counts]
-    return result
+def _parts_of(unit: Block | Group, bits: int) -> Sequence[tuple[Block, int]]:
+    """The rows of a unit."""
+    if isinstance(unit, Block):
+        return [(unit, bits)]
+    return [(block, block.live) for block in unit.blocks]

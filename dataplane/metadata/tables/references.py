@@ -54,15 +54,13 @@ def extents_of(records: Array) -> tuple[Array, Array, Array]:
 
 
 class Move:
-    """From ranges of one owner to as many of another; owners by their numbers in a store.
+    """From ranges of one owner to as many of another.
 
     reach: u8 per range, how many bytes of each there are: what ends behind them stays where it is.
     counts: u4 per range, the records that `carry` has rewritten so far.
     """
 
-    def __init__(
-        self, old: int, ranges: Array, new: int, new_ranges: Array, reach: Array | None = None
-    ) -> None:
+    def __init__(self, ranges: Array, new_ranges: Array, reach: Array | None = None) -> None:
         if reach is None:
             reach = np.full(len(ranges), WHOLE, np.uint64)
         lengths = {len(ranges), len(new_ranges), len(reach), len(np.unique(ids_of(ranges)))}
@@ -70,22 +68,24 @@ class Move:
             raise ProtocolError(
                 f"{len(ranges)} ranges cannot move to {len(new_ranges)}: give as many, each once"
             )
-        self._old, self._new = old, new
         self._order = np.argsort(ids_of(ranges))
         self._from = ids_of(ranges)[self._order]
         self._to = new_ranges[self._order]
         self._reach = reach[self._order]
         self.counts: Array = np.zeros(len(ranges), U4)
 
-    def carry(self, records: Array) -> Array:
-        """Rewrite VALUE records in place; returns those that moved, as they were."""
+    def carry(self, records: Array, old: int, new: int) -> Array:
+        """Rewrite VALUE records in place, where the two owners have these numbers; returns those
+        that moved, as they were."""
+        if not len(self._from):
+            return records[:0]
         ids = ids_of(records)
         at = np.minimum(np.searchsorted(self._from, ids), len(self._from) - 1)
         there = records["delta"] + records["nbytes"] <= self._reach[at]
-        hit = ((records["owner"] == self._old) & (self._from[at] == ids) & there).nonzero()[0]
+        hit = ((records["owner"] == old) & (self._from[at] == ids) & there).nonzero()[0]
         before: Array = records[hit]
         to = self._to[at[hit]]
         records["range"][hit], records["generation"][hit] = to["range"], to["generation"]
-        records["owner"][hit] = self._new
+        records["owner"][hit] = new
         np.add.at(self.counts, self._order[at[hit]], U4.type(1))
         return before

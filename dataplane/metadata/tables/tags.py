@@ -1,189 +1,153 @@
-"""The tags of rows: one typed column a tag, with which rows have it.
+"""The tags of a block's rows: a list of one value a row for each, or of one for all of them.
 
-A column holds int64, float64 or bool as long as all its values have that very type, and Python
-objects from the first one that has not, so that what went in comes out with its type.
+What went in comes out with its type. A list may be that of a message, so none is ever changed.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, counted
-from dataplane.memory.extents import every, some
-from dataplane.metadata.tables.columns import Array, grow
+from dataplane.metadata.tables.bits import all_of, bits_of
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_TAGS
 from dataplane.wire.tables import Scalar
 
-_DTYPES: dict[type, np.dtype[Any]] = {
-    int: np.dtype(np.int64),
-    float: np.dtype(np.float64),
-    bool: np.dtype(np.bool_),
-}
-_OBJECT = np.dtype(object)
+_MISSING: Any = ...
+"""In place of a tag that a row lacks; None is a value."""
+_NUMBERS = {bool, int, float}
 _SCALARS = {bool, int, float, str, type(None)}
 _ORDERS = (operator.lt, operator.le, operator.gt, operator.ge)
 
 
-class _Column:
-    __slots__ = ("present", "values")
+def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str]) -> None:
+    """InvalidRows, InvalidValue or LimitExceeded unless these can be set on `rows` rows, where the
+    partition has some `known` ones already."""
+    for name, values in tags.items():
+        if len(name) > MAX_NAME_BYTES:
+            raise LimitExceeded(f"the name of tag {name[:40]!r}… is too long")
+        if len(values) != rows and len(values) != 1:
+            raise InvalidRows(
+                f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}; "
+                "give one value a row, or one for all",
+                tag=name,
+                values=len(values),
+                rows=rows,
+            )
+        wrong = set(map(type, values)) - _SCALARS
+        if wrong:
+            raise InvalidValue(
+                f"tag {name!r} has a {wrong.pop().__name__}; a tag is a bool, int, float, str or "
+                "None",
+                tag=name,
+            )
+    if tags and len(tags.keys() | known) > MAX_TAGS:
+        raise LimitExceeded(f"a partition has at most {MAX_TAGS} different tags", limit=MAX_TAGS)
 
-    def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
-        self.values: Array = np.zeros(capacity, dtype)
-        self.present: Array = np.zeros(capacity, np.bool_)
 
-    def to_objects(self) -> None:
-        kept = self.present.nonzero()[0]
-        objects: Array = np.zeros(len(self.values), _OBJECT)
-        objects[kept] = self.values[kept].tolist()
-        self.values = objects
+def only(
+    tags: Mapping[str, Sequence[Scalar]], rows: Sequence[int], count: int
+) -> dict[str, list[Scalar]]:
+    """What a message of `count` rows says of these."""
+    return {
+        name: [values[i] for i in rows] if len(values) == count > 1 else list(values)
+        for name, values in tags.items()
+    }
 
 
 class Tags:
-    """All tags of a store's rows."""
+    """Of the `count` rows of one block."""
 
-    def __init__(self) -> None:
-        self._columns: dict[str, _Column] = {}
-        self._capacity = 0
+    __slots__ = ("_values", "count")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._values: dict[str, Sequence[Scalar]] = {}
+
+    @property
+    def rows(self) -> int:
+        return all_of(self.count)
 
     @property
     def nbytes(self) -> int:
-        columns = self._columns.values()
-        return sum(column.values.nbytes + column.present.nbytes for column in columns)
+        return sum(100 + 16 * len(values) for values in self._values.values())
 
-    def reserve(self, capacity: int) -> None:
-        self._capacity = capacity
-        for column in self._columns.values():
-            grow(column.values, capacity)
-            grow(column.present, capacity)
-
-    def check(self, tags: Mapping[str, Sequence[Scalar]], rows: int) -> None:
-        """InvalidRows, InvalidValue or LimitExceeded unless these can be set on `rows` rows."""
+    def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:
+        """Merge checked tags into those of some rows: a list of one value a row, or one for all."""
         for name, values in tags.items():
-            if len(name) > MAX_NAME_BYTES:
-                raise LimitExceeded(f"the name of tag {name[:40]!r}… is too long")
-            if len(values) != rows and len(values) != 1:
-                raise InvalidRows(
-                    f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}; "
-                    "give one value a row, "
-                    "or one for all",
-                    tag=name,
-                    values=len(values),
-                    rows=rows,
-                )
-            wrong = set(map(type, values)) - _SCALARS
-            if wrong:
-                raise InvalidValue(
-                    f"tag {name!r} has a {wrong.pop().__name__}; a tag is a bool, int, float, str "
-                    "or None",
-                    tag=name,
-                )
-        if len(tags) + len(self._columns) > MAX_TAGS and (
-            len(self._columns.keys() | tags.keys()) > MAX_TAGS
-        ):
-            raise LimitExceeded(
-                f"a partition has at most {MAX_TAGS} different tags", limit=MAX_TAGS
-            )
+            if any([type(value) is str for value in values]):
+                # equal strings are kept once: a status has few values and many rows
+                values = [sys.intern(v) if type(v) is str else v for v in values]
+            if len(rows) == self.count and rows == range(self.count):
+                self._values[name] = values
+                continue
+            before = self._of(name)
+            each = values if len(values) == len(rows) else [values[0]] * len(rows)
+            for row, value in zip(rows, each, strict=True):
+                before[row] = value
+            self._values[name] = before
 
-    def set(self, slots: Array, tags: Mapping[str, Sequence[Scalar]]) -> None:
-        """Merge checked tags into those of the rows: a list of one value a row, or one for all."""
-        for name, values in tags.items():
-            kinds = {type(values[0])} if len(values) == 1 else set(map(type, values))
-            dtype = _DTYPES.get(kinds.pop(), _OBJECT) if len(kinds) == 1 else _OBJECT
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[name] = _Column(dtype, self._capacity)
-            if column.values.dtype != dtype and column.values.dtype != _OBJECT:
-                column.to_objects()
-            self._write(column, slots, values)
+    def has(self, name: str) -> int:
+        values = self._values.get(name)
+        if values is None:
+            return 0
+        if _MISSING not in values:
+            return self.rows
+        return bits_of(row for row, value in enumerate(values) if value is not _MISSING)
 
-    def clear(self, slots: Array) -> None:
-        """The rows are no more."""
-        for column in self._columns.values():
-            column.present[slots] = False
-            if column.values.dtype == _OBJECT:
-                column.values[slots] = None
-
-    def has(self, name: str, slots: Array) -> Array:
-        column = self._columns.get(name)
-        if column is None:
-            return np.zeros(len(slots), np.bool_)
-        present: Array = column.present[slots]
-        return present
-
-    def compare(
-        self, name: str, how: Callable[[Any, Any], Any], value: Scalar, slots: Array
-    ) -> Array:
-        """Per row: has the tag, and `how(tag, value)`. False where the two have no order."""
-        present = self.has(name, slots)
-        if name not in self._columns:
-            return present
-        values = self._columns[name].values[slots]
-        if values.dtype == _OBJECT:
-            result: Array = np.fromiter(
-                (_compared(how, one, value) for one in values.tolist()), np.bool_, len(slots)
-            )
-        elif isinstance(value, bool | int | float):
-            result = how(values, value)
+    def compare(self, name: str, how: Callable[[Any, Any], Any], value: Scalar) -> int:
+        """The rows that have the tag, and for which `how(tag, value)`; no order holds between kinds
+        that have none."""
+        values = self._values.get(name)
+        if values is None:
+            return 0
+        kinds = set(map(type, values))
+        if type(value) in _NUMBERS and kinds <= _NUMBERS:
+            hit = [how(one, value) for one in values]
         else:
-            result = np.full(len(slots), how is operator.ne)
-        return result & present
+            hit = [one is not _MISSING and _compared(how, one, value) for one in values]
+        if len(hit) == 1:
+            return self.rows if hit[0] else 0
+        return int("".join(["1" if one else "0" for one in reversed(hit)]), 2)
 
-    def numbers(self, name: str, slots: Array) -> Array:
-        """The tag as float64, 0 where the row lacks it or it is no number."""
-        column = self._columns.get(name)
-        if column is None:
-            return np.zeros(len(slots))
-        values = column.values[slots]
-        if values.dtype == _OBJECT:
-            plain = [v if isinstance(v, bool | int | float) else 0 for v in values.tolist()]
-            values = np.array(plain, np.float64)
-        return np.where(column.present[slots], values, 0).astype(np.float64)
-
-    def expected(self, slots: Array, expect: Mapping[str, Scalar]) -> Array:
-        """Per row: do all these tags have these values. None also expects a missing tag."""
-        result = np.ones(len(slots), np.bool_)
+    def expected(self, expect: Mapping[str, Scalar]) -> int:
+        """The rows that have all these tags with these values. None also expects a missing one."""
+        rows = self.rows
         for name, value in expect.items():
-            same = self.compare(name, operator.eq, value, slots)
-            if value is None:
-                same = same | ~self.has(name, slots)
-            result &= same
-        return result
+            same = self.compare(name, operator.eq, value)
+            rows &= same | (~self.has(name) if value is None else 0)
+        return rows
 
-    def table(self, slots: Array) -> dict[str, list[Scalar]]:
-        """Every tag that one of the rows has, one value a row, None where a row lacks it."""
-        result: dict[str, list[Scalar]] = {}
-        for name, column in self._columns.items():
-            present = column.present[slots]
-            if some(present):
-                values: list[Scalar] = column.values[slots].tolist()
-                if not every(present):
-                    there = present.tolist()
-                    values = [v if here else None for v, here in zip(values, there, strict=True)]
-                result[name] = values
-        return result
+    def number(self, name: str, row: int) -> float:
+        """The tag of a row, 0 where it lacks it or it is no number."""
+        values = self._values.get(name)
+        if values is None:
+            return 0.0
+        value = values[row if len(values) > 1 else 0]
+        return float(value) if isinstance(value, bool | int | float) else 0.0
 
-    def held(self, slots: Array) -> Iterator[tuple[str, Array, list[Scalar]]]:
-        """Per tag that one of the rows has: which have it, and the values of these."""
-        for name, column in self._columns.items():
-            present = column.present[slots]
-            if present.any():
-                yield name, present, column.values[slots[present]].tolist()
+    def items(self, rows: Sequence[int]) -> list[tuple[str, list[Scalar]]]:
+        """Each tag that one of these rows has, one value a row or `MISSING`."""
+        found = []
+        for name, values in self._values.items():
+            if len(values) == 1:
+                found.append((name, [values[0]] * len(rows)))
+            elif len(rows) == self.count and rows == range(self.count):
+                found.append((name, list(values)))
+            else:
+                found.append((name, [values[row] for row in rows]))
+        return [(name, values) for name, values in found if set(map(id, values)) != _ID_OF_MISSING]
 
-    def _write(self, column: _Column, slots: Array, values: Sequence[Scalar]) -> None:
-        if column.values.dtype == _OBJECT:
-            # equal strings are kept once: a status has few values and many rows
-            values = [sys.intern(v) if type(v) is str else v for v in values]
-        try:
-            column.values[slots] = values[0] if len(values) == 1 else values
-        except OverflowError:  # an int beyond int64
-            column.to_objects()
-            column.values[slots] = values[0] if len(values) == 1 else values
-        column.present[slots] = True
+    def _of(self, name: str) -> list[Scalar]:
+        """One value a row."""
+        values = self._values.get(name, [_MISSING])
+        return list(values) * self.count if len(values) == 1 else list(values)
+
+
+MISSING = _MISSING
+_ID_OF_MISSING = {id(_MISSING)}
 
 
 def _compared(how: Callable[[Any, Any], Any], one: Scalar, other: Scalar) -> bool:

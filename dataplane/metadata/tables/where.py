@@ -1,8 +1,8 @@
 """Filters over tags: `tag("version") >= 6`, combined with & | ~.
 
-The client builds them, they travel as nested lists, and a store tests them in columns. A tag that
-a row lacks makes every comparison false; values of kinds that have no order (a str and a number)
-are never smaller or greater than each other. Testing never raises.
+The client builds them, they travel as nested lists, and a store tests them block by block. A tag
+that a row lacks makes every comparison false; values of kinds that have no order (a str and a
+number) are never smaller or greater than each other. Testing never raises.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
 from dataplane.wire.tables import Where as WireWhere
-
-Mask = npt.NDArray[np.bool_]
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -146,16 +144,18 @@ def _text(wire: Any) -> str:
     return f"{rest[0]} {how} {rest[1]!r}"
 
 
-class TagColumns(Protocol):
-    """What a filter needs of the store's tags."""
+class Tested(Protocol):
+    """What a filter needs of the tags of some rows. Sets of rows are bits."""
 
-    def compare(
-        self, name: str, how: Callable[[Any, Any], Any], value: Scalar, slots: npt.NDArray[Any]
-    ) -> Mask:
-        """Per row: has the tag, and `how(tag, value)`."""
+    @property
+    def rows(self) -> int:
+        """All of them."""
 
-    def has(self, name: str, slots: npt.NDArray[Any]) -> Mask:
-        """Per row: has the tag."""
+    def compare(self, name: str, how: Callable[[Any, Any], Any], value: Scalar) -> int:
+        """Which have the tag, and `how(tag, value)`."""
+
+    def has(self, name: str) -> int:
+        """Which have the tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +215,21 @@ def _wire_scalar(value: Any) -> Scalar:
     raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
 
 
-def test(where: Filter, tags: TagColumns, slots: npt.NDArray[Any]) -> Mask:
-    """Per row of `slots`: does the filter hold. Never raises, whatever the tags are."""
+def test(where: Filter, tags: Tested) -> int:
+    """The rows for which the filter holds. Never raises, whatever the tags are."""
     how = where.how
     if how == "exists":
-        return tags.has(where.tag, slots)
+        return tags.has(where.tag)
     if how == "not":
-        return ~test(where.parts[0], tags, slots)
-    if how in _JOINTS:
-        join = np.logical_and if how == "and" else np.logical_or
-        result = test(where.parts[0], tags, slots)
-        for part in where.parts[1:]:
-            join(result, test(part, tags, slots), out=result)
-        return result
+        return tags.rows & ~test(where.parts[0], tags)
+    if how == "and":
+        return reduce(operator.and_, [test(part, tags) for part in where.parts])
+    if how == "or":
+        return reduce(operator.or_, [test(part, tags) for part in where.parts])
     if how == "in":
-        result = np.zeros(len(slots), bool)
-        for value in where.values:
-            result |= tags.compare(where.tag, operator.eq, value, slots)
-        return result
-    return tags.compare(where.tag, _COMPARISONS[how], where.values[0], slots)
+        found = [tags.compare(where.tag, operator.eq, value) for value in where.values]
+        return reduce(operator.or_, found, 0)
+    return tags.compare(where.tag, _COMPARISONS[how], where.values[0])
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # no test case, whatever pytest thinks

@@ -193,7 +193,6 @@ class Writing:
             replace=body.replace,
             keep=body.keep,
             reuse=body.reuse,
-            named=(len(body.specs), len(body.owners)),
         )
         if len(plan.new):
             self.share.check_rows()

@@ -225,13 +225,13 @@ class Reading:
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         store = entry.store
-        slots, more = store.read(
+        rows, more = store.read(
             rows=body.rows, where=body.where, limit=body.limit, after=body.after
         )
-        table = store.table(slots, body.fields)
-        while body.rows is None and len(slots) > 1 and (size := _volume(table)) > PAGE_BYTES:
-            slots, more = slots[: max(1, len(slots) * PAGE_BYTES // size)], True
-            table = store.table(slots, body.fields)
+        table = store.table(rows, body.fields)
+        while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
+            rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
+            table = store.table(rows, body.fields)
         return Found(table, more)
 
     # more fields of leased rows
@@ -261,8 +261,8 @@ class Reading:
             raise LeaseExpired("the partition of this lease is gone")
         if body.index is None:
             return Found(entry.store.table(body.lease, body.fields))
-        slots, index = entry.store.leased_at(body.lease, body.index)
-        return Found(entry.store.table(slots, body.fields), index=index)
+        rows, index = entry.store.leased_at(body.lease, body.index)
+        return Found(entry.store.table(rows, body.fields), index=index)
 
 
 def _volume(table: Table) -> int:

@@ -26,9 +26,9 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
+from dataplane.metadata.shard import blocks
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.shard.leases import Member
-from dataplane.metadata.tables.columns import Array
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -271,8 +271,8 @@ class ClaimQueues:
         if isinstance(outcome, Joined):
             return _part(outcome.member)
         taken = outcome.taken
-        assert taken.lease is not None and taken.slots is not None
-        return _granted(entry, stage, taken.lease, taken.slots, claim.fields)
+        assert taken.lease is not None and taken.rows is not None
+        return _granted(entry, stage, taken.lease, taken.rows, claim.fields)
 
     # waiting without claiming
 
@@ -368,7 +368,7 @@ def _again(why: DataplaneError) -> DataplaneError:
 
 
 def _granted(
-    entry: Entry, stage: str, lease: int, rows: Array | int, fields: list[str] | None
+    entry: Entry, stage: str, lease: int, rows: blocks.Rows | int, fields: list[str] | None
 ) -> Granted:
     """Leased rows with what they have of the fields that are asked for, and of the stage's own
     progress. RowsGone where some were dropped of a lease."""

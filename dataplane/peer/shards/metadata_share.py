@@ -51,7 +51,7 @@ class MetadataShare:
         now = self._host.now()
         if now - self._measured_at > MEASURED_S:
             stores = [entry.store for entry in self._host.entries.values()]
-            self._measured = sum(s.state.used_bytes + s.state.fields.inline_bytes for s in stores)
+            self._measured = sum(s.state.used_bytes + s.state.inline_bytes for s in stores)
             self._measured_at, self._since = now, 0
         return self._measured + self._since
 
@@ -126,6 +126,6 @@ class MetadataShare:
             "size_bytes": self.size_bytes,
             "used_bytes": self.used_bytes,
             "names_bytes": sum(store.state.tombstones.nbytes for store in stores),
-            "values_bytes": sum(store.state.fields.inline_bytes for store in stores),
+            "values_bytes": sum(store.state.inline_bytes for store in stores),
             "refused_values": self.refused_values,
         }

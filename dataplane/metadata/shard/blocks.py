@@ -1,0 +1,215 @@
+"""Blocks and groups: what one put brought for one group, kept as it came.
+
+A row is a bit of its block, from when it comes until the block goes: rows are taken from a block
+and never added. Nothing here refers back to who refers to it (a block says its group by key), so
+the collector need not know of them, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from dataplane.metadata.tables.bits import all_of, first_of, rows_of
+from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
+from dataplane.metadata.tables.tags import Tags
+from dataplane.metadata.tables.values import Values
+from dataplane.wire.tables import Name
+
+PENDING, READY, LEASED, ACKED, SPLIT = range(5)
+"""PENDING: not ready yet. SPLIT: a group of which the stage took or acked rows singly; it is never
+offered whole again."""
+
+MAX_BLOCK_ROWS = 256
+"""What comes with more is cut: a value is kept as long as a row of its block."""
+UNKNOWN_SIZE = -1
+UNLIMITED = 1 << 40
+MAX_GROUP_ROWS = (1 << 31) - 1
+"""What a group may be told to have."""
+
+
+class Standing(msgspec.Struct, gc=False, eq=False):
+    """What the rows of a block are for one stage; those in none of these are pending."""
+
+    ready: int = 0
+    leased: int = 0
+    acked: int = 0
+
+
+class Block(msgspec.Struct, gc=False, eq=False):
+    """keys: of all its rows, gone ones too. live: those that are there. group: its key; b"": none.
+    standings: by the stage's number. names: as given, where not all are minted. progress: by the
+    stage that gave it back. wrote: stage → field → rows of which the stage added it."""
+
+    number: int
+    keys: bytes
+    count: int
+    live: int
+    group: bytes
+    values: Values
+    standings: tuple[Standing, ...] = ()
+    names: tuple[Name, ...] | None = None
+    tags: Tags | None = None
+    progress: dict[str, Values] | None = None
+    wrote: dict[str, dict[str, int]] | None = None
+
+    nbytes_each: ClassVar[int] = 450
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes, with its rows in the index, without their small values."""
+        nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
+        if self.tags is not None:
+            nbytes += self.tags.nbytes
+        return nbytes + sum(one.nbytes for one in (self.progress or {}).values())
+
+    @property
+    def inline_bytes(self) -> int:
+        inline = len(self.values.inline)
+        return inline + sum(len(one.inline) for one in (self.progress or {}).values())
+
+    @property
+    def everything(self) -> Iterator[Values]:
+        """Its values, and what stages gave back of it."""
+        yield self.values
+        if self.progress is not None:
+            yield from self.progress.values()
+
+    def key(self, row: int) -> bytes:
+        return self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+
+    def keys_of(self, bits: int) -> bytes:
+        """KEY records of these rows."""
+        rows = rows_of(bits)
+        if isinstance(rows, range):
+            return self.keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES]
+        return b"".join([self.key(row) for row in rows])
+
+    def row(self, key: bytes) -> int:
+        """The row with this key, which must be one of the block."""
+        at = self.keys.find(key)
+        while at % KEY_BYTES:
+            at = self.keys.find(key, at + 1)
+        return at // KEY_BYTES
+
+    def name(self, row: int) -> Name:
+        """A row's key as users see it."""
+        return format_minted(self.key(row)) if self.names is None else self.names[row]
+
+    def added(self, stage: str, field: str) -> int:
+        """The rows whose value of a field, if there is one, this stage has added."""
+        return 0 if self.wrote is None else self.wrote.get(stage, {}).get(field, 0)
+
+
+class Group(msgspec.Struct, gc=False, eq=False):
+    """expected, seen, dropped: rows. It is open until as many were put as it expects (dropped and
+    freed ones count), then closed for good; its record goes with its last row then. states: by the
+    stage's number. begun: at which of the trainer's versions, see `Permits`."""
+
+    number: int
+    key: bytes
+    given: Name | None
+    expected: int
+    states: bytearray
+    blocks: tuple[Block, ...] = ()
+    live: int = 0
+    seen: int = 0
+    dropped: int = 0
+    closed: bool = False
+    begun: int = 0
+
+    nbytes_each: ClassVar[int] = 350
+
+    @property
+    def name(self) -> Name:
+        """As users see it."""
+        return format_minted(self.key) if self.given is None else self.given
+
+    @property
+    def is_full(self) -> bool:
+        """Open, and has seen all the rows it expects."""
+        return not self.closed and self.seen == self.expected
+
+    @property
+    def is_spent(self) -> bool:
+        """Its record can go."""
+        return self.closed and not self.live
+
+    @property
+    def all_dropped(self) -> bool:
+        """Every row it ever had was dropped. Such groups do not count as made."""
+        return self.dropped == self.seen
+
+    @property
+    def room(self) -> int:
+        """How many more rows it takes."""
+        if self.closed:
+            return 0
+        return UNLIMITED if self.expected == UNKNOWN_SIZE else self.expected - self.seen
+
+
+class Rows:
+    """Rows of several blocks, in an order: for each block a set, whose rows are in theirs."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[tuple[Block, int]] = ()) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return sum([bits.bit_count() for _, bits in self.parts])
+
+    def __iter__(self) -> Iterator[tuple[Block, int]]:
+        """Each row, as its block and its number there."""
+        return ((block, row) for block, bits in self.parts for row in rows_of(bits))
+
+    def first(self, count: int) -> Rows:
+        """The first `count` of them."""
+        found, left = [], count
+        for block, bits in self.parts:
+            if left <= 0:
+                break
+            found.append((block, first_of(bits, left)))
+            left -= found[-1][1].bit_count()
+        return Rows(found)
+
+    @property
+    def keys(self) -> bytes:
+        """KEY records."""
+        return b"".join([block.keys_of(bits) for block, bits in self.parts])
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Block, int]]) -> Rows:
+        """These rows, in this order."""
+        parts: list[tuple[Block, int]] = []
+        for block, row in rows:
+            if parts and parts[-1][0] is block and not parts[-1][1] >> row:
+                parts[-1] = block, parts[-1][1] | 1 << row
+            else:
+                parts.append((block, 1 << row))
+        return cls(parts)
+
+
+def names_of(rows: Rows, keys: bytes) -> list[Name] | None:
+    """The names of rows, None where all of them are minted. keys: theirs."""
+    if all([block.names is None for block, _ in rows.parts]):
+        return None
+    minted = format_minted_many(keys)
+    return [
+        minted[i] if block.names is None else block.names[row]
+        for i, (block, row) in enumerate(rows)
+    ]
+
+
+def given(names: Sequence[Name] | None) -> tuple[Name, ...] | None:
+    """Names that are to be kept: minted ones say themselves."""
+    if names is None or all([type(n) is str and n.startswith("~") for n in names]):
+        return None
+    return tuple(names)
+
+
+def whole(block: Block) -> bool:
+    """Whether all rows are there that it came with."""
+    return block.live == all_of(block.count)

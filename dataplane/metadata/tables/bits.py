@@ -1,0 +1,60 @@
+"""Sets of rows of one block, as the bits of an integer: bit n is row n."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+
+
+def all_of(count: int) -> int:
+    """The first `count` rows."""
+    return (1 << count) - 1
+
+
+def rows_of(bits: int) -> Sequence[int]:
+    """The rows in order; a range where they are neighbours, as most often."""
+    low = (bits & -bits).bit_length() - 1
+    run = bits >> low if bits else 0
+    if not run & (run + 1):
+        return range(low, low + run.bit_length()) if bits else range(0)
+    return [row for row, digit in enumerate(f"{bits:b}"[::-1]) if digit == "1"]
+
+
+def bits_of(rows: Iterable[int]) -> int:
+    """The set of these rows."""
+    if isinstance(rows, range) and rows.step == 1:
+        return all_of(len(rows)) << rows.start
+    bits = 0
+    for row in rows:
+        bits |= 1 << row
+    return bits
+
+
+def first_of(bits: int, count: int) -> int:
+    """The first `count` of these rows."""
+    if bits.bit_count() <= count:
+        return bits
+    return bits_of(rows_of(bits)[:count])
+
+
+def picked(bits: int, rows: Sequence[int]) -> int:
+    """Which of `rows`, by their places in it, are in the set."""
+    if isinstance(rows, range) and rows.step == 1:
+        return bits >> rows.start & all_of(len(rows))
+    return bits_of(place for place, row in enumerate(rows) if bits >> row & 1)
+
+
+def of_mask(mask: Any) -> int:
+    """The set of rows where a mask holds."""
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+
+
+def to_mask(bits: int, count: int) -> Mask:
+    """A mask of `count` rows."""
+    raw = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), np.uint8)
+    return np.unpackbits(raw, count=count, bitorder="little").astype(np.bool_)

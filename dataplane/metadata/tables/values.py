@@ -1,0 +1,684 @@
+"""Values of rows as they came: records, specs, owners and small bytes of a message, kept together.
+
+Whole messages pass through untouched: a block keeps what a put brought, and a table that is asked
+for is the same bytes again. Only where rows part from each other, or values meet others, are
+records looked at. A `Values` never changes; its lists may be shared. Every record that is not
+ABSENT stands for one reference to its range, so what is overwritten, refused or removed is returned
+for its owner to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
+from dataplane.metadata.tables.bits import all_of, of_mask, picked
+from dataplane.metadata.tables.columns import Array, unique
+from dataplane.metadata.tables.references import ids_of, ranges_of
+from dataplane.wire.limits import (
+    ABSENT,
+    INLINE_ALIGNMENT_BYTES,
+    INLINE_LIMIT_BYTES,
+    MAX_FIELDS,
+    MAX_LEAVES_PER_ROW,
+    MAX_NAME_BYTES,
+)
+from dataplane.wire.records import U4, VALUE, column
+from dataplane.wire.tables import INLINE, Column, Owner, Spec
+
+Leaves = dict[str, tuple[bytes, bytes]]
+"""Field → u4 a row, how many arrays its value has; and their VALUE records."""
+Loose = tuple[Sequence[Owner], bytes]
+"""VALUE records that are in no row any more, and their owners."""
+
+_SIZE = VALUE.itemsize
+_RAW = np.dtype(f"V{_SIZE}")
+_SPEC, _OWNER = VALUE.fields["spec"][1], VALUE.fields["owner"][1]  # type: ignore[index]
+_STEP = INLINE_ALIGNMENT_BYTES
+_FEW_BYTES = 64 << 10
+"""Records up to which looking at their bytes is quicker than numpy."""
+_NO_VALUE = np.zeros(1, VALUE)
+_NO_VALUE["owner"] = ABSENT
+_NONE = _NO_VALUE.tobytes()
+
+
+class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Values of `count` rows. records: VALUE, one field behind the other. inline: the bytes of
+    those whose owner is `INLINE`. holes: field → rows that lack it; None: none does.
+
+    gc: there are as many as there are blocks, and nothing here refers back to one."""
+
+    count: int
+    fields: tuple[str, ...] = ()
+    records: bytes = b""
+    specs: list[Spec] = []
+    owners: list[Owner] = []
+    inline: bytes = b""
+    holes: dict[str, int] | None = None
+    leaves: Leaves | None = None
+
+    # what is there
+
+    @property
+    def blob(self) -> bytes:
+        """All records, those of arrays inside of objects too."""
+        if self.leaves is None:
+            return self.records
+        return b"".join([self.records, *(raw for _, raw in self.leaves.values())])
+
+    @property
+    def loose(self) -> Loose:
+        return self.owners, self.blob
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, without the small values."""
+        return len(self.records) + sum(len(c) + len(r) for c, r in (self.leaves or {}).values())
+
+    def having(self, fields: Iterable[str]) -> int:
+        """The rows that have all of these fields."""
+        bits = all_of(self.count)
+        for field in fields:
+            if field not in self.fields:
+                return 0
+            if self.holes is not None:
+                bits &= ~self.holes.get(field, 0)
+        return bits
+
+    def grid(self) -> Array:
+        """VALUE records, by field and row; not to be written to."""
+        return np.frombuffer(self.records, VALUE).reshape(len(self.fields), self.count)
+
+    def per_row(self) -> Iterator[tuple[str, Array, Array]]:
+        """(field, the row of each record, VALUE records) of all that there is, leaves as well."""
+        for field, records in zip(self.fields, self.grid(), strict=True):
+            there = (records["owner"] != ABSENT).nonzero()[0]
+            yield field, there, records[there]
+        for field, (counts, leaves) in (self.leaves or {}).items():
+            rows = np.repeat(np.arange(self.count), np.frombuffer(counts, U4))
+            yield field, rows, np.frombuffer(leaves, VALUE)
+
+    def columns(self) -> list[Column]:
+        width, found = self.count * _SIZE, []
+        for at, field in enumerate(self.fields):
+            counts, leaves = (self.leaves or {}).get(field, (b"", b""))
+            found.append(Column(field, self.records[at * width : (at + 1) * width], counts, leaves))
+        return found
+
+    # parts of it
+
+    def only(self, fields: Sequence[str]) -> Values:
+        """These fields alone; ABSENT where there is none."""
+        if len(fields) == len(self.fields) and tuple(fields) == self.fields:
+            return self
+        width, parts, holes = self.count * _SIZE, [], {}
+        for field in fields:
+            if field in self.fields:
+                at = self.fields.index(field) * width
+                parts.append(self.records[at : at + width])
+                if self.holes is not None and field in self.holes:
+                    holes[field] = self.holes[field]
+            else:
+                parts.append(_NONE * self.count)
+                holes[field] = all_of(self.count)
+        leaves = {f: one for f, one in (self.leaves or {}).items() if f in fields}
+        found = Values(
+            self.count,
+            tuple(fields),
+            b"".join(parts),
+            self.specs,
+            self.owners,
+            self.inline,
+            holes or None,
+            leaves or None,
+        )
+        return _cut([found])[0] if self.inline else found
+
+    def without_empty(self) -> Values:
+        """Without fields that no row has."""
+        everything = all_of(self.count)
+        empty = [f for f, rows in (self.holes or {}).items() if rows == everything]
+        return self.only([f for f in self.fields if f not in empty]) if empty else self
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[Values]:
+        """One for each of these lists of rows; each takes along what it has of the small values."""
+        if not self.fields or not parts:
+            return [Values(len(part)) for part in parts]
+        grid = np.frombuffer(self.records, _RAW).reshape(len(self.fields), self.count)
+        found = []
+        for rows in parts:
+            at = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
+            holes = {f: some for f, h in (self.holes or {}).items() if (some := picked(h, rows))}
+            found.append(
+                Values(
+                    len(rows),
+                    self.fields,
+                    grid[:, at].tobytes(),
+                    self.specs,
+                    self.owners,
+                    self.inline,
+                    holes or None,
+                    self._leaves_of(rows) if self.leaves is not None else None,
+                )
+            )
+        return _cut(found) if self.inline else found
+
+    def _leaves_of(self, rows: Sequence[int]) -> Leaves | None:
+        found: Leaves = {}
+        for field, one in (self.leaves or {}).items():
+            lists = _listed(one, self.count)
+            found |= _leaves_from(field, [lists[row] for row in rows])
+        return found or None
+
+    # what changes
+
+    def merged(
+        self, other: Values, rows: Sequence[int], keep: bool
+    ) -> tuple[Values, dict[str, int], Loose | None]:
+        """With the values of `other`, one a row of `rows`. Returns also how many stayed that were
+        there, by field (`keep`), and the records that lost, old or new."""
+        if not other.fields:
+            return self, {}, None
+        whole = len(rows) == self.count and rows == range(self.count)
+        if whole and set(self.fields).isdisjoint(other.fields):
+            return self._beside(other), {}, None
+        mine, new = _alike([self, other])
+        old, came = mine.grid().copy(), new.grid()
+        at = list(rows)
+        target = old[:, at]
+        written, there = came["owner"] != ABSENT, target["owner"] != ABSENT
+        clash = written & there
+        lost = [(came if keep else target)[clash].tobytes()]
+        if keep:
+            written &= ~there
+        target[written] = came[written]
+        old[:, at] = target
+        leaves: Leaves = {}
+        for place, field in enumerate(mine.fields):
+            held = _listed((mine.leaves or {}).get(field), self.count)
+            coming = _listed((new.leaves or {}).get(field), other.count)
+            for i, row in enumerate(at):
+                if clash[place, i]:
+                    lost.append(coming[i] if keep else held[row])
+                if written[place, i]:
+                    held[row] = coming[i]
+            leaves |= _leaves_from(field, held)
+        inline = _padded(mine.inline) + new.inline
+        found = _of_grid(mine.fields, old, mine.specs, mine.owners, inline, leaves)
+        gone = b"".join(lost)
+        if not gone:
+            return found, {}, None
+        stayed = zip(mine.fields, clash.sum(axis=1).tolist(), strict=True)
+        kept = {field: rows for field, rows in stayed if rows} if keep else {}
+        return found.trimmed(), kept, (mine.owners, gone)
+
+    def _beside(self, other: Values) -> Values:
+        """With fields that all these rows lack."""
+        if not self.fields:
+            return other
+        specs, owners = _union(self.specs, other.specs), _union(self.owners, other.owners)
+        base = len(_padded(self.inline)) if other.inline else 0
+        other = other._numbered(specs, owners, base)
+        holes, leaves = (self.holes or {}) | (other.holes or {}), dict(self.leaves or {})
+        leaves |= other.leaves or {}
+        return Values(
+            self.count,
+            self.fields + other.fields,
+            self.records + other.records,
+            specs,
+            owners,
+            (_padded(self.inline) + other.inline) if other.inline else self.inline,
+            holes or None,
+            leaves or None,
+        )
+
+    def without(
+        self, rows: Sequence[int], fields: Sequence[str] | None = None
+    ) -> tuple[Values, Loose]:
+        """Without what these rows have (of these fields), and the records that go."""
+        grid, lost = self.grid().copy(), list[bytes]()
+        leaves: Leaves = {}
+        at = list(rows)
+        for place, field in enumerate(self.fields):
+            held = _listed((self.leaves or {}).get(field), self.count)
+            if fields is None or field in fields:
+                lost.append(grid[place, at].tobytes())
+                lost += [held[row] for row in at]
+                grid[place, at] = _NO_VALUE[0]
+                for row in at:
+                    held[row] = b""
+            leaves |= _leaves_from(field, held)
+        found = _of_grid(self.fields, grid, self.specs, self.owners, self.inline, leaves)
+        return found.trimmed(), (self.owners, b"".join(lost))
+
+    def trimmed(self) -> Values:
+        """Without fields, specs, owners and small bytes that no record uses."""
+        found = self.without_empty()
+        found = _cut([found])[0] if found.inline else found
+        records = np.frombuffer(found.blob, VALUE)
+        records = records[records["owner"] != ABSENT]
+        specs = [found.specs[i] for i in np.unique(records["spec"]).tolist()]
+        owners = [found.owners[i] for i in np.unique(records["owner"]).tolist()]
+        if len(specs) == len(found.specs) and len(owners) == len(found.owners):
+            return found
+        return found._numbered(specs, owners, 0)
+
+    def moved(self, blob: bytes, owners: list[Owner]) -> Values:
+        """With these records, as many as there were, in place of its own."""
+        return self._of_blob(blob, owners=owners).trimmed()
+
+    def _numbered(self, specs: list[Spec], owners: list[Owner], base: int) -> Values:
+        """By these tables, which have all that is used; small values lie `base` further back."""
+        same = _starts(specs, self.specs) and _starts(owners, self.owners)
+        if same and not (base and self.inline):
+            return self._of_blob(self.blob, specs=specs, owners=owners)
+        records = np.frombuffer(bytearray(self.blob), VALUE)
+        there = records["owner"] != ABSENT
+        if base and self.inline:
+            here = records["owner"] == self.owners.index(INLINE)
+            records["range"] += np.where(here, np.uint32(base), np.uint32(0))
+        if not same:
+            # an ABSENT record may have any number: what is looked up is bounded first
+            of_spec = _numbers(self.specs, specs).take(records["spec"], mode="clip")
+            of_owner = _numbers(self.owners, owners).take(records["owner"], mode="clip")
+            records["spec"] = np.where(there, of_spec, 0)
+            records["owner"] = np.where(there, of_owner, ABSENT)
+        return self._of_blob(records.tobytes(), specs=specs, owners=owners)
+
+    def _of_blob(
+        self,
+        blob: bytes,
+        specs: list[Spec] | None = None,
+        owners: list[Owner] | None = None,
+        inline: bytes | None = None,
+    ) -> Values:
+        records, leaves = blob, self.leaves
+        if leaves is not None:
+            at, records, told = len(self.records), blob[: len(self.records)], {}
+            for field, (counts, raw) in leaves.items():
+                told[field] = counts, blob[at : at + len(raw)]
+                at += len(raw)
+            leaves = told
+        return Values(
+            self.count,
+            self.fields,
+            records,
+            self.specs if specs is None else specs,
+            self.owners if owners is None else owners,
+            self.inline if inline is None else inline,
+            self.holes,
+            leaves,
+        )
+
+
+# several together
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """The rows of all of these, one behind the other."""
+    first = parts[0]
+    if len(parts) == 1 or not any([one.fields for one in parts]):
+        return first if len(parts) == 1 else Values(sum([one.count for one in parts]))
+    if not all(
+        one.fields == first.fields and one.specs == first.specs and one.owners == first.owners
+        for one in parts
+    ):
+        parts = _alike(parts, inline=False)
+        first = parts[0]
+    counts, width = [one.count for one in parts], len(first.fields)
+    raw = np.frombuffer(b"".join([one.records for one in parts]), _RAW)
+    if len(set(counts)) == 1:
+        raw = raw.reshape(len(parts), width, counts[0]).transpose(1, 0, 2)
+    else:
+        ends = np.cumsum([width * count for count in counts])[:-1]
+        raw = np.concatenate([one.reshape(width, -1) for one in np.split(raw, ends)], axis=1)
+    records = raw.tobytes()
+    inline = b""
+    if any(one.inline for one in parts):
+        pieces = [_padded(one.inline) for one in parts]
+        bases = np.cumsum([0, *map(len, pieces[:-1])])
+        parts = [
+            one if not one.leaves else one._numbered(one.specs, one.owners, int(base))
+            for one, base in zip(parts, bases, strict=True)
+        ]
+        table = np.frombuffer(bytearray(records), VALUE).reshape(width, -1)
+        here = table["owner"] == first.owners.index(INLINE)
+        table["range"] += np.where(here, np.repeat(bases, counts), 0).astype(np.uint32)
+        records, inline = table.tobytes(), b"".join(pieces)
+    holes: dict[str, int] = {}
+    lists: dict[str, list[bytes]] = {}
+    at = 0
+    for one in parts:
+        for field, rows in (one.holes or {}).items():
+            holes[field] = holes.get(field, 0) | rows << at
+        at += one.count
+    with_leaves = {field for one in parts for field in one.leaves or {}}
+    for field in first.fields:
+        if field in with_leaves:
+            lists[field] = [
+                row for one in parts for row in _listed((one.leaves or {}).get(field), one.count)
+            ]
+    leaves: Leaves = {}
+    for field, rows_of_field in lists.items():
+        leaves |= _leaves_from(field, rows_of_field)
+    return Values(
+        at, first.fields, records, first.specs, first.owners, inline, holes or None, leaves or None
+    )
+
+
+def loose_by_owner(parts: Iterable[Loose]) -> list[tuple[Owner, Array, Array]]:
+    """Per owner the different ranges (RANGE) that records name, and how many name each (u4). What
+    lives here is nobody's."""
+    ids: dict[Owner, list[Array]] = {}
+    for owners, records in by_tables(parts):
+        for number in unique(records["owner"]).tolist():
+            if owners[number] != INLINE:
+                mine = records[records["owner"] == number]
+                ids.setdefault(owners[number], []).append(ids_of(mine))
+    found = []
+    for owner, these in ids.items():
+        different, counts = np.unique(np.concatenate(these), return_counts=True)
+        found.append((owner, ranges_of(different), counts.astype(U4)))
+    return found
+
+
+def by_tables(
+    parts: Iterable[Loose], inline: bool = False
+) -> Iterator[tuple[Sequence[Owner], Array]]:
+    """All records that are not ABSENT, in as few columns as there are lists of owners. Not inline:
+    without what wholly lives here."""
+    found: dict[int, tuple[Sequence[Owner], list[bytes]]] = {}
+    for owners, blob in parts:
+        if blob and owners and (inline or len(owners) > 1 or owners[0] != INLINE):
+            found.setdefault(id(owners), (owners, []))[1].append(blob)
+    for owners, blobs in found.values():
+        records = np.frombuffer(b"".join(blobs), VALUE)
+        yield owners, records[records["owner"] != ABSENT]
+
+
+def _alike(parts: Sequence[Values], inline: bool = True) -> list[Values]:
+    """The same with the fields, specs and owners of all. inline: small values of the later ones lie
+    as if all of them were one behind the other."""
+    fields = tuple(dict.fromkeys(field for one in parts for field in one.fields))
+    specs = list(dict.fromkeys(spec for one in parts for spec in one.specs))
+    owners = list(dict.fromkeys(owner for one in parts for owner in one.owners))
+    found, base = [], 0
+    for one in parts:
+        wide = one._numbered(specs, owners, base)
+        base += len(_padded(one.inline)) if inline else 0
+        missing = [field for field in fields if field not in one.fields]
+        if missing:
+            holes = dict(wide.holes or {}) | dict.fromkeys(missing, all_of(one.count))
+            blank = _NONE * (one.count * len(missing))
+            wide = Values(
+                one.count,
+                one.fields + tuple(missing),
+                wide.records + blank,
+                specs,
+                owners,
+                one.inline,
+                holes,
+                wide.leaves,
+            )
+        if wide.fields != fields:
+            width = one.count * _SIZE
+            at = [wide.fields.index(field) * width for field in fields]
+            wide = Values(
+                one.count,
+                fields,
+                b"".join([wide.records[start : start + width] for start in at]),
+                specs,
+                owners,
+                one.inline,
+                wide.holes,
+                wide.leaves,
+            )
+        found.append(wide)
+    return found
+
+
+def _cut(parts: Sequence[Values]) -> list[Values]:
+    """Parts of one message, each with what it needs of the small values; neighbours stay so."""
+    first = parts[0]
+    blobs = [one.blob for one in parts]
+    records = np.frombuffer(bytearray(b"".join(blobs)), VALUE)
+    here = records["owner"] == first.owners.index(INLINE)
+    mine = records if here.all() else records[here]
+    if not len(mine):
+        return [one._of_blob(blob, inline=b"") for one, blob in zip(parts, blobs, strict=True)]
+    starts = mine["range"].astype(np.int64)
+    ends = starts + _room(mine["nbytes"].astype(np.int64))
+    of = np.repeat(np.arange(len(parts)), [len(blob) // _SIZE for blob in blobs])[here]
+    breaks = np.append(0, ((starts[1:] != ends[:-1]) | (of[1:] != of[:-1])).nonzero()[0] + 1)
+    lasts = np.append(breaks[1:], len(mine)) - 1
+    sizes = ends[lasts] - starts[breaks]
+    runs = of[breaks]
+    before = np.cumsum(sizes) - sizes  # where each run begins behind those of all parts
+    base = before[np.searchsorted(runs, runs)]  # and where its part's first one does
+    mine["range"] = starts + np.repeat(before - base - starts[breaks], lasts + 1 - breaks)
+    if mine is not records:
+        records[here] = mine
+    inline: list[list[bytes]] = [[] for _ in parts]
+    for part, start, size in zip(
+        runs.tolist(), starts[breaks].tolist(), sizes.tolist(), strict=True
+    ):
+        inline[part].append(first.inline[start : start + size])
+    raw, at, found = records.tobytes(), 0, []
+    for one, blob, pieces in zip(parts, blobs, inline, strict=True):
+        found.append(one._of_blob(raw[at : at + len(blob)], inline=b"".join(pieces)))
+        at += len(blob)
+    return found
+
+
+def _of_grid(
+    fields: tuple[str, ...],
+    grid: Array,
+    specs: list[Spec],
+    owners: list[Owner],
+    inline: bytes,
+    leaves: Leaves,
+) -> Values:
+    absent = grid["owner"] == ABSENT
+    holes = {f: of_mask(a) for f, a in zip(fields, absent, strict=True) if a.any()}
+    count = grid.shape[1]
+    return Values(
+        count, fields, grid.tobytes(), specs, owners, inline, holes or None, leaves or None
+    )
+
+
+def _listed(leaves: tuple[bytes, bytes] | None, count: int) -> list[bytes]:
+    """The leaf records of each row."""
+    if leaves is None:
+        return [b""] * count
+    ends = (np.cumsum(np.frombuffer(leaves[0], U4).astype(np.int64)) * _SIZE).tolist()
+    return [leaves[1][a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _leaves_from(field: str, lists: Sequence[bytes]) -> Leaves:
+    raw = b"".join(lists)
+    if not raw:
+        return {}
+    return {field: (np.array([len(one) // _SIZE for one in lists], U4).tobytes(), raw)}
+
+
+def _union(one: list[Spec] | list[Owner], other: list[Spec] | list[Owner]) -> list:  # type: ignore[type-arg]
+    if all(entry in one for entry in other):
+        return one
+    return list(dict.fromkeys([*one, *other]))
+
+
+def _starts(table: Sequence[Spec | Owner], other: Sequence[Spec | Owner]) -> bool:
+    """Whether numbers of `other` mean the same in `table`."""
+    return table is other or (len(table) >= len(other) and table[: len(other)] == other)
+
+
+def _numbers(old: Sequence[Spec | Owner], new: Sequence[Spec | Owner]) -> Array:
+    places = {one: number for number, one in enumerate(new)}
+    return np.array([places.get(one, 0) for one in old] or [0], U4)
+
+
+def _room(sizes: Array) -> Array:
+    room: Array = (sizes + (_STEP - 1)) & -_STEP
+    return room
+
+
+def _padded(inline: bytes) -> bytes:
+    return inline + bytes(-len(inline) % _STEP)
+
+
+# what arrives
+
+
+def values_in(
+    columns: Sequence[Column],
+    count: int,
+    specs: list[Spec] | None,
+    owners: list[Owner] | None,
+    inline: bytes = b"",
+) -> Values:
+    """Check the columns of a message. specs, owners None: they are not known yet, nor the small
+    values; only which rows have what matters.
+
+    Everything here came from another process: a length, an index or a count that does not fit gets
+    a typed error, and nothing is believed because the sender should have known better."""
+    if len(columns) > MAX_FIELDS:
+        raise LimitExceeded(f"more than {MAX_FIELDS} fields in one message", limit=MAX_FIELDS)
+    fields = tuple([one.field for one in columns])
+    if len(set(fields)) != len(fields):
+        raise InvalidRows("a field occurs twice in one call")
+    for one in columns:
+        _check_shape(one, count)
+    records = b"".join([one.values for one in columns])
+    known = ABSENT if owners is None else min(len(owners), ABSENT)
+    holes: dict[str, int] | None = None
+    if not _is_sound(records, None if specs is None else len(specs), known):
+        records, holes = _checked(fields, records, count, specs, owners)
+    leaves = None
+    if any([one.leaf_counts or one.leaves for one in columns]):
+        leaves = _leaves_in(columns, count, holes or {}, specs, owners)
+    found = Values(count, fields, records, specs or [], owners or [], inline, holes, leaves)
+    if owners is not None and (inline or INLINE in owners):
+        _check_inline(found)
+    return found
+
+
+def _check_shape(one: Column, rows: int) -> None:
+    if not 0 < len(one.field) <= MAX_NAME_BYTES:
+        raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
+    if len(one.values) != rows * _SIZE:
+        values = len(column(one.values, VALUE))
+        raise InvalidRows(
+            f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
+            field=one.field,
+            values=values,
+            rows=rows,
+        )
+
+
+def _is_sound(records: bytes, specs: int | None, owners: int) -> bool:
+    """Whether every record is a value, of a spec and an owner that there are. By their bytes: for
+    the records of a group numpy takes several times as long. Not so where there are many."""
+    if len(records) > _FEW_BYTES or (specs or 0) > 256:
+        return False
+    if owners <= 256:
+        if records[_OWNER::_SIZE].translate(None, bytes(range(owners))):
+            return False
+        if records[_OWNER + 1 :: _SIZE].strip(b"\0"):
+            return False
+    elif b"\xff" in records[_OWNER + 1 :: _SIZE]:
+        return False
+    if specs is None:
+        return True
+    high = any([records[_SPEC + at :: _SIZE].strip(b"\0") for at in (1, 2, 3)])
+    return not high and not records[_SPEC::_SIZE].translate(None, bytes(range(specs)))
+
+
+def _checked(
+    fields: Sequence[str],
+    raw: bytes,
+    count: int,
+    specs: list[Spec] | None,
+    owners: list[Owner] | None,
+) -> tuple[bytes, dict[str, int] | None]:
+    """The records, those without a value made equal, and which rows lack what."""
+    grid = np.frombuffer(bytearray(raw), VALUE).reshape(len(fields), count)
+    absent = grid["owner"] == ABSENT
+    for field, records, gone in zip(fields, grid, absent, strict=True):
+        _check_records(field, records[~gone], specs, owners)
+    if not absent.any():
+        return raw, None
+    grid[absent] = _NO_VALUE[0]
+    return grid.tobytes(), {
+        f: of_mask(gone) for f, gone in zip(fields, absent, strict=True) if gone.any()
+    }
+
+
+def _check_records(
+    field: str, records: Array, specs: list[Spec] | None, owners: list[Owner] | None
+) -> None:
+    if not len(records):
+        return
+    spec, owner = int(records["spec"].max()), int(records["owner"].max())
+    if specs is not None and spec >= len(specs):
+        raise ProtocolError(f"field {field!r} names spec {spec} of {len(specs)}")
+    if owners is not None and owner >= len(owners):
+        raise ProtocolError(f"field {field!r} names owner {owner} of {len(owners)}")
+
+
+def _leaves_in(
+    columns: Sequence[Column],
+    rows: int,
+    holes: Mapping[str, int],
+    specs: list[Spec] | None,
+    owners: list[Owner] | None,
+) -> Leaves | None:
+    found: Leaves = {}
+    for one in columns:
+        if not one.leaf_counts and not one.leaves:
+            continue
+        leaves = column(one.leaves, VALUE)
+        if not one.leaf_counts:
+            raise ProtocolError(f"field {one.field!r} has leaves but no counts of them")
+        counts = column(one.leaf_counts, U4, rows).astype(np.int64)
+        if int(counts.max()) > MAX_LEAVES_PER_ROW:
+            raise LimitExceeded(
+                f"field {one.field!r} has a row with {int(counts.max())} arrays; the limit is "
+                f"{MAX_LEAVES_PER_ROW}",
+                limit=MAX_LEAVES_PER_ROW,
+            )
+        without = holes.get(one.field, 0) & of_mask(counts > 0)
+        if int(counts.sum()) != len(leaves) or without:
+            raise ProtocolError(f"the leaves of field {one.field!r} do not fit their counts")
+        _check_records(one.field, leaves, specs, owners)
+        if (leaves["owner"] == ABSENT).any():
+            raise ProtocolError(f"an array inside of field {one.field!r} is nowhere")
+        if len(leaves):
+            found[one.field] = one.leaf_counts, one.leaves
+    return found or None
+
+
+def _check_inline(values: Values) -> None:
+    """ProtocolError unless what is named of the small values is there, and all of it small."""
+    inline = values.inline
+    if INLINE not in values.owners:
+        raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
+    records = np.frombuffer(values.blob, VALUE)
+    here = records["owner"] == values.owners.index(INLINE)
+    mine = records if b"\0" not in here.tobytes() else records[here]
+    if not len(mine):
+        if inline:
+            raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
+        return
+    starts, sizes = mine["range"].astype(np.int64), mine["nbytes"]
+    if int(np.maximum.reduce(sizes)) > INLINE_LIMIT_BYTES:
+        raise ProtocolError(
+            f"a value of {int(sizes.max())} bytes is to live in the shard; the limit is "
+            f"{INLINE_LIMIT_BYTES}",
+            limit=INLINE_LIMIT_BYTES,
+        )
+    ends = starts + _room(sizes.astype(np.int64))
+    if int(np.maximum.reduce(ends)) > len(inline) or np.count_nonzero(starts % _STEP):
+        raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -26,15 +27,13 @@ def test_the_index_knows_what_a_dict_knows(seed: int) -> None:
         picked = rng.sample(range(3_000), rng.choice([1, 2, 50, 600]))
         new = [i for i in picked if names[i] not in known]
         if new:
-            slots = ids.take(len(new))
-            index.reserve(ids.top)
+            slots = np.array([next(ids) for _ in new])
+            index.reserve(int(slots[-1]) + 1)
             index.insert(universe[new], slots)
             known |= dict(zip((names[i] for i in new), slots.tolist(), strict=True))
         gone = rng.sample(sorted(known), min(len(known), rng.choice([0, 1, 30, 500])))
         if gone:
-            slots = np.array([known.pop(name) for name in gone])
-            index.remove(slots)
-            ids.give_back(slots)
+            index.remove(np.array([known.pop(name) for name in gone]))
         for some in (universe, universe[rng.randrange(3_000)][None, :]):
             expected = [known.get(key.tobytes(), -1) for key in some]
             assert index.find(some).tolist() == expected

@@ -204,9 +204,8 @@ class Ledger:
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:
         """Values of rows there move from one arena to another."""
-        live = store.state.live()
-        for key in store.state.index.keys[live[store.state.fields.at(old, live)]]:
-            row = self.rows.get(key.tobytes())
+        for block, at in store.state.at(old):
+            row = self.rows.get(block.key(at))
             if row is not None:
                 row.group.owners.add(new)
 
@@ -221,7 +220,7 @@ class Ledger:
     def _excuse_shards(self, peer: Peer, why: str) -> None:
         for entry in peer.host.entries.values():
             state = entry.store.state
-            self._excuse(state.index.keys[state.live()].tobytes(), why)
+            self._excuse(b"".join(state.index), why)
             gone = state.tombstones.all()[0]
             self._excuse(gone.tobytes(), why)
             self._excuse(of_groups(gone).tobytes(), why)
@@ -231,7 +230,7 @@ class Ledger:
         where these had become the values, and perhaps had no second copies of their own yet."""
         for entry in peer.host.entries.values():
             state = entry.store.state
-            keys = [key.tobytes() for key in state.index.keys[state.live()]]
+            keys = list(state.index)
             for other in together:
                 if other != peer.host.owner:
                     theirs = b"".join(key for key in keys if self._came_from(other, key))

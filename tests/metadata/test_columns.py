@@ -7,9 +7,11 @@ import random
 
 import numpy as np
 import pytest
-from dataplane.metadata.shard.units import ACKED, LEASED, PENDING, READY, Units
 
-from dataplane.metadata.tables.columns import Ids, Ragged
+from dataplane.metadata.shard.blocks import PENDING, READY
+from dataplane.metadata.shard.lanes import Lane
+from dataplane.metadata.shard.stages import Units
+from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of, to_mask
 from dataplane.metadata.tables.key_index import KeyIndex, pairs, repeated
 from dataplane.metadata.tables.names import hash_names, mint_many
 from dataplane.metadata.tables.tombstones import Tombstones

@@ -63,12 +63,15 @@ class Block(msgspec.Struct, gc=False, eq=False):
         nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
         if self.tags is not None:
             nbytes += self.tags.nbytes
-        return nbytes + sum(one.nbytes for one in (self.progress or {}).values())
+        if self.progress is not None:
+            nbytes += sum([one.nbytes for one in self.progress.values()])
+        return nbytes
 
     @property
     def inline_bytes(self) -> int:
-        inline = len(self.values.inline)
-        return inline + sum(len(one.inline) for one in (self.progress or {}).values())
+        if self.progress is None:
+            return len(self.values.inline)
+        return sum([len(one.inline) for one in self.everything])
 
     @property
     def everything(self) -> Iterator[Values]:

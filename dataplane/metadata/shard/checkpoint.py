@@ -49,7 +49,8 @@ def survey(state: State, cursor: int) -> SurveyDone:
     units: list[tuple[int, Group | Block]] = [(g.number, g) for g in state.groups.values()]
     units += [(block.number, block) for block in state.blocks.values() if not block.group]
     units.sort(key=lambda one: one[0])
-    groups, rows, left, more = [], [], MAX_UNITS_PER_SURVEY, 0
+    groups, rows = list[bytes](), list[bytes]()
+    left, more = MAX_UNITS_PER_SURVEY, 0
     for number, unit in units[bisect_left(units, cursor, key=lambda one: one[0]) :]:
         many = 1 if isinstance(unit, Group) else unit.live.bit_count()
         if many > left and (groups or rows):
@@ -72,7 +73,7 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
         group = state.groups.get(key)
         units.append((group, [] if group is None else [(b, b.live) for b in group.blocks]))
     for key in keys_in(rows):
-        found = [(block, 1 << row) for block, row in state.find([key]) if not block.group]
+        found = [part for part in state.find(key).parts if not part[0].group]
         units.append((None, found))
     many, size, bytes_of = 0, 0, dict[int, list[int]]()
     for taken, (_, parts) in enumerate(units):

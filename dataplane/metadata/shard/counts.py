@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
     """ready: claimable now. remaining: neither leased nor done: ready, or may still become ready.
     outstanding: not yet acked, dropped or lost for the stage (leased ones included). lost_rows:

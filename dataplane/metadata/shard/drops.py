@@ -37,7 +37,7 @@ def drop_rows(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     unknown = [key for key in keys if key not in state.index]
     if unknown:
         state.tombstones.add(pairs(b"".join(unknown)))
-    rows = Rows.of(state.find(keys))
+    rows = state.find(b"".join(keys))
     return len(rows), state.remove(rows.parts, dropped=True)
 
 

@@ -21,7 +21,7 @@ from dataplane.wire.tables import Column, Owner, Scalar, Spec
 OUTCOMES = ("ack", "release", "drop", "keep")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishOutcome:
     """rows: how many were finished. gone: leased rows that had been dropped or lost meanwhile.
     kept: per field, rows whose value was there already and stayed. bytes: freed by a drop."""

@@ -23,19 +23,18 @@ MAX_FINISHED = 16_384
 answered."""
 
 
-@dataclass(frozen=True, slots=True)
 class Part:
     """Rows of one block in a lease, and for which rows of a message they are. number: which part of
-    the lease they are of."""
+    the lease they are of. bits: the same rows as a set."""
 
-    number: int
-    block: Block
-    rows: Sequence[int]
-    at: Sequence[int]
+    __slots__ = ("at", "bits", "block", "number", "rows")
 
-    @property
-    def bits(self) -> int:
-        return bits_of(self.rows)
+    def __init__(self, number: int, block: Block, rows: Sequence[int], at: Sequence[int]) -> None:
+        self.number = number
+        self.block = block
+        self.rows = rows
+        self.at = at
+        self.bits = bits_of(rows)
 
     def there(self) -> Part:
         """Without rows that are gone."""

@@ -46,7 +46,7 @@ SHOWN_NAMES = 8
 Tagging = Mapping[str, Sequence[Scalar]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PutOutcome:
     """kept: per field, rows whose value was there already and stayed. gone: rows that were passed
     over, because they were here before and have been freed."""
@@ -426,13 +426,13 @@ def _cut(group: Group | None, new: Sequence[int]) -> list[tuple[Group | None, Se
 
 def _known_parts(plan: PutPlan) -> list[Part]:
     """Rows of the plan that are here, block by block."""
-    found: dict[int, Part] = {}
+    found: dict[int, tuple[Block, list[int], list[int]]] = {}
     for place, block in enumerate(plan.known or ()):
         if block is not None:
-            part = found.setdefault(block.number, Part(0, block, [], []))
-            part.rows.append(block.row(plan.rows.keys[place]))  # type: ignore[attr-defined]
-            part.at.append(place)  # type: ignore[attr-defined]
-    return [Part(0, one.block, _run(one.rows), _run(one.at)) for one in found.values()]
+            _, rows, at = found.setdefault(block.number, (block, [], []))
+            rows.append(block.row(plan.rows.keys[place]))
+            at.append(place)
+    return [Part(0, block, _run(rows), _run(at)) for block, rows, at in found.values()]
 
 
 def _run(numbers: Sequence[int]) -> Sequence[int]:

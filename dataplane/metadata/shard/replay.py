@@ -117,16 +117,18 @@ def _leased(store: Store, op: Leased, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
     _new_lease(store, op.lease)
-    rows = _known_rows(state, op.keys)
-    _all_ready(stage, rows)
     if op.unit == "rows":
+        rows = _known_rows(state, op.keys)
+        _all_ready(stage, rows)
         state.take_rows(stage, rows.parts)
     else:
         groups = _known_groups(state, op.group_keys)
         _all_in(stage, groups, READY)
-        members = Rows([(block, block.live) for group in groups for block in group.blocks])
-        if members.keys != op.keys and set(members) != set(rows):  # in another order after a dump
-            raise ProtocolError("a claim of whole groups has other rows than these groups")
+        rows = Rows([(block, block.live) for group in groups for block in group.blocks])
+        if rows.keys != op.keys:  # in another order, as after a dump
+            members, rows = set(rows), _known_rows(state, op.keys)
+            if members != set(rows):
+                raise ProtocolError("a claim of whole groups has other rows than these groups")
         for group in groups:
             stage.lease_group(group)
     state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
@@ -408,11 +410,17 @@ def _different(keys: bytes, what: str) -> list[bytes]:
 
 
 def _known_rows(state: State, keys: bytes) -> Rows:
-    wanted = _different(keys, "row")
-    found = list(state.find(wanted))
-    if len(found) < len(wanted):
-        raise ProtocolError(f"{len(wanted) - len(found)} of {len(wanted)} rows are not here")
-    return Rows.of(found)
+    many = len(column(keys, KEY))
+    found = state.find(keys)
+    if len(found) < many:
+        raise ProtocolError(f"{many - len(found)} of {many} rows are not here")
+    if len(found.parts) > 1:
+        seen: dict[int, int] = {}
+        for block, bits in found.parts:
+            if seen.get(block.number, 0) & bits:
+                raise ProtocolError("a row is named twice")
+            seen[block.number] = seen.get(block.number, 0) | bits
+    return found
 
 
 def _known_groups(state: State, keys: bytes) -> list[Group]:

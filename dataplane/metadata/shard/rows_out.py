@@ -15,13 +15,13 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.key_index import pairs
-from dataplane.metadata.tables.names import format_minted_many
+from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values import Values, joined
 from dataplane.metadata.tables.where import Filter
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
-from dataplane.wire.records import U4
+from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Scalar, Table
 
 
@@ -149,9 +149,11 @@ def tags_held(rows: Rows) -> dict[str, list[Scalar]]:
 
 def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> Rows:
     """The rows of these keys, in their order. RowsGone when one of them is not there."""
-    keys = keys_in(raw)
-    found = list(state.find(keys))
-    if len(found) < len(keys):
+    if len(raw) % KEY_BYTES:
+        column(raw, KEY)
+    found = state.find(raw)
+    if len(found) * KEY_BYTES < len(raw):
+        keys = keys_in(raw)
         gone = [i for i, key in enumerate(keys) if key not in state.index]
         dropped = state.tombstones.among(pairs(b"".join([keys[i] for i in gone]))).tolist()
         shown_names = shown(names, keys, gone)
@@ -162,7 +164,7 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
             dropped=shown(names, keys, [i for i, was in zip(gone, dropped, strict=True) if was]),
             rows=len(gone),
         )
-    return Rows.of(found)
+    return found
 
 
 def read(

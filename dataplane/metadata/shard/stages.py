@@ -58,12 +58,20 @@ class Units:
 
     def move(self, unit: Unit, bits: int, was: int, to: int, front: bool = False) -> None:
         """Give units another state; those that become ready enter the lanes."""
-        self.forget(unit, bits, was)
-        self.counts[to] += bits.bit_count()
+        self.changed = True
+        many = bits.bit_count()
+        self.counts[was] -= many
+        self.counts[to] += many
+        if was == READY:
+            self.plain.leave(unit, bits)
+            if self._filtered:
+                for lane in self._filtered.values():
+                    lane.leave(unit, bits)
         if to == READY:
             self.plain.enter(unit, bits, front)
-            for lane in self._filtered.values():
-                lane.enter(unit, bits, front)
+            if self._filtered:
+                for lane in self._filtered.values():
+                    lane.enter(unit, bits, front)
 
     def forget(self, unit: Unit, bits: int, was: int) -> None:
         """Units that are no more."""
@@ -149,11 +157,13 @@ class Stage:
 
     def complete(self, block: Block) -> None:
         """Fields of a block's rows were written: those become ready that have all they need."""
-        pending = self.pending(block)
+        mine = block.standings[self.number]
+        pending = block.live & ~(mine.ready | mine.leased | mine.acked)
         if pending:
             pending &= block.values.having(self.fields)
-        if pending:
-            self.make_ready(block, pending)
+            if pending:
+                mine.ready |= pending
+                self.rows.move(block, pending, PENDING, READY)
 
     def make_ready(self, block: Block, bits: int) -> None:
         """These were pending."""
@@ -195,17 +205,22 @@ class Stage:
 
     def forget(self, block: Block, bits: int) -> None:
         """Rows are no more."""
-        mine = self.of(block)
-        gone = bits
-        for was, those in ((READY, mine.ready), (LEASED, mine.leased), (ACKED, mine.acked)):
-            if those & bits:
-                self.rows.forget(block, those & bits, was)
-                gone &= ~those
-        if gone:
-            self.rows.forget(block, gone, PENDING)
-        mine.ready &= ~bits
-        mine.leased &= ~bits
-        mine.acked &= ~bits
+        mine = block.standings[self.number]
+        left = bits
+        if acked := mine.acked & bits:
+            self.rows.forget(block, acked, ACKED)
+            mine.acked ^= acked
+            left ^= acked
+        if ready := mine.ready & left:
+            self.rows.forget(block, ready, READY)
+            mine.ready ^= ready
+            left ^= ready
+        if leased := mine.leased & left:
+            self.rows.forget(block, leased, LEASED)
+            mine.leased ^= leased
+            left ^= leased
+        if left:
+            self.rows.forget(block, left, PENDING)
 
     # groups
 

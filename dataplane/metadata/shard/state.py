@@ -29,6 +29,7 @@ from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.metadata.tables.columns import Array
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.key_index import pairs
+from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.references import Move
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.tombstones import Tombstones, of_groups
@@ -181,10 +182,25 @@ class State:
         """All of them."""
         return Rows([(block, block.live) for block in self.blocks.values()])
 
-    def find(self, keys: Iterable[bytes]) -> Iterator[tuple[Block, int]]:
-        """The rows of these keys that are here."""
-        index = self.index
-        return ((block, block.row(key)) for key in keys if (block := index.get(key)) is not None)
+    def find(self, raw: bytes) -> Rows:
+        """The rows of these KEY records that are here, in their order."""
+        parts: list[tuple[Block, int]] = []
+        at, index = 0, self.index
+        while at < len(raw):
+            key = raw[at : at + KEY_BYTES]
+            block = index.get(key)
+            at += KEY_BYTES
+            if block is None:
+                continue
+            row = block.row(key)
+            bits, rest = 1 << row, block.keys[(row + 1) * KEY_BYTES :]
+            if rest and block.live >> row == all_of(block.count - row) and raw.startswith(rest, at):
+                bits = block.live >> row << row  # all that follows it in the block
+                at += len(rest)
+            if parts and parts[-1][0] is block and parts[-1][1] < bits & -bits:
+                bits |= parts.pop()[1]
+            parts.append((block, bits))
+        return Rows(parts)
 
     def matching(self, where: Filter) -> Rows:
         """All rows for which a filter holds."""
@@ -355,15 +371,17 @@ class State:
         progress: dict[str, Values] | None = None,
     ) -> None:
         """Another set of values, or of what stages gave back."""
-        used, inline = block.nbytes, block.inline_bytes
         if values is not None:
+            self.used_bytes += values.nbytes - block.values.nbytes
+            self.inline_bytes += len(values.inline) - len(block.values.inline)
             block.values = values
         if progress is not None:
+            used, inline = block.nbytes, block.inline_bytes
             self._count_progress(block, -1)
             block.progress = progress or None
             self._count_progress(block, 1)
-        self.used_bytes += block.nbytes - used
-        self.inline_bytes += block.inline_bytes - inline
+            self.used_bytes += block.nbytes - used
+            self.inline_bytes += block.inline_bytes - inline
 
     def note_progress(self, block: Block, stage: str, rows: Sequence[int], values: Values) -> None:
         """What a stage gives back as its progress, in place of what it gave before."""

@@ -40,7 +40,7 @@ Kept = tuple[str, Where | None]
 """Ready units of this kind and filter, which are kept for a claim of theirs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taken:
     """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
     more, or any. rows: what was taken, for `Store.table`; it holds until the next change."""
@@ -51,7 +51,7 @@ class Taken:
     rows: Rows | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Found:
     """The first units of a lane that are not kept for others. oldest: the first of all, where they
     are ordered by where they lie."""

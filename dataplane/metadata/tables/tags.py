@@ -72,7 +72,7 @@ class Tags:
 
     @property
     def nbytes(self) -> int:
-        return sum(100 + 16 * len(values) for values in self._values.values())
+        return sum([100 + 16 * len(values) for values in self._values.values()])
 
     def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:
         """Merge checked tags into those of some rows: a list of one value a row, or one for all."""

@@ -76,7 +76,9 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def nbytes(self) -> int:
         """What it takes, without the small values."""
-        return len(self.records) + sum(len(c) + len(r) for c, r in (self.leaves or {}).values())
+        if self.leaves is None:
+            return len(self.records)
+        return len(self.records) + sum([len(c) + len(r) for c, r in self.leaves.values()])
 
     def having(self, fields: Iterable[str]) -> int:
         """The rows that have all of these fields."""
@@ -446,11 +448,19 @@ def _cut(parts: Sequence[Values]) -> list[Values]:
     blobs = [one.blob for one in parts]
     records = np.frombuffer(bytearray(b"".join(blobs)), VALUE)
     here = records["owner"] == first.owners.index(INLINE)
-    mine = records if here.all() else records[here]
+    mine = records if b"\0" not in here.tobytes() else records[here]
     if not len(mine):
         return [one._of_blob(blob, inline=b"") for one, blob in zip(parts, blobs, strict=True)]
     starts = mine["range"].astype(np.int64)
-    ends = starts + _room(mine["nbytes"].astype(np.int64))
+    rooms = _room(mine["nbytes"].astype(np.int64))
+    ends = starts + rooms
+    low, high = int(np.minimum.reduce(starts)), int(np.maximum.reduce(ends))
+    if len(parts) == 1 and high - low <= int(np.add.reduce(rooms)):  # they lie close together
+        if low:
+            mine["range"] -= np.uint32(low)
+            if mine is not records:
+                records[here] = mine
+        return [first._of_blob(records.tobytes(), inline=first.inline[low:high])]
     of = np.repeat(np.arange(len(parts)), [len(blob) // _SIZE for blob in blobs])[here]
     breaks = np.append(0, ((starts[1:] != ends[:-1]) | (of[1:] != of[:-1])).nonzero()[0] + 1)
     lasts = np.append(breaks[1:], len(mine)) - 1

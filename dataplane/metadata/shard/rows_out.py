@@ -77,23 +77,26 @@ def table(
 def values_of(rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Values:
     """Of these fields, None: of all that one of them has; with all of a stage's progress."""
     parts = []
+    wanted = None if fields is None else dict.fromkeys(fields)
     for block, bits in rows.parts:
         values = block.values
         progress = (block.progress or {}).get(stage)
-        if fields is not None:
-            values = values.only(fields)
         if progress is not None:  # a row's own field goes before progress of that name
             for name in progress.fields:
-                own = block.values.having([name])
+                own = values.having([name])
                 progress = progress.without(rows_of(own), [name])[0] if own else progress
+            if wanted is not None:
+                wanted |= dict.fromkeys(progress.fields)
             values = values.merged(progress, range(block.count), keep=True)[0]
         if bits != all_of(block.count):
             values = values.split([rows_of(bits)])[0]
         parts.append(values)
     if not parts:
-        return Values(0, tuple(fields or ()))
+        return Values(0, tuple(wanted or ()))
     found = joined(parts)
-    return found.without_empty() if fields is None and found.holes else found
+    if wanted is not None:
+        return found.only(list(wanted))
+    return found.without_empty() if found.holes else found
 
 
 def told(state: State, rows: Rows) -> wire.Rows:

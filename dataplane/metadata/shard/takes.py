@@ -323,9 +323,10 @@ def _records(
 
 def _within_credit(stage: Stage, picked: _Found, least: int, credit: PullCredit) -> _Found:
     """Cut what was picked to the bytes that the claim's peer can have pulled."""
-    of, records = _elsewhere(stage, picked, credit)
-    if not len(records):
+    far = _elsewhere(stage, picked, credit)
+    if far is None:
         return picked
+    of, records = far
     pages = rounding(records)
     most = int((records["nbytes"] + records["delta"] + np.uint64(ALIGNMENT_BYTES)).sum())
     if most + pages <= credit.most_bytes:  # whatever several have in common
@@ -341,11 +342,12 @@ def _within_credit(stage: Stage, picked: _Found, least: int, credit: PullCredit)
     return replace(picked.first(fitting), blocked=False, needed_bytes=needed)
 
 
-def _elsewhere(stage: Stage, picked: _Found, credit: PullCredit) -> tuple[Array, Array]:
-    """(which unit it is of, VALUE record) of all that other peers own; owners numbered alike."""
+def _elsewhere(stage: Stage, picked: _Found, credit: PullCredit) -> tuple[Array, Array] | None:
+    """(which unit it is of, VALUE record) of all that other peers own; owners numbered alike. None
+    where they own nothing."""
     near = (credit.address, INLINE.peer)
     numbers: dict[Owner, int] = {}
-    of, found, at = [np.zeros(0, np.int64)], [np.zeros(0, VALUE)], 0
+    of, found, at = list[Array](), list[Array](), 0
     for unit, bits in picked.units:
         for block, rows in _parts_of(unit, bits):
             if not any(owner.peer not in near for v in block.everything for owner in v.owners):
@@ -364,7 +366,7 @@ def _elsewhere(stage: Stage, picked: _Found, credit: PullCredit) -> tuple[Array,
                     of.append(places[which[mine]])
                     found.append(those)
         at += bits.bit_count()
-    return np.concatenate(of), joined(found, VALUE)
+    return (np.concatenate(of), joined(found, VALUE)) if found else None
 
 
 def _parts_of(unit: Block | Group, bits: int) -> Sequence[tuple[Block, int]]:

@@ -9,7 +9,9 @@ for its owner to be told.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,6 +40,9 @@ _SIZE = VALUE.itemsize
 _RAW = np.dtype(f"V{_SIZE}")
 _SPEC, _OWNER = VALUE.fields["spec"][1], VALUE.fields["owner"][1]  # type: ignore[index]
 _STEP = INLINE_ALIGNMENT_BYTES
+_RECORD = struct.Struct("<IIQIHH")
+"""VALUE, for few"""
+_FEW_RECORDS = 32
 _FEW_BYTES = 64 << 10
 """Records up to which looking at their bytes is quicker than numpy."""
 _NO_VALUE = np.zeros(1, VALUE)
@@ -675,20 +680,27 @@ def _check_inline(values: Values) -> None:
     inline = values.inline
     if INLINE not in values.owners:
         raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
-    records = np.frombuffer(values.blob, VALUE)
-    here = records["owner"] == values.owners.index(INLINE)
-    mine = records if b"\0" not in here.tobytes() else records[here]
-    if not len(mine):
-        if inline:
-            raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
-        return
-    starts, sizes = mine["range"].astype(np.int64), mine["nbytes"]
-    if int(np.maximum.reduce(sizes)) > INLINE_LIMIT_BYTES:
+    here, blob = values.owners.index(INLINE), values.blob
+    mine: Any
+    if len(blob) <= _FEW_RECORDS * _SIZE:  # numpy would take several times as long
+        mine = [(one[0], one[2]) for one in _RECORD.iter_unpack(blob) if one[5] == here]
+        most = max([size for _, size in mine], default=0)
+        end = max([start + (size + _STEP - 1 & -_STEP) for start, size in mine], default=0)
+        astray = any([start % _STEP for start, _ in mine])
+    else:
+        records = np.frombuffer(blob, VALUE)
+        mask = records["owner"] == here
+        mine = records if b"\0" not in mask.tobytes() else records[mask]
+        starts, sizes = mine["range"].astype(np.int64), mine["nbytes"].astype(np.int64)
+        most = int(np.maximum.reduce(sizes, initial=0))
+        end = int(np.maximum.reduce(starts + _room(sizes), initial=0))
+        astray = bool(np.count_nonzero(starts % _STEP))
+    if not len(mine) and inline:
+        raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
+    if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
-            f"a value of {int(sizes.max())} bytes is to live in the shard; the limit is "
-            f"{INLINE_LIMIT_BYTES}",
+            f"a value of {most} bytes is to live in the shard; the limit is {INLINE_LIMIT_BYTES}",
             limit=INLINE_LIMIT_BYTES,
         )
-    ends = starts + _room(sizes.astype(np.int64))
-    if int(np.maximum.reduce(ends)) > len(inline) or np.count_nonzero(starts % _STEP):
+    if end > len(inline) or astray:
         raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")

@@ -283,11 +283,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         if same and not (base and self.inline):
             return self._of_blob(self.blob, specs=specs, owners=owners)
         records = np.frombuffer(bytearray(self.blob), VALUE)
-        there = records["owner"] != ABSENT
         if base and self.inline:
             here = records["owner"] == self.owners.index(INLINE)
-            records["range"] += np.where(here, np.uint32(base), np.uint32(0))
+            if b"\0" in here.tobytes():
+                records["range"] += np.where(here, np.uint32(base), np.uint32(0))
+            else:
+                records["range"] += np.uint32(base)
         if not same:
+            there = records["owner"] != ABSENT
             # an ABSENT record may have any number: what is looked up is bounded first
             of_spec = _numbers(self.specs, specs).take(records["spec"], mode="clip")
             of_owner = _numbers(self.owners, owners).take(records["owner"], mode="clip")
@@ -520,7 +523,7 @@ def _leaves_from(field: str, lists: Sequence[bytes]) -> Leaves:
 
 
 def _union(one: list[Spec] | list[Owner], other: list[Spec] | list[Owner]) -> list:  # type: ignore[type-arg]
-    if all(entry in one for entry in other):
+    if one == other or all(entry in one for entry in other):
         return one
     return list(dict.fromkeys([*one, *other]))
 
@@ -564,8 +567,10 @@ def values_in(
     fields = tuple([one.field for one in columns])
     if len(set(fields)) != len(fields):
         raise InvalidRows("a field occurs twice in one call")
-    for one in columns:
-        _check_shape(one, count)
+    width = count * _SIZE
+    short = all(fields) and max(map(len, fields), default=0) <= MAX_NAME_BYTES
+    if not short or any([len(one.values) != width for one in columns]):
+        _check_shapes(columns, count)
     records = b"".join([one.values for one in columns])
     known = ABSENT if owners is None else min(len(owners), ABSENT)
     holes: dict[str, int] | None = None
@@ -580,17 +585,19 @@ def values_in(
     return found
 
 
-def _check_shape(one: Column, rows: int) -> None:
-    if not 0 < len(one.field) <= MAX_NAME_BYTES:
-        raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
-    if len(one.values) != rows * _SIZE:
+def _check_shapes(columns: Sequence[Column], rows: int) -> None:
+    """Raise what is wrong with a field's name, or how many values it has."""
+    for one in columns:
+        if not 0 < len(one.field) <= MAX_NAME_BYTES:
+            raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
         values = len(column(one.values, VALUE))
-        raise InvalidRows(
-            f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
-            field=one.field,
-            values=values,
-            rows=rows,
-        )
+        if values != rows:
+            raise InvalidRows(
+                f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
+                field=one.field,
+                values=values,
+                rows=rows,
+            )
 
 
 def _is_sound(records: bytes, specs: int | None, owners: int) -> bool:

@@ -44,6 +44,8 @@ def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() ->
     assert freed(s) == 2
     table = s.table(s.read()[0])
     assert sorted(zip(table.rows.names or (), table.tags["v"], strict=True)) == [("c", 1), ("d", 3)]
+    plan = s.check_put(named(["a", "b"]), [Column("x", values(2))])
+    assert not plan.continues and not len(plan.new)
     assert put(s, ["a", "b"]).gone == 2
     assert s.stats()["tombstones"] == 2
 

@@ -82,7 +82,7 @@ class PutPlan:
         """Is it about a group or row that is here already? The first one speaks for all."""
         if self.groups:
             return self.groups[0] is not None
-        return self.known is not None and self.known[0] is not None
+        return bool(self.known and self.known[0] is not None)
 
 
 def plan_put(

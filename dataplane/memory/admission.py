@@ -3,14 +3,22 @@
 Opening new groups comes before continuing ones, and that before pulls, in the order in which they
 may be refused: what is in flight must be able to end, or a full arena never empties. Each class
 has a guaranteed share; what nobody uses of the lower ones' may be borrowed, a higher one's never.
+Pulled copies give way to all. The classes decide how much, the allocator where.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from dataplane.errors import ValueTooLarge
-from dataplane.memory.extents import page_down, page_up
+from dataplane.memory.allocator import Allocator
+from dataplane.memory.cache import PulledCopies
+from dataplane.memory.extents import Bytes, padded, page_down, page_up
+from dataplane.wire.records import U8
 
 
 class Admission(IntEnum):
@@ -21,17 +29,29 @@ class Admission(IntEnum):
     PULL = 2
 
 
-DEFAULT_SHARES = (0.60, 0.25, 0.15)
+ShareOfEach = tuple[float, float, float]
+"""Of an arena, guaranteed to each class."""
+DEFAULT_SHARES: ShareOfEach = (0.60, 0.25, 0.15)
 
 _PURPOSE = ("opening new groups", "continuing groups", "pulls from other hosts and the spill file")
+
+
+MAX_EXTENTS = 1024
+"""A fragmented arena grants fewer units at once rather than endless extents."""
+
+LONG_BYTES = 16 << 20
+"""Parts that are longer together are rather spread over stretches of this length that were used
+before than put into pages that nobody has touched: those are ten times as slow to write, cost each
+reader a fault, and are memory that the host has not given yet."""
+
+Piece = tuple[int, int]
+"""Start and end of a granted stretch."""
 
 
 class Shares:
     """Bytes in use per class (granted and live), against the class's room."""
 
-    def __init__(
-        self, size_bytes: int, shares: tuple[float, float, float] = DEFAULT_SHARES
-    ) -> None:
+    def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
         self.size_bytes = size_bytes
         self.guaranteed = tuple(page_down(int(size_bytes * share)) for share in shares)
         self.caps = tuple(
@@ -75,3 +95,163 @@ class Shares:
                 arena_bytes=self.size_bytes,
                 admission=Admission(admission).name.lower(),
             )
+
+
+class Room:
+    """Takes stretches of free space for a class, and takes them back.
+
+    What is taken is charged to its class until it is returned. Nothing waits: what does not fit is
+    answered with fewer units.
+    """
+
+    def __init__(self, allocator: Allocator, shares: Shares, copies: PulledCopies) -> None:
+        self._allocator = allocator
+        self._shares = shares
+        self._copies = copies
+        self.long_bytes = LONG_BYTES
+
+    def take_units(
+        self,
+        admission: int,
+        units: Sequence[npt.NDArray[np.uint64]],
+        prefer: Sequence[Piece] = (),
+    ) -> tuple[int, list[Piece]]:
+        """Pieces for the first units, each whole, and how many units those are.
+
+        One piece holds as many units as any can; a unit that no piece holds is spread over
+        several, range by range. ValueTooLarge where a unit can never be had.
+        """
+        if not units:
+            return 0, []
+        ends, marks = self.lengths(admission, units)
+        totals = ends[marks]
+        self._evict_into(admission, page_up(int(totals[-1])))
+        pieces: list[Piece] = []
+        done = 0
+        while done < len(units) and len(pieces) < MAX_EXTENTS:
+            upto, piece = self._fill(admission, totals, done, prefer)
+            if upto == done:
+                piece = self._spread(admission, ends[marks[done] : marks[done + 1] + 1], prefer)
+                upto += bool(piece)
+            if upto == done and (done or not self._evict_between(admission, int(totals[1]))):
+                break
+            pieces += piece
+            done = upto
+        return done, pieces
+
+    def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Piece] = ()) -> list[Piece]:
+        """A piece that is not needed yet: only while half of the class's room stays free."""
+        nbytes = page_up(nbytes)
+        if not nbytes or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
+            return []
+        return self._take(admission, nbytes, prefer)
+
+    def cut(self, admission: int, nbytes: int) -> int | None:
+        """Where so many bytes begin that no client is granted; None where they cannot be had as
+        one stretch now."""
+        self._evict_into(admission, nbytes)
+        if nbytes > self._shares.room(admission):
+            return None
+        start = self._allocator.cut(nbytes)
+        if start is not None:
+            self._shares.charge(admission, nbytes)
+        return start
+
+    def give_back(self, starts: Bytes, ends: Bytes, by_class: Sequence[int]) -> None:
+        """Stretches come back that were charged to the classes with these bytes."""
+        self._allocator.free(starts, ends - starts)
+        for admission, nbytes in enumerate(by_class):
+            self._shares.discharge(admission, nbytes)
+
+    def lengths(
+        self, admission: int, units: Sequence[npt.NDArray[np.uint64]]
+    ) -> tuple[Bytes, npt.NDArray[np.intp]]:
+        """Running bytes of all ranges, from 0, and where in them each unit begins and ends.
+        ValueTooLarge where a unit can never be had."""
+        sizes = np.concatenate(units).astype(U8, copy=False)
+        if len(sizes):
+            # before adding up: sums of what a client claims must not wrap
+            self._shares.check_unit(admission, int(sizes.max()))
+        ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
+        marks = np.zeros(len(units) + 1, np.intp)
+        np.cumsum(np.fromiter(map(len, units), np.intp, len(units)), out=marks[1:])
+        self._shares.check_unit(admission, int(np.diff(ends[marks]).max()))
+        return ends, marks
+
+    def _take(self, admission: int, nbytes: int, prefer: Sequence[Piece]) -> list[Piece]:
+        start = self._allocator.allocate(nbytes, prefer)
+        if start is None:
+            return []
+        self._shares.charge(admission, nbytes)
+        return [(start, start + nbytes)]
+
+    def _fill(
+        self, admission: int, ends: Bytes, done: int, prefer: Sequence[Piece]
+    ) -> tuple[int, list[Piece]]:
+        """One piece for as many of the next parts as any can hold, and how far that gets.
+
+        ends: running bytes, part k lying between ends[k] and ends[k + 1].
+        """
+        room = page_down(self._shares.room(admission))
+        nbytes = page_up(int(ends[-1] - ends[done]))
+        upto = self._touched_upto(ends, done, room) if nbytes > self.long_bytes else done
+        if upto == done:
+            if 0 < nbytes <= room:
+                piece = self._take(admission, nbytes, prefer)
+                if piece:
+                    return len(ends) - 1, piece
+            upto = _upto(ends, done, min(self._allocator.largest_free, room))
+        nbytes = page_up(int(ends[upto] - ends[done]))
+        if not nbytes:
+            return upto, []  # nothing fits, or parts without bytes do
+        piece = self._take(admission, nbytes, prefer)
+        assert piece, (nbytes, room)
+        return upto, piece
+
+    def _touched_upto(self, ends: Bytes, done: int, room: int) -> int:
+        """How far the parts from `done` get in the longest stretch of pages that were used before,
+        where that is long enough to be worth a piece of its own."""
+        reach = min(self._allocator.largest_touched, room)
+        return _upto(ends, done, reach) if reach >= self.long_bytes else done
+
+    def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Piece]) -> list[Piece]:
+        """Several pieces for the ranges of one unit, or none and no change."""
+        pieces: list[Piece] = []
+        if int(ends[-1] - ends[0]) > self._shares.room(admission):
+            return pieces
+        done = 0
+        while done < len(ends) - 1:
+            upto, piece = self._fill(admission, ends, done, prefer)
+            pieces += piece
+            if upto == done or len(pieces) > MAX_EXTENTS:
+                self._undo(admission, pieces)
+                return []
+            done = upto
+        return pieces
+
+    def _undo(self, admission: int, pieces: list[Piece]) -> None:
+        if pieces:
+            both = np.array(pieces, U8)
+            self._allocator.free(both[:, 0], both[:, 1] - both[:, 0])
+            self._shares.discharge(admission, int((both[:, 1] - both[:, 0]).sum()))
+
+    def _evict_into(self, admission: int, nbytes: int) -> None:
+        """Evict pulled copies as far as that lets this class in."""
+        short = nbytes - self._shares.balance(admission)
+        if admission != Admission.PULL:
+            # copies inside the guarantee of pulls are no room for others, kept or not
+            pulls = self._shares.used[Admission.PULL] - self._shares.guaranteed[Admission.PULL]
+            short = min(short, pulls)
+        if short > 0:
+            self._copies.evict(short)
+
+    def _evict_between(self, admission: int, nbytes: int) -> int:
+        """Copies lie in the way of a unit that has room but no stretch: the bytes evicted."""
+        if self._shares.room(admission) < page_up(nbytes):
+            return 0
+        return self._copies.evict(nbytes)
+
+
+def _upto(ends: Bytes, done: int, reach: int) -> int:
+    """How far the parts from `done` get within so many bytes."""
+    return int(np.searchsorted(ends, ends[done] + U8.type(reach), "right")) - 1

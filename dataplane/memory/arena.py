@@ -1,19 +1,59 @@
 """The host arena: one sealed memory file, owned by the peer and handed to clients by descriptor.
 
 It lives as long as somebody maps it and leaves nothing on a file system, whoever is killed. Pages
-that nobody touched take no memory: they are brought in only as far as the caller asks.
+that nobody touched take no memory: they are brought in only as far as the caller asks. A view
+outlives its peer, and with it the pages of the whole arena: what is left of dead peers' arenas is
+looked for when a peer starts.
+
+System calls on mapped memory go through ctypes, which lets other threads run meanwhile: Python's
+`mmap` copies the descriptor for each mapping, cannot tell numpy what keeps a mapping alive, and
+holds the interpreter lock while the kernel clears pages. Linux only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import logging
 import mmap
 import os
+import re
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 
-from dataplane.memory.pages import MAP_UNIT_BYTES, populate, want_huge_pages
+log = logging.getLogger(__name__)
+
+LETTING_GO_S = 3.0
+"""Clients look once a second whether their peer is there, and then drop what nobody views."""
+_LOOK_S = 0.2
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ (\S+ \d+) *(.*)$")
+"""Memory of no file has no name, and ends the figures of the file before it all the same."""
+_RESIDENT = re.compile(r"^Rss: +(\d+) kB$")
+
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+MAP_UNIT_BYTES = mmap.PAGESIZE
+"""Mappings begin and end at multiples of this; it may be larger than the arena's own pages."""
 
 
 class Arena:
@@ -78,3 +118,85 @@ class Arena:
                 self._map.close()
             except BufferError:
                 pass  # somebody still looks into it; it ends with that view
+
+
+def map_shared(fd: int, offset: int, length: int, *, writable: bool) -> int:
+    """The address of a shared mapping. A writable one is not inherited by forks."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, offset)
+    if address == _FAILED:
+        raise _os_error(f"cannot map {length} bytes at {offset}")
+    if writable and _libc.madvise(address, length, _MADV_DONTFORK):
+        error = _os_error("cannot keep a mapping from forks")
+        _libc.munmap(address, length)
+        raise error
+    want_huge_pages(address, length)
+    return address
+
+
+def want_huge_pages(address: int, length: int) -> None:
+    """Of a shared mapping. The kernel gives them where its `shmem_enabled` says `advise`; else, and
+    where it has none at all, nothing changes."""
+    _libc.madvise(address, length, _MADV_HUGEPAGE)
+
+
+def unmap(address: int, length: int, pid: int) -> None:
+    """End a mapping that process `pid` made; a fork of it has none, or its own, there."""
+    if os.getpid() == pid:
+        _libc.munmap(address, length)
+
+
+def populate(address: int, length: int) -> bool:
+    """Bring the pages in for writing. False where this kernel cannot, and nothing was done."""
+    if not length or _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise _os_error(f"cannot bring {length} bytes of pages in")
+
+
+def _os_error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
+    """A new arena, smaller by what is still mapped of those of this name before it, whose peers
+    crashed; at least `least_bytes`. Waits a moment for those who are about to let go."""
+    deadline = time.monotonic() + LETTING_GO_S
+    while (mapped := still_mapped_bytes(name)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    if mapped:
+        log.warning("%d bytes of a dead peer's arena are still in view: this one has less", mapped)
+    return Arena.create(max(least_bytes, size_bytes - mapped), name)
+
+
+def still_mapped_bytes(name: str, proc: Path = Path("/proc")) -> int:
+    """Bytes in memory of memory files of this name that living processes map. A file that several
+    map counts once, with what the one of them that reached most of it has seen; pages that none of
+    them has touched are not visible from outside."""
+    marks = f"/memfd:{name} (deleted)"
+    resident: dict[str, int] = {}
+    for process in proc.iterdir():
+        if process.name.isdigit():
+            for file, nbytes in _mapped(process, marks).items():
+                resident[file] = max(nbytes, resident.get(file, 0))
+    return sum(resident.values())
+
+
+def _mapped(process: Path, marks: str) -> dict[str, int]:
+    """Device and inode -> bytes that one process has in memory, of files with this mark."""
+    try:
+        if marks not in (process / "maps").read_text():
+            return {}
+        lines = (process / "smaps").read_text().splitlines()
+    except OSError:
+        return {}  # another user's, or gone meanwhile
+    found: dict[str, int] = {}
+    file: str | None = None
+    for line in lines:
+        if mapping := _MAPPING.match(line):
+            file = mapping[1] if mapping[2] == marks else None
+        elif file is not None and (size := _RESIDENT.match(line)):
+            found[file] = found.get(file, 0) + 1024 * int(size[1])
+    return found

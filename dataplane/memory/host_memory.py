@@ -2,44 +2,41 @@
 
 Runs in the peer, without I/O. One table of ranges serves all, so that pins, references, refs and
 the directory know no second kind; only who writes and who reads bytes asks which memory an address
-is of. A peer without device arenas has a plain `Space` instead.
+is of. A peer without device arenas has a plain `Space` instead. The books of a device arena are
+those of the host arena; its pages are never looked at here. A client tells of what it wrote when
+its copy is done, so a value that is there is whole.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.admission import DEFAULT_SHARES
-from dataplane.memory.device import Device
-from dataplane.memory.device_arena import DeviceArena
-from dataplane.memory.extents import Mask, Records
-from dataplane.memory.holder import Holder
-from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed
-from dataplane.memory.space import Space
-from dataplane.memory.spilled import DISK
-from dataplane.wire.records import RANGE, U4, U8, joined
+from dataplane.errors import ProtocolError
+from dataplane.memory.admission import DEFAULT_SHARES, Piece, ShareOfEach
+from dataplane.memory.device import Device, PoolHandle
+from dataplane.memory.extents import Bytes, Mask, Records, page_up
+from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges
+from dataplane.memory.space import Holder, Space, pinned_by
+from dataplane.memory.spill import DISK
+from dataplane.wire.records import RANGE, U4
 
 
 class HostMemory(Space):
     """A host arena of `size_bytes` with device arenas. Of clients it is known which devices they
     read in place: of all other values on a device only copies can be read."""
 
-    def __init__(
-        self, size_bytes: int, shares: tuple[float, float, float] = DEFAULT_SHARES
-    ) -> None:
+    def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
         super().__init__(size_bytes, shares)
         self.devices: list[DeviceArena] = []
         self._readers: dict[int, list[int]] = {}
 
     def add_device(
-        self,
-        device: Device,
-        nbytes: int,
-        shares: tuple[float, float, float] = DEFAULT_SHARES,
+        self, device: Device, nbytes: int, shares: ShareOfEach = DEFAULT_SHARES
     ) -> DeviceArena:
         """One more arena, on this device. DeviceMissing where it has no such memory."""
         base = self.size_bytes + sum(arena.space.size_bytes for arena in self.devices)
@@ -149,16 +146,13 @@ class HostMemory(Space):
         return freed + sum(arena.space.forget(holder) for arena in self.devices)
 
     def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
-        distinct = _distinct(holders)
-        return self._bytes_of(distinct[self.on_device(distinct) == 0])
-
-    def _bytes_of(self, ranges: Records) -> int:
-        return int(self.ranges.extents(ranges)["length"].sum())
+        pinned = pinned_by(holders)
+        return self._bytes_of(pinned[self.on_device(pinned) == 0])
 
     def device_figures(self) -> list[dict[str, Any]]:
         """`DeviceArena.figures` of each, with the values that live there and what of it is in
         view."""
-        pinned = _distinct(self._holders.values())
+        pinned = self._pinned()
         numbers = self.on_device(pinned)
         return [
             {**arena.figures(), "pinned_bytes": self._bytes_of(pinned[numbers == number])}
@@ -171,10 +165,125 @@ class HostMemory(Space):
             arena.close()
 
 
-def _distinct(holders: Iterable[Holder]) -> Records:
-    """The ranges that any of these pinned."""
-    columns = [pin for holder in holders for pin in holder.pins.values()]
-    if not columns:
-        return np.zeros(0, RANGE)
-    distinct: Records = np.unique(joined(columns, U8)).view(RANGE)
-    return distinct
+POLL_S = 0.0002
+"""How often a thread that waits for a copy looks."""
+
+
+class PoolSpace(Space):
+    """The space of one pool. `number`: 1 for the host's first device."""
+
+    def __init__(
+        self, size_bytes: int, shares: ShareOfEach, ranges: Ranges, base: int, number: int
+    ) -> None:
+        super().__init__(size_bytes, shares, ranges)
+        self.base = base
+        self._kind = number * DEVICE
+
+    def holds_addresses(self, starts: Bytes) -> Mask:
+        """Which of these addresses are this pool's."""
+        inside: Mask = (starts >= self.base) & (starts < self.base + self.size_bytes)
+        return inside
+
+    def release(self, ranges: Records, counts: Counts = 1) -> int:
+        """Of ranges that are all in this pool: copies that its cache lets go of."""
+        return self.take_back(self.ranges.release(ranges, counts))
+
+    def take_back(self, freed: Freed) -> int:
+        """Stretches that ranges of this pool left are free; their bytes."""
+        starts = freed.offsets - np.uint64(self.base)
+        return self._freed(freed._replace(offsets=starts, admissions=freed.admissions % DEVICE))
+
+    # addresses outside, offsets in the pool inside
+
+    def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
+        if not self.holds_addresses(extents["offset"]).all():
+            raise ProtocolError("extents of several memories where those of one device belong")
+        inside = extents.copy()
+        inside["offset"] -= np.uint64(self.base)
+        return super()._pieces(inside)
+
+    def _grant(self, holder: int, admission: int, pieces: list[Piece]) -> Records:
+        extents = super()._grant(holder, admission, pieces)
+        extents["offset"] += np.uint64(self.base)
+        return extents
+
+    def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
+        return super()._add(starts + np.uint64(self.base), lengths, refs, admission + self._kind)
+
+
+class DeviceArena:
+    """`nbytes` of a device, rounded up to whole pages."""
+
+    def __init__(
+        self,
+        device: Device,
+        nbytes: int,
+        ranges: Ranges,
+        base: int,
+        number: int,
+        shares: ShareOfEach,
+    ) -> None:
+        self.device = device
+        self.space = PoolSpace(page_up(nbytes), shares, ranges, base, number)
+        self._pool = device.allocate(self.space.size_bytes)
+        self.staged_bytes = 0
+        """read by way of the host, by clients without the device and by other hosts"""
+        self.overflowed_bytes = 0
+        """of values for which there was no room here, and which went to the host arena"""
+
+    def __repr__(self) -> str:
+        return f"<DeviceArena {self.device.identity} {self.space}>"
+
+    @property
+    def handle(self) -> PoolHandle:
+        """For the clients of this host."""
+        return self._pool.handle
+
+    def fetch(self, starts: Bytes, lengths: Bytes, targets: Bytes) -> None:
+        """Copy values to these addresses of host memory. For a thread: it returns when they are
+        there. DeviceMissing where the device fails."""
+        first = self._address(0)
+        places = zip(targets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        self._copied((target, first + start, length) for target, start, length in places)
+        self.staged_bytes += int(lengths.sum())
+
+    def write(self, start: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copy host memory there, as `fetch` copies from there."""
+        self._copied([(self._address(start), data.ctypes.data, data.nbytes)])
+
+    def read(self, start: int, into: npt.NDArray[np.uint8]) -> None:
+        """As `fetch`, for the peer itself: it does not count."""
+        self._copied([(into.ctypes.data, self._address(start), into.nbytes)])
+
+    def _address(self, start: int) -> int:
+        return self._pool.address - self.space.base + start
+
+    def _copied(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        event = self.device.event()
+        try:
+            for copy in copies:
+                self.device.copy(*copy)
+            event.record()
+            while not event.done():
+                time.sleep(POLL_S)
+        finally:
+            event.close()
+
+    def figures(self) -> dict[str, Any]:
+        """The device's name, and in bytes: size = used + granted + free, exactly; staged: read by
+        way of the host since the start."""
+        figures = self.space.figures()
+        books = ("size_bytes", "used_bytes", "granted_bytes", "quarantined_bytes", "free_bytes")
+        more = ("cached_bytes", "largest_free_bytes", "classes")
+        return {
+            "device": self.device.identity,
+            "kind": self.device.kind,
+            **{name: figures[name] for name in (*books, *more)},
+            "staged_bytes": self.staged_bytes,
+            "overflowed_bytes": self.overflowed_bytes,
+        }
+
+    def close(self) -> None:
+        """Frees the pool."""
+        self._pool.close()
+        self.device.close()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import PeerLost, ProtocolError
-from dataplane.memory.pages import MAP_UNIT_BYTES, map_shared, populate, unmap
+from dataplane.memory.arena import MAP_UNIT_BYTES, map_shared, populate, unmap
 
 MAX_WINDOWS = 64
 MAX_WINDOW_BYTES = 1 << 30

@@ -3,11 +3,13 @@
 Runs in the peer. A range is named by (id, generation); ids are used again with the next
 generation, so a name that outlived its range is recognised. Counts are derived from the columns
 that shards, pins and the cache hold; a release for a name that is no longer alive does nothing.
-A range keeps its name when its bytes leave the arena for the spill file.
+A range keeps its name when its bytes leave the arena for the spill file. Beside it: which live
+range holds the bytes of a digest, so that the images of a prompt are stored once.
 """
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from dataplane.errors import RowsGone
 from dataplane.memory.extents import Bytes, Mask, Records, each_once, every
-from dataplane.wire.records import EXTENT, RANGE, U4, U8
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8
 
 Counts = npt.NDArray[np.integer] | int
 Ids = npt.NDArray[np.intp]
@@ -26,6 +28,8 @@ DEVICE = 4
 """Times n, and added to the class of ranges whose bytes are in the n-th device arena, from 1."""
 
 _FIRST_ROWS = 1024
+_SWEEP_ABOVE = 1024
+_RAW = np.dtype((np.void, DIGEST.itemsize))
 
 
 class Freed(NamedTuple):
@@ -243,3 +247,69 @@ class Ranges:
         self._refs = np.concatenate((self._refs, np.zeros(more, np.int64)))
         self._admission = np.concatenate((self._admission, np.zeros(more, np.uint8)))
         self._born = np.concatenate((self._born, np.zeros(more, np.int64)))
+
+
+class Digests:
+    """Digest to range, per partition. A match says that bytes are probably equal; the client
+    compares them.
+
+    An index, not an owner: it holds no references. An entry whose range died is unknown at once,
+    because the range's generation moved on, and is swept before dead entries outnumber living ones.
+    """
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._entries: dict[str, dict[bytes, int]] = {}
+        self._count = 0
+        self._sweep_at = _SWEEP_ABOVE
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<Digests {self._count} of {len(self._entries)} partitions>"
+
+    def lookup(self, partition: str, digests: Records) -> Records:
+        """The RANGE of each DIGEST, generation 0 where unknown. Pin before another call."""
+        found = np.zeros(len(digests), RANGE)
+        entries = self._entries.get(partition)
+        if entries:
+            packed = np.fromiter(map(entries.get, _raw(digests), repeat(0)), U8, len(digests))
+            found = packed.view(RANGE)
+            found[~self._ranges.alive(found)] = 0
+        return found
+
+    def enter(self, partition: str, digests: Records, ranges: Records) -> None:
+        """These ranges may be shared from now on. The newest range of a digest is offered."""
+        entries = self._entries.setdefault(partition, {})
+        before = len(entries)
+        packed = np.ascontiguousarray(ranges).view(U8).tolist()
+        entries.update(zip(_raw(digests), packed, strict=True))
+        self._count += len(entries) - before
+        if self._count > self._sweep_at:
+            self._sweep()
+
+    def drop(self, partition: str) -> None:
+        """Forget a partition."""
+        self._count -= len(self._entries.pop(partition, ()))
+
+    def _sweep(self) -> None:
+        for partition, entries in list(self._entries.items()):
+            packed = np.fromiter(entries.values(), U8, len(entries))
+            alive = self._ranges.alive(packed.view(RANGE)).tolist()
+            living = {
+                digest: value
+                for (digest, value), lives in zip(entries.items(), alive, strict=True)
+                if lives
+            }
+            if living:
+                self._entries[partition] = living
+            else:
+                del self._entries[partition]
+        self._count = sum(map(len, self._entries.values()))
+        self._sweep_at = max(_SWEEP_ABOVE, 2 * self._count)
+
+
+def _raw(digests: Records) -> list[bytes]:
+    raw: list[bytes] = np.ascontiguousarray(digests).view(_RAW).tolist()
+    return raw

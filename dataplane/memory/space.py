@@ -8,6 +8,7 @@ now is answered with less.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,25 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.memory.admission import DEFAULT_SHARES, Admission, Shares
+from dataplane.memory.admission import DEFAULT_SHARES, Admission, Piece, Room, ShareOfEach, Shares
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.dedup import Digests
 from dataplane.memory.extents import (
+    PAGE_BYTES,
     Bytes,
     Mask,
     Records,
+    Set,
+    coalesce,
+    covers,
+    empty,
     every,
     padded,
     page_down,
     records,
+    subtract,
 )
-from dataplane.memory.holder import Holder
-from dataplane.memory.ranges import SPILLED, Counts, Freed, Ranges
-from dataplane.memory.room import Piece, Room
-from dataplane.memory.spilled import Move, Spilled
+from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
+from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
+
+_REMEMBERED = 4
+"""Stretches granted to a client last."""
 
 
 class Space:
@@ -45,7 +52,7 @@ class Space:
     def __init__(
         self,
         size_bytes: int,
-        shares: tuple[float, float, float] = DEFAULT_SHARES,
+        shares: ShareOfEach = DEFAULT_SHARES,
         ranges: Ranges | None = None,
     ) -> None:
         """ranges: the table that another memory of the host keeps its ranges in as well."""
@@ -367,15 +374,14 @@ class Space:
         return sum(holder.granted_bytes for holder in self._holders.values())
 
     def _pinned(self) -> Records:
-        """What anybody reads, some of it several times."""
-        return joined([p for h in self._holders.values() for p in h.pins.values()], RANGE)
+        """What anybody reads."""
+        return pinned_by(self._holders.values())
 
     def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
-        columns = [pin for holder in holders for pin in holder.pins.values()]
-        if not columns:
-            return 0
-        distinct = np.unique(joined(columns, U8)).view(RANGE)
-        return int(self.ranges.extents(distinct)["length"].sum())
+        return self._bytes_of(pinned_by(holders))
+
+    def _bytes_of(self, ranges: Records) -> int:
+        return int(self.ranges.extents(ranges)["length"].sum())
 
     def _pieces(self, extents: Records) -> tuple[Bytes, Bytes]:
         """Starts and padded ends of EXTENTs that a client named, checked to be in the arena."""
@@ -398,3 +404,100 @@ class Space:
         both = np.array(pieces, U8)
         self._holder(holder).grant(both[:, 0], both[:, 1], admission)
         return records(both[:, 0], both[:, 1])
+
+
+class Holder:
+    """One client's grants and pins, the truth that counts are derived from: they come back when it
+    gives them back, or when every process that mapped them is proved gone. Extents of one holder
+    that touch are one.
+
+    The class of a grant is remembered as bytes per class and not per extent: what a client writes
+    may be charged to another class than it was granted for, and then that one's bytes are used up.
+    """
+
+    def __init__(self) -> None:
+        self.pins: dict[int, Records] = {}
+        self.quarantined = False
+        """Lost, but its processes may live and write: nothing of it is used for others."""
+        self.granted_by_class = [0, 0, 0]
+        self.recent: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        """Stretches granted last; the client still has them mapped, so it gets them first."""
+        self._grants: Set = empty()
+
+    def __repr__(self) -> str:
+        lost = " quarantined" if self.quarantined else ""
+        return f"<Holder granted={self.granted_bytes} B pins={len(self.pins)}{lost}>"
+
+    @property
+    def granted_bytes(self) -> int:
+        return sum(self.granted_by_class)
+
+    @property
+    def grants(self) -> Records:
+        """EXTENT records of all that it may write."""
+        return records(*self._grants)
+
+    def grant(self, starts: Bytes, ends: Bytes, admission: int) -> None:
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self.recent.append((start // PAGE_BYTES * PAGE_BYTES, end))
+        self.granted_by_class[admission] += int((ends - starts).sum())
+        have = self._grants
+        if not len(have[0]):
+            self._grants = coalesce(starts, ends)
+            return
+        self._grants = coalesce(np.concatenate((have[0], starts)), np.concatenate((have[1], ends)))
+
+    def carve(self, starts: Bytes, ends: Bytes, admission: int) -> list[int]:
+        """Take pieces out of the grants: the bytes per class that they were granted under.
+
+        `admission` is used up first. ProtocolError, and nothing is taken, unless every piece lies
+        inside the grants and none overlaps another.
+        """
+        if len(starts) == 1 == len(self._grants[0]) and self._carve_one(starts, ends):
+            return self._uncharge(int(ends.item() - starts.item()), admission)
+        inside = covers(self._grants, starts, ends)
+        if not every(inside):
+            bad = int(inside.argmin())
+            raise ProtocolError(
+                f"bytes {int(starts[bad])}..{int(ends[bad])} of the arena are not granted to this "
+                f"client (piece {bad} of {len(starts)})",
+                offset=int(starts[bad]),
+                end=int(ends[bad]),
+            )
+        try:
+            pieces = coalesce(starts, ends)
+        except ValueError as exc:
+            raise ProtocolError(f"two of {len(starts)} pieces of the arena overlap") from exc
+        self._grants = subtract(self._grants, *pieces)
+        return self._uncharge(int((ends - starts).sum()), admission)
+
+    def _carve_one(self, starts: Bytes, ends: Bytes) -> bool:
+        """Cut a piece off the only grant, at its start: what a steady producer does."""
+        granted, limit = self._grants[0].item(), self._grants[1].item()
+        if starts.item() != granted or ends.item() > limit:
+            return False
+        self._grants = (ends, self._grants[1]) if ends.item() < limit else empty()
+        return True
+
+    def take_grants(self) -> tuple[Set, list[int]]:
+        """All grants and their bytes per class; the holder has none afterwards."""
+        grants, by_class = self._grants, self.granted_by_class
+        self._grants, self.granted_by_class = empty(), [0, 0, 0]
+        return grants, by_class
+
+    def _uncharge(self, nbytes: int, admission: int) -> list[int]:
+        taken = [0, 0, 0]
+        for candidate in (admission, 0, 1, 2):
+            part = min(nbytes, self.granted_by_class[candidate])
+            self.granted_by_class[candidate] -= part
+            taken[candidate] += part
+            nbytes -= part
+        assert nbytes == 0, nbytes
+        return taken
+
+
+def pinned_by(holders: Iterable[Holder]) -> Records:
+    """The ranges that any of these pinned, each once."""
+    columns = [pin for holder in holders for pin in holder.pins.values()]
+    distinct: Records = np.unique(joined(columns, U8)).view(RANGE)
+    return distinct

@@ -14,8 +14,8 @@ import secrets
 
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
-from dataplane.memory.leftovers import arena_beside
-from dataplane.memory.spill_file import SpillFile
+from dataplane.memory.arena import arena_beside
+from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.door.client_door import Door

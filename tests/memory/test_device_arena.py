@@ -9,11 +9,10 @@ import pytest
 
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
-from dataplane.memory.device_arena import DeviceArena
 from dataplane.memory.device_twin import TwinDevice
-from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.ranges import Ranges
-from dataplane.memory.spilled import DISK, Spilled
+from dataplane.memory.spill import DISK, Spilled
 from dataplane.testing.devices import MIB, Child, eventually
 from dataplane.wire.records import EXTENT, RANGE
 

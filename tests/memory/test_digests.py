@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.memory.dedup import Digests
-from dataplane.memory.ranges import Ranges
+from dataplane.memory.ranges import Digests, Ranges
 from dataplane.wire.records import DIGEST, U8
 
 

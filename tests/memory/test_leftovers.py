@@ -11,8 +11,7 @@ import threading
 
 import numpy as np
 
-from dataplane.memory.arena import Arena
-from dataplane.memory.leftovers import arena_beside, still_mapped_bytes
+from dataplane.memory.arena import Arena, arena_beside, still_mapped_bytes
 
 MIB = 1 << 20
 MAP = """

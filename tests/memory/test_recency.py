@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.memory.recency import Recency
+from dataplane.memory.cache import Recency
 
 SLOTS = st.integers(0, 40)
 STEPS = st.lists(

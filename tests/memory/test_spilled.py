@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place
 from dataplane.memory.space import Space
-from dataplane.memory.spill_file import SpillFile
-from dataplane.memory.spilled import DISK, Move, Spilled
+from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
 from dataplane.wire.records import EXTENT, RANGE, U8
 
 PAGE = 4096

@@ -32,7 +32,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place, remainder
-from dataplane.memory.spilled import DISK
+from dataplane.memory.spill import DISK
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.meters import ByLabel
 from dataplane.peer.net.mesh import Mesh

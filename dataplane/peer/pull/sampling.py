@@ -22,8 +22,7 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
-from dataplane.memory.device_arena import DeviceArena
-from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.placement import place, remainder
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh

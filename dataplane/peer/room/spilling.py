@@ -15,8 +15,7 @@ from typing import Any
 import numpy.typing as npt
 
 from dataplane.errors import BackPressure, SpillFull, TransferFailed
-from dataplane.memory.spill_file import SpillFile
-from dataplane.memory.spilled import DISK, Spilled
+from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room

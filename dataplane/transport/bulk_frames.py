@@ -9,15 +9,15 @@ Lengths are checked before anything is stored; per-item data are raw columns.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from dataplane.errors import DataplaneError, FrameTooLarge, ProtocolError, from_wire
+from dataplane.errors import DataplaneError, from_wire
+from dataplane.wire.frames import HEADER_BYTES, decoded
 from dataplane.wire.tables import Owner, PoolHandle
 
-HEADER_BYTES = 4
 MAX_JOIN_FRAME_BYTES = 4_096
 """For frames of whoever has not yet proved to be of the plane."""
 MAX_PULL_FRAME_BYTES = 1 << 20
@@ -263,7 +263,7 @@ FromOwner = Greeting | Joined | Sending | Sent | Refused | Held
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished
 
-_T = TypeVar("_T")
+_FRAME = "a frame of bulk transfer"
 
 _encoder = msgspec.msgpack.Encoder()
 _join = msgspec.msgpack.Decoder(Join)
@@ -281,39 +281,22 @@ def encode(body: Frame) -> bytearray:
     return frame
 
 
-def frame_length(header: bytes, limit: int) -> int:
-    """The length that a header announces; FrameTooLarge over `limit`."""
-    length = int.from_bytes(header[:HEADER_BYTES], "little")
-    if length > limit:
-        raise FrameTooLarge(
-            f"a bulk frame announces {length} bytes, the limit is {limit}", size=length, limit=limit
-        )
-    return length
-
-
 def decode_join(body: bytes) -> Join:
-    return _decode(_join, body)
+    return decoded(_join, body, _FRAME)
 
 
 def decode_to_owner(body: bytes) -> ToOwner:
     """What a member may ask of an owner."""
-    return _decode(_to_owner, body)
+    return decoded(_to_owner, body, _FRAME)
 
 
 def decode_from_owner(body: bytes) -> FromOwner:
-    return _decode(_from_owner, body)
+    return decoded(_from_owner, body, _FRAME)
 
 
 def decode_to_worker(body: bytes) -> ToWorker:
-    return _decode(_to_worker, body)
+    return decoded(_to_worker, body, _FRAME)
 
 
 def decode_from_worker(body: bytes | memoryview) -> FromWorker:
-    return _decode(_from_worker, body)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes | memoryview) -> _T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a frame of bulk transfer: {exc}") from exc
+    return decoded(_from_worker, body, _FRAME)

@@ -21,8 +21,9 @@ from contextlib import suppress
 import numpy as np
 
 from dataplane.errors import ProtocolError
-from dataplane.transport.bulk_frames import HEADER_BYTES, Frame, encode, frame_length
+from dataplane.transport.bulk_frames import Frame, encode
 from dataplane.transport.seam import Offsets, Records
+from dataplane.wire.frames import HEADER_BYTES, body_length
 
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 IOV_MAX = 1024
@@ -133,7 +134,7 @@ class BulkStream:
         header = self._receive_exactly(HEADER_BYTES, deadline)
         if header is None:
             return None
-        body = self._receive_exactly(frame_length(header, limit), deadline)
+        body = self._receive_exactly(body_length(header, limit), deadline)
         if body is None:
             raise ConnectionResetError("the connection ended inside a frame")
         return body

@@ -33,7 +33,6 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import (
     COPY,
-    HEADER_BYTES,
     SMALL_LANE_BYTES,
     Cancel,
     Configure,
@@ -63,7 +62,7 @@ from dataplane.transport.seam import (
     Remote,
 )
 from dataplane.transport.tcp import TcpTransport
-from dataplane.wire.frames import body_length
+from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.records import EXTENT, column
 
 NOTHING = Region(0, 0)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dataplane.wire.body import Body
-from dataplane.wire.tables import Column, Owner, Rows, Scalar, Specs, Table
+from dataplane.wire.tables import Body, Column, Owner, Rows, Scalar, Specs, Table
 
 
 class Progress(msgspec.Struct, array_like=True):

@@ -7,6 +7,7 @@ not an error. The limit is checked on the announced length, before a byte of the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +16,8 @@ from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Reply, Request
 
 HEADER_BYTES = 4
+
+_T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -48,18 +51,22 @@ def body_length(header: bytes | bytearray | memoryview, limit_bytes: int = MAX_F
     return length
 
 
-def decode_request(body: bytes | bytearray | memoryview) -> Request:
+def decoded(
+    decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray | memoryview, what: str
+) -> _T:
+    """What the bytes say; ProtocolError where they are not `what`."""
     try:
-        return _requests.decode(body)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a request of this protocol: {exc}") from exc
+        raise ProtocolError(f"not {what} of this protocol: {exc}") from exc
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> Request:
+    return decoded(_requests, body, "a request")
 
 
 def decode_reply(body: bytes | bytearray | memoryview) -> Reply:
-    try:
-        return _replies.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a reply of this protocol: {exc}") from exc
+    return decoded(_replies, body, "a reply")
 
 
 class FrameReader:

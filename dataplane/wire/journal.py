@@ -14,6 +14,7 @@ import msgspec
 
 from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.wire.checkpoint import Restore
+from dataplane.wire.frames import decoded
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
 from dataplane.wire.peering import AddStage
@@ -296,7 +297,7 @@ Op = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(
+_decoder: msgspec.msgpack.Decoder[list[Op]] = msgspec.msgpack.Decoder(
     Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
 )
 
@@ -326,8 +327,4 @@ def decode_ops(data: bytes | memoryview) -> list[Op]:
             f"operations of {len(data)} bytes; the limit is {MAX_FRAME_BYTES}",
             limit=MAX_FRAME_BYTES,
         )
-    try:
-        ops: list[Op] = _decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a list of operations: {exc}") from exc
-    return ops
+    return decoded(_decoder, data, "a list of operations")

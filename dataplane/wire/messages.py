@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from dataplane.wire.body import Body as Body
 from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.tables import (
+    Body as Body,
+)
 from dataplane.wire.tables import (
     Column,
     Definition,

@@ -1,21 +1,22 @@
 """What peers say to each other over the control channel (zmq ROUTER/DEALER).
 
 One envelope a message.
-
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their
 VALUE columns resolved and `owners` filled in. What is only between peers is here: the handshake,
-what becomes of claims, and of bytes.
+what becomes of claims, and of bytes; what keeps a plane whole (life signs, rosters, operations for
+backups, what was not answered, whether anybody still moves); and samples to try the ways between
+two peers on.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from dataplane.errors import FrameTooLarge, ProtocolError
-from dataplane.wire import rosters, sampling
+from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
+from dataplane.wire.frames import decoded
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Admit,
@@ -45,7 +46,7 @@ from dataplane.wire.messages import (
     Unadmit,
     Wait,
 )
-from dataplane.wire.tables import Laid, Table, Where
+from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table, Where
 
 
 class PeerHello(Body, tag=100):
@@ -140,6 +141,124 @@ class Found(Body, tag=121):
     index: bytes = b""
 
 
+class Beat(Body, tag=140):
+    """The sender lives; answered by `Rostered`. Any peer may be asked for its roster so.
+
+    synced: its backup, in the roster of this message's epoch, has all that it has. leaving: it
+    wants to hand over its shards. clear: members at which none of its rows' values lie. wanted:
+    somebody uses it, or may soon. spare: one bit a shard, those of the sender that go to a
+    member without any: nothing lives in them, and nothing will before the next roster.
+    """
+
+    synced: bool = False
+    leaving: bool = False
+    clear: list[str] = []
+    wanted: bool = False
+    spare: bytes = b""
+
+
+class Rostered(Body, tag=141):
+    """The sender's roster; None where the receiver has it. Also sent unasked, when it is new.
+
+    wanted: to a member's `Beat`, whether the authority was told so by any member.
+    """
+
+    table: RosterTable | None = None
+    wanted: bool = False
+
+
+class Shipment(msgspec.Struct, array_like=True, frozen=True):
+    """Operations of one partition, each as `journal.encode_ops` of one. definition: the backup
+    makes a new copy first, of the partition as it was declared."""
+
+    partition: str
+    generation: int
+    ops: list[bytes]
+    definition: Definition | None = None
+
+
+class Append(Body, tag=143):
+    """To the sender's backup: what its shards did, in order.
+
+    stream: of one dump and all that follows. first: number of the first operation in the stream;
+    0 begins it.
+    """
+
+    stream: int
+    first: int
+    shipments: list[Shipment]
+
+
+class Inherited(Body, tag=144):
+    """To every owner of values: the sender has taken over the shards of `origin`, and holds these
+    references of the receiver's that those held. RANGE records, u4 counts.
+
+    began: number of the roster under which the sender began with nothing, also what it was given
+    by that or one before. Else 0; then `origin` is nobody."""
+
+    origin: Owner
+    ranges: bytes
+    counts: bytes
+    began: int = 0
+
+
+class Void(Body, tag=152):
+    """Was this operation carried out, which the receiver never answered? If not, it never will be.
+
+    session and op are the envelope's. part: which part of it, see protocol/peers.md. `PutDone`
+    where it was."""
+
+    part: int
+
+
+class CanFree(Body, tag=150):
+    """The sender's producers wait for room: can anybody of the receiver's clients free some?"""
+
+
+class Stirring(Body, tag=151):
+    """Who at the sender's host may still free rows.
+
+    filled: partitions of which it has rows. busy: partitions of clients that do not wait in a call.
+    held: rows are leased, or stay or go for other reasons than a stage's. claims: how many wait.
+    claimable: rows are ready for some stage. done: operations so far, to see whether any came.
+    """
+
+    filled: list[str]
+    busy: list[str]
+    held: bool
+    claims: int
+    claimable: bool
+    done: int
+
+
+class Sample(Body, tag=160):
+    """Asks for bytes to try transports on. The owner keeps them for 30 s, or until it is told that
+    the reader is done with them (answered by `Done`). device: bytes on a device, which its device
+    workers serve; an owner without any lends none."""
+
+    done: bool = False
+    device: bool = False
+
+
+class Sampled(Body, tag=161):
+    """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one range.
+
+    nbytes 0: there is no room for any. transport: the engine that the owner's bulk workers run;
+    missing: why not the one it was told to. wall_ns: the owner's clock, since 1970.
+    """
+
+    range: int
+    generation: int
+    nbytes: int
+    seed: int
+    transport: str
+    missing: str
+    requested: str
+    version: str
+    arena_bytes: int
+    wall_ns: int
+
+
 class PeerRequest(msgspec.Struct, array_like=True):
     """has: (stream, how many operations of it), of what the sender backs up for the receiver."""
 
@@ -153,12 +272,12 @@ class PeerRequest(msgspec.Struct, array_like=True):
     deadline_ms: int
     body: (
         PeerHello
-        | rosters.Beat
-        | rosters.Rostered
-        | rosters.Append
-        | rosters.Inherited
-        | rosters.CanFree
-        | rosters.Void
+        | Beat
+        | Rostered
+        | Append
+        | Inherited
+        | CanFree
+        | Void
         | AddStage
         | Claim
         | Withdraw
@@ -181,7 +300,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Unadmit
         | Advance
         | Stats
-        | sampling.Sample
+        | Sample
         | Asked
     )
     has: tuple[int, int] | None = None
@@ -195,23 +314,23 @@ class PeerReply(msgspec.Struct, array_like=True):
     incarnation: int
     body: (
         PeerHello
-        | rosters.Rostered
+        | Rostered
         | Granted
         | Pulled
         | Defined
         | PutDone
         | Dropped
         | Found
-        | rosters.Stirring
+        | Stirring
         | LossesDone
         | Admitted
         | StatsDone
-        | sampling.Sampled
+        | Sampled
         | Answered
         | Done
         | Failed
     )
-    append: rosters.Append | None = None
+    append: Append | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -233,18 +352,9 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
     return message
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview, what: str) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a {what} of this protocol: {exc}") from exc
-
-
 def decode_request(body: bytes | memoryview) -> PeerRequest:
-    request: PeerRequest = _decode(_requests_decoder, body, "peer request")
-    return request
+    return decoded(_requests_decoder, body, "a peer request")
 
 
 def decode_reply(body: bytes | memoryview) -> PeerReply:
-    reply: PeerReply = _decode(_replies_decoder, body, "peer reply")
-    return reply
+    return decoded(_replies_decoder, body, "a peer reply")

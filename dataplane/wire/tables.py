@@ -25,6 +25,10 @@ Form = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 """What the values of a field are: "int64[*]"; see `client/write/schema.py`."""
 
 
+class Body(msgspec.Struct, array_like=True):
+    """Base of all message bodies; the tag is the first element of the array."""
+
+
 class Definition(msgspec.Struct, array_like=True, frozen=True):
     """What a partition was declared as. Declaring it again must give the same."""
 

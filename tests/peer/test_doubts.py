@@ -22,8 +22,8 @@ from dataplane.peer.net.once import Once, part_of
 from dataplane.peer.sessions import caller_of
 from dataplane.peer.shards.doubts import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone
+from dataplane.wire.peering import Void
 from dataplane.wire.records import EXTENT
-from dataplane.wire.rosters import Void
 from dataplane.wire.tables import Owner
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"

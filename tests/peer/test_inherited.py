@@ -23,9 +23,8 @@ from dataplane.peer.host import Caller
 from dataplane.peer.progress import Progress
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import Release
+from dataplane.wire.peering import Inherited, Release
 from dataplane.wire.records import EXTENT
-from dataplane.wire.rosters import Inherited
 from dataplane.wire.tables import Owner, Takeover
 
 LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))

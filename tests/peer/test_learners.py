@@ -15,8 +15,7 @@ from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Ended, encode_ops
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import AddStage
-from dataplane.wire.rosters import Append, Inherited, Shipment
+from dataplane.wire.peering import AddStage, Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
 PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)

@@ -22,8 +22,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.sockets import Context
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done, Failed, Put
-from dataplane.wire.peering import PeerHello, PeerReply
-from dataplane.wire.rosters import Append
+from dataplane.wire.peering import Append, PeerHello, PeerReply
 from dataplane.wire.tables import Rows
 
 

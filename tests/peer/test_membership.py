@@ -12,7 +12,7 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.serving import Serving
-from dataplane.wire.rosters import Beat, Rostered
+from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
 
 SEEDS = [f"tcp://10.0.0.{n}:7101" for n in range(1, 4)]

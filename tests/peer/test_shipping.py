@@ -18,7 +18,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
 from dataplane.peer.shards.appends import Shipping
-from dataplane.wire.rosters import Append
+from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
 

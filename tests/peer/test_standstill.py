@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dataplane.peer.watch.deadlock import is_standstill
-from dataplane.wire.rosters import Stirring
+from dataplane.wire.peering import Stirring
 
 FULL = Stirring(filled=["p"], busy=[], held=False, claims=0, claimable=False, done=7)
 IDLE = Stirring(filled=[], busy=[], held=False, claims=0, claimable=False, done=0)

@@ -21,8 +21,6 @@ from dataplane.wire import (
     objects,
     peering,
     records,
-    rosters,
-    sampling,
     tables,
 )
 from tests.protocol import make_vectors
@@ -117,8 +115,7 @@ def test_the_operations_of_the_local_door_are_its_two_unions() -> None:
 
 def test_the_operations_between_peers_are_their_two_unions() -> None:
     asked, answered = bodies(peering.PeerRequest), bodies(peering.PeerReply)
-    modules = (peering.__name__, rosters.__name__, sampling.__name__)
-    own = {kind.__name__ for kind in asked + answered if kind.__module__ in modules}
+    own = {kind.__name__ for kind in asked + answered if kind.__module__ == peering.__name__}
     assert set(operations("peers")) == own
     assert set(forwarded()) == _named(asked + answered) - own
     assert {row.answer for row in operations("peers").values()} - {""} <= _named(answered)

@@ -17,8 +17,6 @@ from dataplane.wire import (
     messages,
     objects,
     peering,
-    rosters,
-    sampling,
     tables,
 )
 from tests.protocol.make_vectors import python_of
@@ -53,7 +51,7 @@ def _defined_in(module: types.ModuleType) -> dict[str, type[msgspec.Struct]]:
 
 
 LOCAL = _defined_in(messages) | _defined_in(checkpoint)
-PEERS = _defined_in(peering) | _defined_in(rosters) | _defined_in(sampling)
+PEERS = _defined_in(peering)
 _BULK = _defined_in(bulk_frames)
 
 

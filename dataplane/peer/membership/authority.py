@@ -17,7 +17,7 @@ from dataplane.metadata.roster.silence import Silence
 from dataplane.peer.host import Host
 from dataplane.peer.net.links import refuses
 from dataplane.peer.net.mesh import Mesh
-from dataplane.wire.rosters import Beat, Rostered
+from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from dataplane.peer.membership.keepers import Keeper
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.rosters import Beat, Rostered
+from dataplane.wire.peering import Beat, Rostered
 
 if TYPE_CHECKING:
     from dataplane.peer.membership.succession import Succession

@@ -23,8 +23,7 @@ from dataplane.peer.net.sockets import Context, Socket, SocketClosed
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import PeerHello, PeerReply
-from dataplane.wire.rosters import Append
+from dataplane.wire.peering import Append, PeerHello, PeerReply
 
 log = logging.getLogger(__name__)
 

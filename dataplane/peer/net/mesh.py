@@ -32,8 +32,7 @@ from dataplane.peer.net.serving import Serving
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Failed
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
-from dataplane.wire.rosters import Append
+from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

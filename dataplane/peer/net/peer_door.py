@@ -28,9 +28,19 @@ from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest, Pull, Release
-from dataplane.wire.rosters import Append, Beat, Inherited, Rostered, Void
-from dataplane.wire.sampling import Sample
+from dataplane.wire.peering import (
+    Append,
+    Beat,
+    Inherited,
+    PeerHello,
+    PeerReply,
+    PeerRequest,
+    Pull,
+    Release,
+    Rostered,
+    Sample,
+    Void,
+)
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.identity import new_identity
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.sampling import Sample, Sampled
+from dataplane.wire.peering import Sample, Sampled
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

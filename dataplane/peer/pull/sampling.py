@@ -34,8 +34,8 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import Remote
 from dataplane.version import __version__
 from dataplane.wire.messages import Body, Done
+from dataplane.wire.peering import Sample, Sampled
 from dataplane.wire.records import EXTENT, U4, U8
-from dataplane.wire.sampling import Sample, Sampled
 
 log = logging.getLogger(__name__)
 

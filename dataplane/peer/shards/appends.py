@@ -25,7 +25,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.second_copies import Copying
 from dataplane.wire.journal import Op, encode_ops
-from dataplane.wire.rosters import Append, Shipment
+from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
+from dataplane.wire.peering import Append, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, column
-from dataplane.wire.rosters import Append, Inherited, Shipment
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

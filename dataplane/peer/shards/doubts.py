@@ -22,8 +22,8 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.once import part_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Done, Finish, Put, PutDone
+from dataplane.wire.peering import Void
 from dataplane.wire.records import U4
-from dataplane.wire.rosters import Void
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

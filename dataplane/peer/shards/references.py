@@ -25,9 +25,8 @@ from dataplane.peer.shards.doubts import Doubts
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, Put, PutDone
-from dataplane.wire.peering import Release
+from dataplane.wire.peering import Inherited, Release
 from dataplane.wire.records import RANGE, U4, column
-from dataplane.wire.rosters import Inherited
 from dataplane.wire.tables import INLINE, Owner
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.sessions import Sessions
 from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.wire.rosters import CanFree, Stirring
+from dataplane.wire.peering import CanFree, Stirring
 
 if TYPE_CHECKING:
     from dataplane.peer.room.spilling import Spilling

@@ -186,7 +186,7 @@ class TagConflict(DataplaneError):
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed half-way: `details["committed"]` are the rows that are in. Repeating is safe."""
+    """A put failed half-way: `details["committed"]` are the rows that are in."""
 
 
 # claims

@@ -1,7 +1,7 @@
 """The client's operations as generators, without I/O: they yield steps and return results.
 
-`plane.Plane` carries the steps out with blocking sockets, `aio` on an event loop; so both do the
-same. A step's outcome is sent in, its error thrown in. Bodies of several messages, copies and the
+`sync` carries the steps out with blocking sockets, `aio` on an event loop; so both do the same. A
+step's outcome is sent in, its error thrown in. Bodies of several messages, copies and the
 bookkeeping that must survive a failure between them belong here and in the files beside it.
 """
 
@@ -42,9 +42,9 @@ from dataplane.wire.tables import Definition, Name
 
 DEFAULT_TIMEOUT_S = 30.0
 ATTACH_S = 1.0
+"""A call that waits for rows takes at least so long to find the partition that it is about."""
 SHARD_FULL_S = 1.0
 """A shard that had no room for small values is asked again after so long."""
-"""A call that waits for rows takes at least so long to find the partition that it is about."""
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)

@@ -1,10 +1,9 @@
-"""Every example runs, two at a time and then again, and so does the README's block."""
+"""Every example runs, two at a time and then again."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
 
 
 def run(command: list[str]) -> str:
@@ -48,10 +46,3 @@ def test_an_example_runs_twice_at_once_and_then_again(example: Path, run_dir: Pa
     with ThreadPoolExecutor() as both:
         first, second = both.map(run, [launch, launch])
     assert first and second and run(launch)
-
-
-def test_the_readmes_quick_start_runs_twice_at_once(run_dir: Path) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    with ThreadPoolExecutor() as both:
-        first, second = both.map(run, [[sys.executable, "-c", block]] * 2)
-    assert first == second != ""

@@ -49,7 +49,7 @@ async def test_so_do_those_of_an_event_loop(plane: Plane) -> None:
         again, same = pickle.loads(pickle.dumps((first, part)))  # noqa: S301
         assert await again.partitions() == ["p"] and again is not first
         batch = await same.claim("s", rows=1, timeout=20)
-        with pytest.raises(TypeError, match=r"send its \.ref"):
+        with pytest.raises(TypeError, match=r"send batch\.ref"):
             pickle.dumps(batch)
         await batch.release()
         await again.close()
@@ -59,7 +59,7 @@ def test_a_batch_says_how_it_goes_to_another_process(plane: Plane) -> None:
     part = plane.partition("p", stages={"s": ["x"]})
     part.put({"x": [1, 2]}, key=["a", "b"], group="g")
     batch = part.claim("s", rows=2, timeout=20)
-    with pytest.raises(TypeError, match=r"a Batch does not go .* send its \.ref"):
+    with pytest.raises(TypeError, match=r"a Batch does not go .* send batch\.ref"):
         pickle.dumps(batch)
     ref = pickle.loads(pickle.dumps(batch.ref))  # noqa: S301
     assert (ref.keys, ref.groups, ref.fields) == (["a", "b"], ("g",), ("x",))

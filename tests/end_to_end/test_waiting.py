@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
         part.claim("s", rows=1, timeout=SOON_S + 1)
     (line,) = lines(caplog, "claim of 1 (rows) for stage 's' of partition 'p'")
     for text in (line, caught.value.message):
-        assert "2 rows leased by this process for" in text
+        assert f"2 rows leased by this process (pid {os.getpid()} on host " in text
         assert "only this process itself could end this wait: ack, release or drop" in text
     assert caught.value.details["only_own"] is True
     plane.partition("q", stages={"s": ["x"]}).put({"x": [1, 2]})
@@ -51,7 +52,7 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
     caplog.clear()
     with ThreadPoolExecutor() as other, pytest.raises(dataplane.ClaimTimeout) as caught:
         other.submit(part.claim, "s", rows=1, timeout=SOON_S + 1).result()
-    assert "leased by this process for" in caught.value.message
+    assert "leased by this process (pid " in caught.value.message
     assert "only this process" not in caught.value.message + caplog.text, "this thread may ack"
     assert len(loaded) == 2
     batch.ack()

@@ -64,7 +64,7 @@ def test_a_shard_that_says_nothing_is_named() -> None:
         ({"excluded": 2, "units": 2}, "2 ready rows are excluded by the filter"),
         ({"sealed": True, "units": 1}, "sealed and nothing that is left can come to this call"),
         ({"sealed": True, "ready": 1}, "the partition is sealed, so no new row comes"),
-        ({"leases": [[ME, "s", 4, 1.0]]}, "4 rows leased by this process for 1 s"),
+        ({"leases": [[ME, "s", 4, 1.0]]}, f"4 rows leased by this process ({ME}) for 1 s"),
         ({"leases": [[OTHER, "s", 1, float(n)] for n in range(5)]}, "for 2 s; and by 2 more"),
     ],
 )

@@ -30,6 +30,7 @@ class LeasedRows(Selection):
 
     @property
     def stage(self) -> str:
+        """Who leased the rows."""
         return self.lease.stage
 
     @property

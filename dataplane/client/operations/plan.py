@@ -389,10 +389,12 @@ class Planned(Generic[M]):
 
     @property
     def rank(self) -> int:
+        """Whose part of the plan this is."""
         return self._joined.rank
 
     @property
     def stage(self) -> str:
+        """Who leased the rows."""
         return self._joined.part.stage
 
     @property

@@ -83,7 +83,8 @@ class Selection:
 
     def __reduce__(self) -> Any:
         what = f"a {type(self).__name__} does not go to another process"
-        raise TypeError(f"{what}: send its .ref, and read that there with plane.get(ref)")
+        name = type(self).__name__.lower()
+        raise TypeError(f"{what}: send {name}.ref, and read that there with plane.get(ref)")
 
     @property
     def partition(self) -> str:

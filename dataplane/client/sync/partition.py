@@ -41,6 +41,7 @@ class Partition:
 
     @property
     def name(self) -> str:
+        """Its name, alone in the plane."""
         return self._handle.name
 
     # writing
@@ -70,15 +71,15 @@ class Partition:
 
         Putting the same again is safe: rows whose given keys or groups were there before, and have
         been freed since, are passed over and counted (`ref.kept`); where that is all of them it is
-        RowsGone. reuse: such names are new rows', also those of dropped ones (RowsDropped
-        otherwise).
+        RowsGone, and where some are there still FieldExists. reuse: such names are new rows', also
+        those of dropped ones (RowsDropped otherwise).
 
         A field whose values all lie on a GPU that the peer has a device arena of is copied into
         that, on the streams of the values, and into host memory where the device has no room.
 
         Raises BackPressure when the arena stays full, ValueTooLarge for a row or a group that can
-        never fit, PutIncomplete when some rows went in and others did not: putting the same again
-        is safe with given keys.
+        never fit, PutIncomplete when some rows went in and others did not: its `details["rows"]`
+        are those that did, put the others.
         """
         return self._run(
             put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)

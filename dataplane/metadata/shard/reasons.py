@@ -6,6 +6,7 @@ Plain facts in, one sentence out; nothing here asks anybody. What a store knows 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ def of_admission(
     version = told["version"]
     taken = f"{counted(told['unfinished_groups'], 'group')} unfinished"
     for who, n in list(holders.items())[:SHOWN_LEASES]:
-        taken += f", {n} permitted to {'this process' if who == me else who}"
+        taken += f", {n} permitted to {_named(who, me)}"
     more = sum(list(holders.values())[SHOWN_LEASES:])
     taken += f", and {more} to others" if more else ""
     if told["finished_groups"]:
@@ -132,6 +133,15 @@ def of_admission(
     return "; ".join(parts)
 
 
+def _named(who: str, me: str) -> str:
+    return f"this process ({who})" if who == me else who
+
+
+def seen_by_others(why: str) -> str:
+    """A reason that a process was told, for who is another one."""
+    return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process itself", "it")
+
+
 def _lacking(facts: Facts, name: str, stage: str) -> str:
     said = (
         f"{counted(facts.lacking[name], 'row lacks', 'rows lack')} `{name}`, a field of {stage!r}"
@@ -142,9 +152,8 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
 def _leases(facts: Facts, stage: str, me: str) -> list[str]:
     said = []
     for who, of, rows, age in sorted(facts.leases, key=lambda one: -one[3])[:SHOWN_LEASES]:
-        holder = "this process" if who == me else who
         where = "" if of == stage else f" for stage {of!r}"
-        said.append(f"{counted(rows, 'row')} leased by {holder}{where} for {age:.0f} s")
+        said.append(f"{counted(rows, 'row')} leased by {_named(who, me)}{where} for {age:.0f} s")
     more = len(facts.leases) - len(said)
     return [*said, f"and by {more} more"] if more > 0 else said
 

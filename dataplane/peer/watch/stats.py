@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
+from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.pull.paths import STAGED
 from dataplane.peer.sessions import Session
@@ -176,7 +177,7 @@ class Reporting:
                 "stage": subject.stage,
                 "calls": calls,
                 "for_s": round(for_s, 1),
-                "why": why,
+                "why": seen_by_others(why),
                 "peer": self.host.name,
             }
             for subject, calls, for_s, why in self.host.notices.waits(self.host.now())

@@ -44,10 +44,7 @@ def observed(store: Store) -> dict[str, Any]:
         "stages": {name: _stage(store, name) for name in state.stages},
         "leases": {lease.number: _lease(lease) for lease in state.leases},
         "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans},
-        "tombstones": [
-            (tuple(key), freed)
-            for key, freed in zip(*(one.tolist() for one in state.tombstones.all()), strict=True)
-        ],
+        "tombstones": state.tombstones.all(),
         "fields": sorted(store.known(list(state.fields))),
         "phase": store.phase,
         "holdings": _holdings(store),

@@ -2,79 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
-import numpy as np
 import pytest
 
 from dataplane.metadata.shard.blocks import PENDING, READY
 from dataplane.metadata.shard.lanes import Lane
 from dataplane.metadata.shard.stages import Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of, to_mask
-from dataplane.metadata.tables.key_index import KeyIndex, pairs, repeated
-from dataplane.metadata.tables.names import hash_names, mint_many
+from dataplane.metadata.tables.incoming import keys_in
+from dataplane.metadata.tables.names import hash_names
 from dataplane.metadata.tables.tombstones import Tombstones
 
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
 
-@SEEDS
-def test_the_index_knows_what_a_dict_knows(seed: int) -> None:
-    rng = random.Random(seed)
-    index, known, ids = KeyIndex(), {}, itertools.count()
-    universe = np.concatenate([pairs(mint_many(9, 0, 1_500)), pairs(hash_names(range(1_500)))])
-    names = [key.tobytes() for key in universe]
-    for _ in range(60):
-        picked = rng.sample(range(3_000), rng.choice([1, 2, 50, 600]))
-        new = [i for i in picked if names[i] not in known]
-        if new:
-            slots = np.array([next(ids) for _ in new])
-            index.reserve(int(slots[-1]) + 1)
-            index.insert(universe[new], slots)
-            known |= dict(zip((names[i] for i in new), slots.tolist(), strict=True))
-        gone = rng.sample(sorted(known), min(len(known), rng.choice([0, 1, 30, 500])))
-        if gone:
-            index.remove(np.array([known.pop(name) for name in gone]))
-        for some in (universe, universe[rng.randrange(3_000)][None, :]):
-            expected = [known.get(key.tobytes(), -1) for key in some]
-            assert index.find(some).tolist() == expected
-        assert len(index) == len(known) == len(set(known.values()))
-
-
-def test_a_key_that_occurs_twice_is_found() -> None:
-    keys = pairs(hash_names(["a", "b", "a", "c", "b"]))
-    assert repeated(keys).tolist() == [2, 4]
-    assert not len(repeated(keys[:2]))
-
-
 def test_the_oldest_tombstones_go_first_and_are_counted() -> None:
     tombstones = Tombstones(limit=10)
-    keys = pairs(hash_names(range(40)))
+    keys = keys_in(hash_names(range(40)))
     for start in range(0, 40, 4):
         tombstones.add(keys[start : start + 4])
         tombstones.add(keys[start : start + 4])
-    assert tombstones.among(keys).tolist() == [False] * 30 + [True] * 10
+    assert [tombstones.dropped(key) for key in keys] == [False] * 30 + [True] * 10
     assert (len(tombstones), tombstones.forgotten) == (10, 30)
     tombstones.add(keys[:3])
-    assert (tombstones.all()[0] == np.concatenate([keys[33:], keys[:3]])).all()
+    assert tombstones.all() == [(key, False) for key in [*keys[33:], *keys[:3]]]
     tombstones.add(keys[:25])
     assert len(tombstones) == 10
 
 
 def test_names_that_are_used_again_are_no_tombstones_and_leave_their_place() -> None:
     tombstones = Tombstones(limit=10)
-    keys = pairs(hash_names(range(40)))
+    keys = keys_in(hash_names(range(40)))
     tombstones.add(keys[:4], freed=True)
     tombstones.add(keys[4:8])
     tombstones.add(keys[3:5], freed=True)  # what was dropped stays so
-    tombstones.remove(keys[[1, 5, 30]])
-    assert tombstones.freed(keys[:9]).tolist() == [True, False, True, True] + [False] * 5
-    assert tombstones.among(keys[:9]).tolist() == [False] * 4 + [True, False, True, True, False]
+    tombstones.remove(keys[at] for at in (1, 5, 30))
+    was = [(tombstones.freed(key), tombstones.dropped(key)) for key in keys[:9]]
+    freed, dropped, unknown = (True, False), (False, True), (False, False)
+    assert was == [freed, unknown, freed, freed, dropped, unknown, dropped, dropped, unknown]
     tombstones.add(keys[:1])  # freed, and now dropped
-    there, freed = tombstones.all()
-    assert (there == keys[[0, 2, 3, 4, 6, 7]]).all()
-    assert freed.tolist() == [False, True, True, False, False, False]
+    ages = zip((0, 2, 3, 4, 6, 7), (False, True, True, False, False, False), strict=True)
+    assert tombstones.all() == [(keys[at], freed) for at, freed in ages]
     tombstones.add(keys[10:20])
     assert (len(tombstones), tombstones.forgotten) == (10, 6)
 

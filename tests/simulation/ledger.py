@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name
-from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.tombstones import of_group
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Name, Owner
 
@@ -221,9 +221,9 @@ class Ledger:
         for entry in peer.host.entries.values():
             state = entry.store.state
             self._excuse(b"".join(state.index), why)
-            gone = state.tombstones.all()[0]
-            self._excuse(gone.tobytes(), why)
-            self._excuse(of_groups(gone).tobytes(), why)
+            gone = [key for key, _ in state.tombstones.all()]
+            self._excuse(b"".join(gone), why)
+            self._excuse(b"".join(map(of_group, gone)), why)
 
     def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
         """Rows whose values were at one peer and whose second copies at another, both dead; also

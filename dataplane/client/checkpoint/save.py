@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dataplane.client.checkpoint.archive import (
     FILES,
     Archive,
@@ -29,7 +27,7 @@ from dataplane.errors import (
     PartitionUndefined,
     RowsGone,
 )
-from dataplane.metadata.tables.key_index import pairs, repeated
+from dataplane.metadata.tables.incoming import keys_in
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.records import KEY
 
@@ -194,15 +192,11 @@ class _Checkpoint:
 
 def _each_once(columns: list[bytes]) -> list[bytes]:
     """A name that was freed and put again meanwhile was told twice: where it is now counts."""
-    joined = pairs(b"".join(columns))
-    again = len(joined) - 1 - repeated(np.ascontiguousarray(joined[::-1]))
-    if not len(again):
-        return columns
-    keep = np.ones(len(joined), np.bool_)
-    keep[again] = False
-    ends = np.cumsum([len(column) // KEY.itemsize for column in columns])
-    parts = zip(np.split(joined, ends[:-1]), np.split(keep, ends[:-1]), strict=True)
-    return [part[kept].tobytes() for part, kept in parts]
+    told = [keys_in(column) for column in columns]
+    last = {key: number for number, keys in enumerate(told) for key in keys}
+    return [
+        b"".join([key for key in keys if last[key] == number]) for number, keys in enumerate(told)
+    ]
 
 
 def _note(handle: Handle, closed: int) -> PartitionNote:

@@ -22,9 +22,8 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, keys_in, rows_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
@@ -85,10 +84,8 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     here = [group for group, _ in units if group is not None]
     gone = [key for key, (group, _) in zip(asked, units, strict=False) if group is None]
     saved = Rows([part for _, parts in units for part in parts])
-    among = state.tombstones.among(of_groups(pairs(b"".join(gone))))
-    return SaveDone(
-        _table(state, saved, here), _progress(state, saved, here), len(units), int((~among).sum())
-    )
+    ended = sum([not state.tombstones.dropped(of_group(key)) for key in gone])
+    return SaveDone(_table(state, saved, here), _progress(state, saved, here), len(units), ended)
 
 
 def _row_bytes(known: dict[int, list[int]], block: Block, bits: int) -> int:

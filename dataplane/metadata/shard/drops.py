@@ -17,9 +17,8 @@ from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows
 from dataplane.metadata.shard.rows_out import told
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
-from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.tombstones import of_group
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import Name, Owner
 
@@ -34,9 +33,7 @@ class Lost:
 
 def drop_rows(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     """Drop rows by key; unknown ones leave a tombstone as well. Returns (rows, bytes)."""
-    unknown = [key for key in keys if key not in state.index]
-    if unknown:
-        state.tombstones.add(pairs(b"".join(unknown)))
+    state.tombstones.add(key for key in keys if key not in state.index)
     rows = state.find(b"".join(keys))
     return len(rows), state.remove(rows.parts, dropped=True)
 
@@ -49,7 +46,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
         return 0, 0
     keys = list(dict.fromkeys(keys))
     groups = [state.groups[key] for key in keys if key in state.groups]
-    state.tombstones.add(of_groups(pairs(b"".join(keys))))
+    state.tombstones.add(map(of_group, keys))
     still_open = [group for group in groups if not group.closed]
     rows = Rows([(block, block.live) for group in groups for block in group.blocks])
     many, nbytes = len(rows), state.remove(rows.parts, dropped=True)
@@ -126,7 +123,7 @@ def end_open_groups(state: State, keep: bool) -> int:
 
 
 def _expect_new(state: State, key: bytes, size: int, name: Name | None, shown: Name) -> None:
-    if state.tombstones.among(of_groups(pairs(key)))[0]:
+    if state.tombstones.dropped(of_group(key)):
         raise RowsDropped(f"the group {shown!r} was dropped; it is cancelled", groups=[shown])
     if state.sealed:
         raise PartitionSealed(f"partition {state.partition!r} is sealed and takes no new groups")

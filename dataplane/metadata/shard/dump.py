@@ -69,10 +69,10 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
         yield _held(lease)
     for plan in state.leases.plans:
         yield _planned(plan)
-    keys, freed = state.tombstones.all()
-    for at in range(0, len(keys), rows_per_op):
-        part = slice(at, at + rows_per_op)
-        yield Buried(keys[part].tobytes(), freed[part].astype(np.uint8).tobytes())
+    buried = state.tombstones.all()
+    for at in range(0, len(buried), rows_per_op):
+        keys, freed = zip(*buried[at : at + rows_per_op], strict=True)
+        yield Buried(b"".join(keys), bytes(freed))
     fields = [name for name, had in state.fields.items() if had]
     finished = np.array(state.leases.finished, U8).tobytes()
     lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}

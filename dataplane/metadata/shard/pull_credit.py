@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.memory.extents import PAGE_BYTES, padded
-from dataplane.metadata.tables.columns import Array, unique
+from dataplane.metadata.tables.references import Array, unique
 from dataplane.wire.records import U8
 
 

@@ -34,9 +34,8 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.tombstones import of_groups
+from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
 
@@ -144,9 +143,8 @@ def apply_put(
     if not rows.count:
         return PutOutcome(gone=gone)
     if plan.reuse and len(state.tombstones):
-        state.tombstones.remove(pairs(b"".join([rows.keys[i] for i in plan.new])))
-        groups = b"".join([rows.group_keys[i] for i in plan.new_groups])
-        state.tombstones.remove(of_groups(pairs(groups)))
+        state.tombstones.remove(rows.keys[i] for i in plan.new)
+        state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
     _enter_groups(state, plan)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, values)
@@ -250,20 +248,17 @@ def _without_gone(state: State, values: Values, there: list[int]) -> Values:
 
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
     """Those of these rows that were here under given names, or their group was, and are freed."""
-    freed = state.tombstones.freed(pairs(b"".join([rows.keys[i] for i in new]))).tolist()
-    gone = [i for i, is_over in zip(new, freed, strict=True) if is_over]
-    if rows.group is not None and rows.group_keys:
-        over = state.tombstones.freed(of_groups(pairs(b"".join(rows.group_keys)))).tolist()
-        if any(over):
-            index = rows.group
-            gone += [i for i in new if index[i] >= 0 and over[index[i]]]
+    freed = state.tombstones.freed
+    gone = [i for i in new if freed(rows.keys[i])]
+    over = {at for at, key in enumerate(rows.group_keys) if freed(of_group(key))}
+    if over and rows.group is not None:
+        gone += [i for i in new if rows.group[i] in over]
     return gone
 
 
 def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool) -> None:
     if len(state.tombstones) and not reuse:
-        among = state.tombstones.among(pairs(b"".join([rows.keys[i] for i in new]))).tolist()
-        dropped = [i for i, was in zip(new, among, strict=True) if was]
+        dropped = [i for i in new if state.tombstones.dropped(rows.keys[i])]
         if dropped:
             keys = shown(rows.names, rows.keys, dropped)
             said = counted(len(dropped), "row of this put was", "rows of this put were")
@@ -346,11 +341,7 @@ def _plan_groups(
 
 
 def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
-    if not made:
-        return
-    keys = pairs(b"".join([rows.group_keys[at] for at in made]))
-    among = state.tombstones.among(of_groups(keys)).tolist()
-    dropped = [at for at, was in zip(made, among, strict=True) if was]
+    dropped = [at for at in made if state.tombstones.dropped(of_group(rows.group_keys[at]))]
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
         raise RowsDropped(

@@ -33,7 +33,6 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import keys_in, rows_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
@@ -373,11 +372,10 @@ def _planned(store: Store, op: Planned, now: float) -> None:
 
 
 def _buried(store: Store, op: Buried, now: float) -> None:
-    keys = pairs(b"".join(_different(op.keys, "key")))
-    freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).astype(np.bool_)
-    ends = np.append(np.flatnonzero(np.diff(freed)) + 1, len(keys)).tolist()
-    for first, end in zip([0, *ends], ends, strict=False):
-        store.state.tombstones.add(keys[first:end], bool(freed[first]))
+    keys = _different(op.keys, "key")
+    freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).tolist()
+    for key, was_freed in zip(keys, freed, strict=True):
+        store.state.tombstones.add([key], bool(was_freed))
 
 
 def _lost_before(store: Store, op: LostBefore, now: float) -> None:

@@ -14,7 +14,6 @@ from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values import Values, joined
@@ -158,13 +157,13 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
     if len(found) * KEY_BYTES < len(raw):
         keys = keys_in(raw)
         gone = [i for i, key in enumerate(keys) if key not in state.index]
-        dropped = state.tombstones.among(pairs(b"".join([keys[i] for i in gone]))).tolist()
+        dropped = [i for i in gone if state.tombstones.dropped(keys[i])]
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
             f"{state.partition!r}: {shown_names}; freed, dropped, or never put",
             keys=shown_names,
-            dropped=shown(names, keys, [i for i, was in zip(gone, dropped, strict=True) if was]),
+            dropped=shown(names, keys, dropped),
             rows=len(gone),
         )
     return found

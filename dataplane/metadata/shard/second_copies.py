@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.references import extents_of, ids_of, ranges_of
+from dataplane.metadata.tables.references import Array, extents_of, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op, Progressed, Wrote
 from dataplane.wire.limits import ABSENT

@@ -26,13 +26,11 @@ from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
-from dataplane.metadata.tables.columns import Array
 from dataplane.metadata.tables.incoming import keys_in
-from dataplane.metadata.tables.key_index import pairs
 from dataplane.metadata.tables.names import KEY_BYTES
-from dataplane.metadata.tables.references import Move
+from dataplane.metadata.tables.references import Array, Move
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.tombstones import Tombstones, of_groups
+from dataplane.metadata.tables.tombstones import Tombstones, of_group
 from dataplane.metadata.tables.values import Loose, Values, by_tables
 from dataplane.metadata.tables.where import Filter
 from dataplane.metadata.tables.where import test as holding
@@ -477,7 +475,7 @@ class State:
                 if not block.live:
                     group.blocks = tuple([one for one in group.blocks if one is not block])
         if buried:
-            self.tombstones.add(pairs(b"".join(buried)), freed=not dropped)
+            self.tombstones.add(keys_in(b"".join(buried)), freed=not dropped)
         if groups:
             self._leave(list(groups.values()), dropped, freed)
         if not dropped:
@@ -538,8 +536,7 @@ class State:
     def _remember_groups(self, groups: Sequence[Group]) -> None:
         """Groups with given names that go after some of their rows were freed."""
         keys = [one.key for one in groups if one.given is not None and not one.all_dropped]
-        if keys:
-            self.tombstones.add(of_groups(pairs(b"".join(keys))), freed=True)
+        self.tombstones.add(map(of_group, keys), freed=True)
 
     def _count_closed(self, groups: Sequence[Group]) -> int:
         """Groups that have just closed: count those that were not cancelled, forget empty ones."""

@@ -47,8 +47,7 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.references import Move, extents_of, ids_of, ranges_of
+from dataplane.metadata.tables.references import Array, Move, extents_of, ids_of, ranges_of
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import loose_by_owner
 from dataplane.metadata.tables.where import parse

@@ -21,7 +21,7 @@ from dataplane.metadata.shard.pull_credit import PullCredit, pulled_per_row, rou
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of, to_mask
-from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.references import Array
 from dataplane.metadata.tables.values import Values
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want

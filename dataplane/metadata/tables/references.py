@@ -6,17 +6,28 @@ A range is told by its owner, number and generation; a record that names it is o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.columns import Array, unique
+from dataplane.memory.extents import every
 from dataplane.wire.records import RANGE, U4
 from dataplane.wire.tables import Owner
+
+Array = npt.NDArray[Any]
 
 WHOLE = np.iinfo(np.uint64).max
 """Further than any range reaches."""
 _LOW, _HIGH = np.uint64(0xFFFF_FFFF), np.uint64(32)
+
+
+def unique(ids: Array) -> Array:
+    """The different ids, sorted. Most columns have one; `np.unique` takes 20 µs to see it."""
+    if len(ids) < 2:
+        return ids
+    return ids[:1] if every(ids == ids[0]) else np.unique(ids)
 
 
 def ids_of(records: Array) -> Array:

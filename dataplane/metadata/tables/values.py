@@ -18,8 +18,7 @@ import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.metadata.tables.bits import all_of, of_mask, picked
-from dataplane.metadata.tables.columns import Array, unique
-from dataplane.metadata.tables.references import ids_of, ranges_of
+from dataplane.metadata.tables.references import Array, ids_of, ranges_of, unique
 from dataplane.wire.limits import (
     ABSENT,
     INLINE_ALIGNMENT_BYTES,

@@ -20,8 +20,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.replay import apply
 from dataplane.metadata.shard.second_copies import Copies, named_by
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.columns import Array
-from dataplane.metadata.tables.references import ids_of
+from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import Shipping

@@ -17,7 +17,7 @@ from dataplane.errors import BackPressure, DataplaneError, RowsGone, RowsLost, S
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
-from dataplane.metadata.tables.columns import Array
+from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.pulls import PULLER, Pulls

@@ -73,7 +73,7 @@ def test_a_claim_is_met_only_in_full_and_holds_nothing_before() -> None:
     shard = Shard()
     assert shard.put(0, 7) == []
     assert shard.claim(1, rows(8)) == []
-    assert shard.store.counts("s").ready_rows == 7
+    assert shard.store.counts("s").ready == 7
     assert shard.put(7, 2) == [(1, [0, 1, 2, 3, 4, 5, 6, 7])]
     assert not len(shard.queue)
 
@@ -130,7 +130,7 @@ def test_a_budget_holds_nothing_until_the_next_row_would_not_fit() -> None:
     shard = Shard()
     assert shard.claim(1, budget(100.0)) == []
     assert shard.put(0, 2, length=[30, 30]) == []
-    assert shard.store.counts("s").ready_rows == 2
+    assert shard.store.counts("s").ready == 2
     assert shard.put(2, 2, length=[35, 10]) == [(1, [0, 1, 2])]
 
 

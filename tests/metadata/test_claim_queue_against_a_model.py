@@ -208,7 +208,7 @@ class Queue(RuleBasedStateMachine):
         assert sorted(one.number for one in self.queue) == sorted(
             one.number for one in self.naive.claims
         )
-        assert self.store.counts("s").ready_rows == len(self.naive.ready)
+        assert self.store.counts("s").ready == len(self.naive.ready)
 
 
 Queue.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

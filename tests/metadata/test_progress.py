@@ -58,9 +58,9 @@ def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:
 def test_nothing_is_ready_by_it() -> None:
     s = holding("a")
     finish(s, claim(s, 1), "release", columns=so_far(1, 70, "tokens"))
-    assert s.counts("train").ready_rows == 0
+    assert s.counts("train").ready == 0
     finish(s, claim(s, 1), columns=so_far(1, 80, "tokens"))
-    assert s.counts("train").ready_rows == 1
+    assert s.counts("train").ready == 1
     assert freed(s) == [70]
 
 
@@ -155,4 +155,4 @@ def test_names_of_progress_take_room_while_a_row_has_it_and_one_too_many_changes
             finish(s, claim(s, 1))
             s.reset("rollout")
     finish(s, claim(s, 1), columns=so_far(1, 80, "tokens"))
-    assert s.counts("train").ready_rows == 1
+    assert s.counts("train").ready == 1

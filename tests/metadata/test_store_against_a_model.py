@@ -473,25 +473,13 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert len(self.store) == len(self.rows)
         assert self.store.closed_groups == self.made
-        for stage in STAGES:
-            for where in (None, WHERE):
-                counts = self.store.counts(stage, where)
-                rows = Counter(row.state[stage] for row in self.rows.values())
-                groups = Counter(group.state[stage] for group in self.groups.values())
-                ready_rows = len(self.ready(stage, "rows", where is not None))
-                ready_groups = len(self.ready(stage, "groups", where is not None))
-                assert counts.ready_rows == ready_rows
-                assert counts.ready_groups == ready_groups
-                assert counts.remaining_rows == rows["pending"] + ready_rows
-                assert counts.remaining_groups == groups["pending"] + ready_groups
-                other_rows, other_groups = (
-                    rows["ready"] - ready_rows,
-                    groups["ready"] - ready_groups,
-                )
-                assert counts.outstanding_rows == len(self.rows) - rows["acked"] - other_rows
-                assert (
-                    counts.outstanding_groups == len(self.groups) - groups["acked"] - other_groups
-                )
+        units = {"rows": self.rows.values(), "groups": self.groups.values()}
+        for stage, where, unit in itertools.product(STAGES, (None, WHERE), units):
+            states = Counter(one.state[stage] for one in units[unit])
+            ready = len(self.ready(stage, unit, where is not None))
+            left = states.total() - states["acked"] - (states["ready"] - ready)
+            expected = (ready, states["pending"] + ready, left)
+            assert self.store.counts(stage, unit, where) == expected
 
     @invariant()
     def permits_agree(self) -> None:

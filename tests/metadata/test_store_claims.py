@@ -152,9 +152,9 @@ def test_a_filter_on_groups_means_all_rows_and_follows_tags_and_drops() -> None:
     want = Want("groups", 1, 1, ["ge", "version", 6])
     assert take(s, "train", want) == Taken()
     s.tag(named([1]), {"version": [7]})
-    assert s.counts("train", want.where).ready_groups == 1
+    assert s.counts("train", "groups", want.where).ready == 1
     s.tag(named([2]), {"version": [1]})
-    assert s.counts("train", want.where).ready_groups == 0
+    assert s.counts("train", "groups", want.where).ready == 0
     s.drop(rows=named([2]))
     assert keys_of(s, take(s, "train", want)) == [1]
 
@@ -198,8 +198,8 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     assert (done.rows, done.gone) == (1, 1)
     ((owner, ranges, counts),) = s.freed()
     assert (owner, ranges["range"].tolist(), counts.tolist()) == (OWNERS[0], [50], [1])
-    assert s.counts("train").ready_rows == 1
-    assert s.counts("reward").ready_rows == 1
+    assert s.counts("train").ready == 1
+    assert s.counts("reward").ready == 1
 
 
 def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:

@@ -66,12 +66,12 @@ def test_a_seal_forbids_new_rows_but_not_new_fields() -> None:
     s = store()
     put(s, [1], ["p"])
     put(s, [1], fields=("reward",))
-    assert s.counts("train").ready_groups == 0
+    assert s.counts("train", "groups").ready == 0
     assert s.seal() == 1
     with pytest.raises(PartitionSealed):
         put(s, [2])
     put(s, [1], fields=("more",))
-    assert s.counts("train").ready_groups == 1
+    assert s.counts("train", "groups").ready == 1
 
 
 def test_groups_that_were_dropped_do_not_count_as_made() -> None:
@@ -91,7 +91,7 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     assert (sorted(lost.rows.names or []), lost.groups) == ([1, 2], 1)
     assert s.closed_groups == 0
     put(s, [1, 2], ["p", "p"])
-    assert s.counts("reward").ready_groups == 1
+    assert s.counts("reward", "groups").ready == 1
 
 
 def test_values_that_a_stage_added_before_stay_and_are_counted() -> None:
@@ -128,7 +128,7 @@ def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:
     s = store(stages={}, free="drop", group_size=2)
     put(s, [1, 2, 3], ["p", "p", "q"])
     s.declare_stage("late", ["tokens"])
-    assert (s.counts("late").ready_rows, s.counts("late").ready_groups) == (3, 1)
+    assert (s.counts("late").ready, s.counts("late", "groups").ready) == (3, 1)
     s.declare_stage("late", ["tokens"])
     with pytest.raises(PartitionConflict, match="choose another"):
         s.declare_stage("late", ["other"])

@@ -101,7 +101,7 @@ class Shard:
 
     @property
     def ready(self) -> int:
-        return self.entry.store.counts("s").ready_rows
+        return self.entry.store.counts("s").ready
 
     def keys(self, answer: Body) -> list[Any]:
         assert isinstance(answer, Granted) and answer.table.rows.names is not None

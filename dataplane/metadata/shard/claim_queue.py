@@ -21,9 +21,9 @@ import msgspec
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata.shard import plans
-from dataplane.metadata.shard.counts import Counts
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.pull_credit import PullCredit
+from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.wire.messages import Want
@@ -142,7 +142,7 @@ class ClaimQueue:
         if want.budget_tag is None and want.count < 1:
             raise ProtocolError(f"a claim of {want.count} {want.unit} asks for nothing")
         if want.where is not None:
-            self.store.counts(self.stage, want.where)
+            self.store.counts(self.stage, want.unit, want.where)
         before = self._claims.get(claim.number)
         if before is not None and before.lane == claim.lane:
             claim.since = min(claim.since, before.since)
@@ -203,7 +203,7 @@ class ClaimQueue:
 
     def _joined(self, now: float, sealed: bool) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
-        if sealed and not self.store.counts(self.stage).outstanding_rows:
+        if sealed and not self.store.counts(self.stage).outstanding:
             return [self._over(claim, "ended") for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
         if not self.store.may_join(self.stage):  # as at every put, however many wait
@@ -226,11 +226,10 @@ class ClaimQueue:
         """Meet the claim whose turn it is in a lane."""
         queue = self._lanes[lane]
         head = next(iter(queue.values()))
-        counts = self.store.counts(self.stage, head.want.where)
-        unit = head.want.unit
-        if sealed and not counts.outstanding(unit):
+        counts = self._counts(head)
+        if sealed and not counts.outstanding:
             return self._over(head, "ended")
-        if not counts.ready(unit):
+        if not counts.ready:
             return None
         kept = self._kept(head) if keep and len(self._lanes) > 1 else []
         near = self._near(head, queue, counts) if len(queue) > 1 else None
@@ -250,14 +249,13 @@ class ClaimQueue:
         self, claim: Waiting, counts: Counts, now: float, sealed: bool, kept: list[Kept]
     ) -> Outcome | None:
         want = claim.want
-        remaining = counts.remaining(want.unit)
-        all_there = sealed and remaining == counts.ready(want.unit)
+        all_there = sealed and counts.remaining == counts.ready
         if want.budget_tag is None:
-            least = min(claim.least, remaining) if sealed else claim.least
+            least = min(claim.least, counts.remaining) if sealed else claim.least
             if least != want.minimum:
                 want = Want(want.unit, want.count, least, want.where)
         heads = self._other_heads(claim)
-        ready = [self._ready(head) for head in heads]
+        ready = [self._counts(head).ready for head in heads]
         credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
         last = all_there and want.budget_tag is not None and not kept
         try:
@@ -269,7 +267,7 @@ class ClaimQueue:
         if taken.lease is not None:
             self.withdraw(claim.number)
             for head, before in zip(heads, ready, strict=True):
-                self._note_passed(head, before - self._ready(head))
+                self._note_passed(head, before - self._counts(head).ready)
             return Met(claim, taken)
         if taken.needed_bytes:
             return self._over(claim, "too_large", taken.needed_bytes)
@@ -297,9 +295,8 @@ class ClaimQueue:
         near = self.store.near(self.stage, head.want.unit, head.want.where)
         if near.get(head.address):
             return None
-        ready = counts.ready(head.want.unit)
         for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):
-            enough = min(ready, near.get(other.address, 0)) >= other.least
+            enough = min(counts.ready, near.get(other.address, 0)) >= other.least
             if enough and other.want.budget_tag is None:
                 return other
         return None
@@ -310,8 +307,8 @@ class ClaimQueue:
         mine = claim.lane
         return [next(iter(queue.values())) for lane, queue in self._lanes.items() if lane != mine]
 
-    def _ready(self, claim: Waiting) -> int:
-        return self.store.counts(self.stage, claim.want.where).ready(claim.want.unit)
+    def _counts(self, claim: Waiting) -> Counts:
+        return self.store.counts(self.stage, claim.want.unit, claim.want.where)
 
     def _note_passed(self, head: Waiting, units: int) -> None:
         head.passed_over += max(0, units)
@@ -333,5 +330,5 @@ def _may_be_met(claim: Waiting, counts: Counts, sealed: bool) -> bool:
     want = claim.want
     if want.budget_tag is not None:
         return True
-    least = min(claim.least, counts.remaining(want.unit)) if sealed else claim.least
-    return counts.ready(want.unit) >= least
+    least = min(claim.least, counts.remaining) if sealed else claim.least
+    return counts.ready >= least

@@ -41,7 +41,7 @@ def missing(
     alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
     return {
         "ready": ready,
-        "units": units.remaining,
+        "units": units.count().remaining,
         "excluded": units.ready(None) - ready,
         "alone": sum(alone) if unit == "groups" else 0,
         "missing": lacking,
@@ -165,16 +165,16 @@ def stats(state: State) -> dict[str, Any]:
 
 
 def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:
-    counts, plan = stage.counts(None), state.leases.plan(stage.name)
+    rows, groups, plan = stage.rows, stage.groups, state.leases.plan(stage.name)
     return {
         "fields": list(stage.fields),
-        "ready_rows": counts.ready_rows,
-        "leased_rows": stage.rows.counts[LEASED],
-        "outstanding_rows": counts.outstanding_rows,
+        "ready_rows": rows.counts[READY],
+        "leased_rows": rows.counts[LEASED],
+        "outstanding_rows": rows.count().outstanding,
         "acked_rows": stage.acked_rows,
-        "ready_groups": counts.ready_groups,
-        "leased_groups": stage.groups.counts[LEASED],
-        "outstanding_groups": counts.outstanding_groups,
+        "ready_groups": groups.counts[READY],
+        "leased_groups": groups.counts[LEASED],
+        "outstanding_groups": groups.count().outstanding,
         "plan": {} if plan is None else _plan_stats(plan),
     }
 

@@ -52,7 +52,8 @@ def may_join(state: State, stage: Stage) -> bool:
     """Whether there is a plan, or all that the stage has left is there to begin one."""
     if state.leases.plan(stage.name) is not None:
         return True
-    return state.sealed and bool(stage.rows.outstanding) and not _waits_for_rows(stage)
+    rows = stage.rows.count()
+    return state.sealed and rows.ready == rows.outstanding > 0
 
 
 def join(
@@ -198,11 +199,6 @@ def _weight(block: Block, row: int, tag: str) -> float:
 
 def _shown(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-
-
-def _waits_for_rows(stage: Stage) -> bool:
-    counts = stage.counts(None)
-    return counts.ready_rows < counts.outstanding_rows
 
 
 def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:

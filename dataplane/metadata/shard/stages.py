@@ -7,6 +7,7 @@ from its blocks. Nothing here scans: every change names the blocks it concerns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,6 @@ from dataplane.metadata.shard.blocks import (
     Group,
     Standing,
 )
-from dataplane.metadata.shard.counts import Counts
 from dataplane.metadata.shard.lanes import Lane, Unit
 from dataplane.metadata.tables.where import Filter, parse
 from dataplane.wire.tables import Where
@@ -28,6 +28,16 @@ from dataplane.wire.tables import Where
 MAX_FILTERED_LANES = 32
 
 Test = Callable[[Filter, Unit, int], int]
+
+
+class Counts(NamedTuple):
+    """Of the rows or the groups of a stage, or of those that match a filter: what is leased, or not
+    ready yet, may match when it is. ready: claimable now. remaining: ready, or may still become so.
+    outstanding: not yet acked, dropped or lost for the stage, leased ones included."""
+
+    ready: int
+    remaining: int
+    outstanding: int
 
 
 class Units:
@@ -40,16 +50,6 @@ class Units:
         self.plain = Lane()
         self._filtered: dict[bytes, Lane] = {}  # the one used last is last
         self.changed = True
-
-    @property
-    def remaining(self) -> int:
-        """Neither leased nor done: ready, or may become ready."""
-        return self.counts[PENDING] + self.counts[READY]
-
-    @property
-    def outstanding(self) -> int:
-        """Not yet done."""
-        return sum(self.counts) - self.counts[ACKED]
 
     def add(self, count: int) -> None:
         """New units, all pending."""
@@ -108,6 +108,12 @@ class Units:
         """How many units are ready and match."""
         return self.counts[READY] if where is None else self.lane(where).count
 
+    def count(self, where: Where | None = None) -> Counts:
+        """Exact counts."""
+        ready, counts = self.ready(where), self.counts
+        remaining = counts[PENDING] + ready
+        return Counts(ready, remaining, remaining + counts[LEASED] + counts[SPLIT])
+
 
 class Stage:
     """number: where blocks and groups have what they are for this stage."""
@@ -134,20 +140,6 @@ class Stage:
         changed = self.rows.changed or self.groups.changed
         self.rows.changed = self.groups.changed = False
         return changed
-
-    def counts(self, where: Where | None) -> Counts:
-        """Exact counts. With a filter, ready units that do not match count for nothing; those that
-        are leased, or not ready yet, may match when they are."""
-        ready_rows, ready_groups = self.rows.ready(where), self.groups.ready(where)
-        return Counts(
-            ready_rows=ready_rows,
-            ready_groups=ready_groups,
-            remaining_rows=self.rows.counts[PENDING] + ready_rows,
-            remaining_groups=self.groups.counts[PENDING] + ready_groups,
-            outstanding_rows=self.rows.outstanding - self.rows.counts[READY] + ready_rows,
-            outstanding_groups=self.groups.outstanding - self.groups.counts[READY] + ready_groups,
-            lost_rows=self.lost,
-        )
 
     # rows; `settle` of their groups follows
 

@@ -35,7 +35,6 @@ from dataplane.metadata.shard import (
     takes,
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows
-from dataplane.metadata.shard.counts import Counts
 from dataplane.metadata.shard.drops import Lost
 from dataplane.metadata.shard.finishes import FinishOutcome
 from dataplane.metadata.shard.leases import Lease, Member
@@ -43,6 +42,7 @@ from dataplane.metadata.shard.lost_names import LostNames
 from dataplane.metadata.shard.permits import Permit, Permits
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
+from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.metadata.tables import tags as tagging
@@ -622,7 +622,7 @@ class Store:
     @property
     def claimable(self) -> bool:
         """Rows are ready for some stage."""
-        return any(stage.counts(None).ready_rows for stage in self._state.stages.values())
+        return any(stage.rows.ready(None) for stage in self._state.stages.values())
 
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
@@ -636,9 +636,9 @@ class Store:
         """Groups that closed here, without those of which every row was dropped."""
         return self._state.closed_groups
 
-    def counts(self, stage: str, where: Where | None = None) -> Counts:
+    def counts(self, stage: str, unit: str = "rows", where: Where | None = None) -> Counts:
         """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
-        return self._state.stage(stage).counts(where)
+        return self._state.stage(stage).units(unit).count(where)
 
     def dirty(self) -> set[str]:
         """Drain the stages whose counts changed."""

@@ -395,7 +395,7 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
             cap_bytes=over.claim.most_bytes,
             admission="pull",
         )
-    if entry.store.counts(stage).lost_rows:
+    if entry.store.state.stage(stage).lost:
         lost = entry.store.losses
         keys = lost.latest()
         return RowsLost(
@@ -407,7 +407,7 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
             keys=keys,
         )
     want = over.claim.want
-    left = entry.store.counts(stage).remaining(want.unit)
+    left = entry.store.counts(stage, want.unit).remaining
     had = f"partition {entry.name!r} is sealed and stage {stage!r} has had every row"
     if left:
         one, many = f"{want.unit[:-1]} that does not is", f"{want.unit} that do not are"
@@ -416,13 +416,11 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
 
 
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
-    counts = entry.store.counts(body.stage, body.where)
-    outstanding = counts.outstanding(body.unit)
-    enough = body.count and counts.ready(body.unit) >= body.count
+    ready, remaining, outstanding = entry.store.counts(body.stage, body.unit, body.where)
+    enough = body.count and ready >= body.count
     if enough or (body.below and outstanding < body.below):
         answer.set_result(Done())
     elif body.count and entry.sealed and outstanding < body.count:
-        remaining = counts.remaining(body.unit)
         answer.set_exception(
             StreamEnd(
                 f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "

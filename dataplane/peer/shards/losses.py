@@ -72,5 +72,5 @@ def _over(entry: Entry) -> bool:
     return (
         entry.sealed
         and bool(stages)
-        and not any(entry.store.counts(stage).outstanding_rows for stage in stages)
+        and not any(entry.store.counts(stage).outstanding for stage in stages)
     )

@@ -9,8 +9,9 @@ import numpy as np
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
+from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.messages import Want
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Definition, Name, Owner, Rows, Spec
 
@@ -53,7 +54,7 @@ def put(
     **tags: Any,
 ) -> None:
     columns = [Column(name, values(len(keys), nbytes)) for name in fields]
-    to.put(named(keys, groups), columns, SPECS, OWNERS, tags)
+    to.put(Wrote(named(keys, groups), columns, SPECS, OWNERS, tags))
 
 
 def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:
@@ -69,8 +70,8 @@ def keys_of(from_: Store, taken: Taken) -> list[Name]:
 
 def finish(at: Store, taken: Taken, outcome: str = "ack", **options: Any) -> Any:
     assert taken.lease is not None
-    given = {"index": None, "columns": [], "specs": SPECS, "owners": OWNERS, "tags": {}} | options
-    return at.finish(taken.lease, outcome, **given)
+    given = {"specs": SPECS, "owners": OWNERS} | options
+    return at.finish(Finish(taken.lease, outcome, **given))
 
 
 def fill(store: Store) -> None:

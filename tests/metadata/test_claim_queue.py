@@ -17,7 +17,8 @@ from dataplane.metadata.shard.claim_queue import (
     Waiting,
 )
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.messages import Want
+from dataplane.wire.journal import Wrote
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
 from tests.metadata.stores import SPECS, finish, keys_of, named, put, store, values
 
@@ -45,7 +46,7 @@ class Shard:
         keys = list(range(first, first + count))
         even = {"even": [key % 2 == 0 for key in keys]}
         columns = [Column("tokens", values(count, first=first))]
-        self.store.put(named(keys), columns, SPECS, [Owner(peer, 7)], {**even, **tags})  # type: ignore[arg-type,dict-item]
+        self.store.put(Wrote(named(keys), columns, SPECS, [Owner(peer, 7)], {**even, **tags}))  # type: ignore[arg-type,dict-item]
         return self.serve()
 
     def claim(
@@ -102,7 +103,7 @@ def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
     ((met, keys),) = shard.seal()  # type: ignore[misc]
     assert (met, keys) == (1, [0, 1, 2, 3])
     (lease,) = shard.store.state.leases
-    shard.store.finish(lease.number, "ack", None, [], [], [], {})
+    shard.store.finish(Finish(lease.number, "ack"))
     assert shard.serve() == [(2, "ended")]
     assert shard.claim(3, rows(1)) == [(3, "ended")]
 

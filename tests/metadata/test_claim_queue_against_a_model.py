@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS, ClaimQueue, Over, Waiting
-from dataplane.wire.messages import Want
+from dataplane.wire.journal import Wrote
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner
 from tests.metadata.stores import SPECS, keys_of, named, store, values
 
@@ -144,7 +145,7 @@ class Queue(RuleBasedStateMachine):
             "length": [length_of(row) for row in rows],
         }
         columns = [Column("tokens", values(count, first=rows[0]))]
-        self.store.put(named(list(rows)), columns, SPECS, [Owner("a", 7)], tags)
+        self.store.put(Wrote(named(list(rows)), columns, SPECS, [Owner("a", 7)], tags))
         self.naive.ready += rows
         self.serve()
 
@@ -192,7 +193,7 @@ class Queue(RuleBasedStateMachine):
         held = sorted(self.naive.leased)
         if held:
             number = held[which % len(held)]
-            self.store.finish(self.numbered[number], outcome, None, [], [], [], {})
+            self.store.finish(Finish(self.numbered[number], outcome))
             rows = self.naive.leased.pop(number)
             self.naive.ready = (rows if outcome == "release" else []) + self.naive.ready
             self.serve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.wire.messages import Want
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column
 from tests.metadata.stores import finish, put, store, take, values
 
@@ -15,7 +15,7 @@ def test_only_what_was_not_merely_released_counts_as_finished(outcome: str, know
     put(one, ["a"])
     lease = take(one, "reward", Want("rows", 1, 1)).lease
     assert lease is not None and not one.has_finished(lease, None)
-    one.finish(lease, outcome, None, [], [], [], {})
+    one.finish(Finish(lease, outcome))
     assert one.has_finished(lease, None) == known
 
 

@@ -62,7 +62,7 @@ def test_a_call_that_raised_tells_nothing() -> None:
     with pytest.raises(FieldExists):
         put(s, ["a"])
     with pytest.raises(DataplaneError):
-        s.finish(99, "ack", None, [], [], [], {})
+        s.finish(Finish(99, "ack"))
     assert len(ops) == told
 
 
@@ -113,7 +113,7 @@ def test_a_copy_knows_which_claim_a_lease_met() -> None:
     for copy in (followed, copy_of(s)):
         found = copy.state.leases.of_claim(7)
         assert found is not None and found.number == taken.lease
-        copy.finish(found.number, "release", None, [], [], [], {})
+        copy.finish(Finish(found.number, "release"))
         assert copy.state.leases.of_claim(7) is None
 
 
@@ -300,7 +300,11 @@ def test_values_behind_the_end_of_a_copy_stay_where_they_were() -> None:
     s, ops = journaled()
     pack = np.frombuffer(stores.values(2), stores.VALUE).copy()
     pack["range"], pack["nbytes"], pack["delta"] = 0, 16, [0, 16]
-    s.put(named(["a", "b"]), [stores.Column("tokens", pack.tobytes())], stores.SPECS, OWNERS, {})
+    s.put(
+        Wrote(
+            named(["a", "b"]), [stores.Column("tokens", pack.tobytes())], stores.SPECS, OWNERS, {}
+        )
+    )
     new = Owner("b", 9)
     counts = s.relocate(OWNERS[0], ranges(0), new, ranges(5), np.array([31], np.uint64))
     assert counts.tolist() == [1]
@@ -315,7 +319,7 @@ def test_arrays_inside_of_objects_move_too() -> None:
     s, _ = journaled()
     columns = [stores.Column("tokens", stores.values(3), np.array([2, 0, 1], "<u4").tobytes())]
     columns[0].leaves = stores.values(3, first=1)
-    s.put(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {})
+    s.put(Wrote(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {}))
     counts = s.relocate(OWNERS[0], ranges(0, 1, 2, 3), Owner("b", 9), ranges(10, 11, 12, 13))
     assert counts.tolist() == [1, 2, 2, 1]
     table = s.table(s.read()[0])

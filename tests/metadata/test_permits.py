@@ -11,7 +11,7 @@ from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard.dump import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name, Owner
 from tests.metadata.observed import carried_over, observed
@@ -34,13 +34,23 @@ def admit(
 def begin(s: Store, group: Name, rows: int = 2, holder: int = 7, fields: Any = ("tokens",)) -> None:
     keys: list[Name] = [f"{group}-{i}" for i in range(rows)]
     columns = [Column(name, values(rows)) for name in fields]
-    s.put(named(keys, [group] * rows), columns, SPECS, OWNERS, {}, holder=holder)
+    s.put(Wrote(named(keys, [group] * rows), columns, SPECS, OWNERS, {}, holder=holder))
 
 
 def row(s: Store, group: str, at: int, holder: int) -> None:
     """One row, put again where it is there."""
     columns = [Column("tokens", values(1))]
-    s.put(named([f"{group}-{at}"], [group]), columns, SPECS, OWNERS, {}, keep=True, holder=holder)
+    s.put(
+        Wrote(
+            named([f"{group}-{at}"], [group]),
+            columns,
+            SPECS,
+            OWNERS,
+            {},
+            mode="keep",
+            holder=holder,
+        )
+    )
 
 
 def train(s: Store, outcome: str = "ack") -> Name:
@@ -155,7 +165,7 @@ def test_what_is_not_all_there_holds_the_places_of_what_overtook_it() -> None:
     told = s.stats()["admission"]
     assert (told["lag"], told["held_groups"], told["slowest"]) == (3, 3, ["slow"])
     columns = [Column("tokens", values(1))]
-    s.put(named(["slow-1"], ["slow"]), columns, SPECS, OWNERS, {})
+    s.put(Wrote(named(["slow-1"], ["slow"]), columns, SPECS, OWNERS, {}))
     finish(s, take(s, "reward", ONE), columns=[Column("reward", values(2))])
     assert admit(s, 3, 2)
 

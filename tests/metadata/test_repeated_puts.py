@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dataplane.errors import PartitionSealed, RowsDropped
@@ -9,7 +11,7 @@ from dataplane.metadata.shard.dump import dump
 from dataplane.metadata.shard.puts import PutOutcome
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import Op, Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Column, Definition, Name
 from tests.metadata.observed import carried_over, observed
@@ -19,11 +21,11 @@ ONCE = Definition(stages={"s": ["x"]}, free="acked")
 
 
 def put(
-    to: Store, keys: list[Name], groups: list[Name | None] | None = None, **how: bool
+    to: Store, keys: list[Name], groups: list[Name | None] | None = None, **how: Any
 ) -> PutOutcome:
     columns = [Column("x", values(len(keys)))]
     tags = {"v": list(range(len(keys)))}
-    return to.put(named(keys, groups), columns, SPECS, OWNERS, tags, **how)  # type: ignore[arg-type]
+    return to.put(Wrote(named(keys, groups), columns, SPECS, OWNERS, tags, **how))
 
 
 def consume(s: Store, count: int, unit: str = "rows") -> None:
@@ -44,7 +46,7 @@ def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() ->
     assert freed(s) == 2
     table = s.table(s.read()[0])
     assert sorted(zip(table.rows.names or (), table.tags["v"], strict=True)) == [("c", 1), ("d", 3)]
-    plan = s.check_put(named(["a", "b"]), [Column("x", values(2))])
+    plan = s.check_put(named(["a", "b"]), [Column("x", values(2))], {})
     assert not plan.continues and not len(plan.new)
     assert put(s, ["a", "b"]).gone == 2
     assert s.stats()["tombstones"] == 2
@@ -85,7 +87,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
     s.lost(OWNERS[0])
     assert put(s, ["a"]).gone == 0
     minted = named([names.format_minted(names.mint(1, 1))])
-    s.put(minted, [Column("x", values(1))], SPECS, OWNERS, {})
+    s.put(Wrote(minted, [Column("x", values(1))], SPECS, OWNERS, {}))
     consume(s, 2)
     assert s.stats()["tombstones"] == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from dataplane.errors import (
     RowsGone,
     TagConflict,
 )
-from dataplane.wire.messages import Want
+from dataplane.wire.journal import Wrote
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
 from tests.metadata.store_model import (
     OWNERS,
@@ -80,17 +82,17 @@ class StoreMachine(Model, RuleBasedStateMachine):
         message = self.rows_message(keys, groups)
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version], "n": list(range(len(keys)))}
-        how = {"replace": mode == "replace", "keep": mode == "keep"}
+        how: Any = "new" if mode == "plain" else mode
         if expected:
             with pytest.raises(tuple(expected)):
-                self.store.check_put(message, columns, tags, **how)
+                self.store.check_put(message, columns, tags, how)
             with pytest.raises(tuple(expected)):
-                self.store.put(message, columns, SPECS, self.owners, tags, **how)
+                self.store.put(Wrote(message, columns, SPECS, self.owners, tags, how))
             return
-        self.store.check_put(message, columns, tags, **how)
+        self.store.check_put(message, columns, tags, how)
         inline, holder = bytes(self.brought), 1 + len(keys) % 2
         outcome = self.store.put(
-            message, columns, SPECS, self.owners, tags, inline=inline, holder=holder, **how
+            Wrote(message, columns, SPECS, self.owners, tags, how, False, inline, holder)
         )
         new = [key for key in keys if key not in self.rows]
         for key, number in zip(keys, groups, strict=True):
@@ -228,7 +230,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
     ) -> None:
         if not self.leases:
             with pytest.raises(LeaseExpired):
-                self.store.finish(10_000, "ack", None, [], [], [], {})
+                self.store.finish(Finish(10_000, "ack"))
             return
         number = sorted(self.leases)[pick % len(self.leases)]
         lease = self.leases[number]
@@ -243,7 +245,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         columns = [column for column, _ in made.values()]
         tags = {} if version is None else {"v": [version] * len(positions)}
         owners, inline = self.owners, bytes(self.brought)
-        args = (outcome, index, columns, SPECS, owners, tags, inline)
+        op = Finish(number, outcome, index, columns, SPECS, tags, owners=owners, inline=inline)  # type: ignore[arg-type]
         released = outcome == "release"
         if any(
             name in row.values and (released or row.writer[name] != lease.stage)
@@ -253,10 +255,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
         ):
             before = self.store.stats()
             with pytest.raises(FieldExists):
-                self.store.finish(number, *args)
+                self.store.finish(op)
             assert self.store.stats() == before
             return
-        done = self.store.finish(number, *args)
+        done = self.store.finish(op)
         there = [i for i in positions if self.is_live(lease.rows[i])]
         assert (done.rows, done.gone) == (len(there), len(positions) - len(there))
         rows = [lease.rows[i] for i in there]
@@ -370,9 +372,9 @@ class StoreMachine(Model, RuleBasedStateMachine):
         plan, number = parts[pick % len(parts)]
         if outcome == "ack":
             plan.parts[number].acked = True
-            self.store.finish(number, "ack", None, [], [], [], {})
+            self.store.finish(Finish(number, "ack"))
         elif outcome == "go":
-            self.store.finish(number, "release", None, [], [], [], {})
+            self.store.finish(Finish(number, "release"))
         else:
             member = self.store.state.leases.member(number)
             assert member is not None

@@ -18,6 +18,7 @@ from dataplane.errors import (
     StageUndefined,
 )
 from dataplane.metadata.tables import names
+from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Rows
@@ -92,7 +93,7 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     before = (s.stats(), s.counts("reward"))
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):
-        s.put(rows, columns, SPECS, OWNERS, tags)
+        s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
     assert (s.stats(), s.counts("reward")) == before
     assert s.freed() == []
 

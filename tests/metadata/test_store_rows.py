@@ -15,8 +15,9 @@ from dataplane.errors import (
     StageUndefined,
 )
 from dataplane.metadata.tables import names
+from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
-from dataplane.wire.messages import Want
+from dataplane.wire.messages import Finish, Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import Column, Owner, Rows, Spec
 from tests.metadata.stores import (
@@ -86,7 +87,7 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     s = store(group_size=2)
     far = Owner("far", 3)
     put(s, [1, 3], ["p", "q"])
-    s.put(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {})
+    s.put(Wrote(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}))
     lost = s.lost(far)
     assert (sorted(lost.rows.names or []), lost.groups) == ([1, 2], 1)
     assert s.closed_groups == 0
@@ -118,7 +119,7 @@ def test_a_value_of_another_writer_is_not_silently_kept() -> None:
     finish(s, take(s, "train", Want("rows", 1, 1)))
     s.reset("reward")
     again = [Column("reward", values(2, first=30))]
-    s.put(named([1, 2]), again, SPECS, OWNERS, {}, replace=True)
+    s.put(Wrote(named([1, 2]), again, SPECS, OWNERS, {}, mode="replace"))
     lease = take(s, "reward", Want("rows", 2, 2))
     with pytest.raises(FieldExists):
         finish(s, lease, columns=[Column("reward", values(2, 4, first=20))])
@@ -187,7 +188,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
     put(s, [1, "two"], score=[1.5, 2.5])
     records = np.zeros(2, VALUE)
     records["spec"], records["owner"] = 1, [0, ABSENT]
-    s.put(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {})
+    s.put(Wrote(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}))
     table = s.table(s.read()[0], ["note"])
     assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
     found = np.frombuffer(table.columns[0].values, VALUE)
@@ -202,7 +203,7 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 def test_minted_keys_need_no_names() -> None:
     s = store()
     keys = names.mint_many(9, 0, 2)
-    s.put(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {})
+    s.put(Wrote(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}))
     assert s.table(s.read()[0]).rows == Rows(keys)
     put(s, ["given"])
     shown = names.format_minted_many(keys)
@@ -213,13 +214,13 @@ def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
     s = store(free="drop")
     for i in range(6_000):
         spec = Spec("array", "float32", (-1, i))
-        s.put(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {})
+        s.put(Wrote(named([i]), [Column("tokens", values(1))], [spec], OWNERS, {}))
         if i % 1_000 == 999:
             s.drop(where=["not", ["exists", "never"]])
             s.freed()
     assert s.stats()["metadata_bytes"] < 1 << 20
     spec = Spec("array", "float32", (-1, 5_999))
-    s.put(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {})
+    s.put(Wrote(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}))
     assert s.table(s.read(rows=named(["last"]))[0]).specs == [spec]
 
 
@@ -236,7 +237,7 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         )
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}
-        s.put(rows, columns, SPECS, OWNERS, tags)
+        s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
     assert s.stats()["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
 
@@ -246,6 +247,6 @@ def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:
     put(s, [1], [7])
     taken = take(s, "s", Want("rows", 1, 1))
     assert taken.lease is not None
-    s.finish(taken.lease, "ack", None, [], [], [], {})
+    s.finish(Finish(taken.lease, "ack"))
     put(s, [2], [1])
     assert len(s) == 1

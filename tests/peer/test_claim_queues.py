@@ -28,7 +28,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards import claim_queues
 from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.wire.messages import Body, Claim, Done, Wait, Want
+from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import named, put
@@ -170,7 +170,7 @@ async def test_a_copy_of_a_claim_that_was_answered_and_finished_waits_for_nobody
     shard = Shard()
     shard.put(1)
     granted = shard.claim(5)
-    shard.entry.store.finish(granted.lease, "ack", None, [], [], [], {})
+    shard.entry.store.finish(Finish(granted.lease, "ack"))
     with pytest.raises(LeaseExpired):
         shard.claim(5)
     assert not len(shard.queues)

@@ -182,7 +182,7 @@ def restore(state: State, op: Restore) -> None:
 def _enter_rows(
     state: State, op: Restore, rows: RowsIn, values: Values, groups: Sequence[Group]
 ) -> list[Block]:
-    plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [], False)
+    plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
     blocks = enter_rows(state, plan, values)
     for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
         everything = Part(0, block, range(block.count), range(block.count))

@@ -6,7 +6,7 @@ are passed over; their holder learns how many there were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
@@ -15,8 +15,8 @@ from dataplane.metadata.shard.puts import add_fields, check_added
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.values import Values, values_in
+from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Column, Owner, Scalar, Spec
 
 OUTCOMES = ("ack", "release", "drop", "keep")
 
@@ -47,22 +47,14 @@ def lease_of(state: State, number: int) -> Lease:
     return lease
 
 
-def finish(
-    state: State,
-    lease: Lease,
-    outcome: str,
-    index: bytes | None,
-    columns: Sequence[Column],
-    specs: list[Spec],
-    owners: list[Owner],
-    tags: Mapping[str, Sequence[Scalar]],
-    inline: bytes,
-) -> FinishOutcome:
+def finish(state: State, lease: Lease, asked_for: Finish) -> FinishOutcome:
     """See `Store.finish`."""
+    outcome, columns, tags = asked_for.outcome, asked_for.columns, asked_for.tags
     if outcome not in OUTCOMES:
         raise ProtocolError(f"a lease ends by one of {OUTCOMES}, not by {outcome!r}")
     if columns and outcome == "drop":
         raise InvalidRows("rows that are dropped take no new fields; ack them")
+    index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
     count = sum([len(part.rows) for part in asked])
     if not count:
@@ -73,8 +65,8 @@ def finish(
     rows = sum([len(part.rows) for part in parts])
     added: list[tuple[Part, Values]] = []
     values = Values(count)
-    if columns or inline:
-        values = values_in(columns, count, specs, owners, inline)
+    if columns or asked_for.inline:
+        values = values_in(columns, count, asked_for.specs, asked_for.owners, asked_for.inline)
         released = outcome == "release"
         state.check_fields(values.fields, lease.stage.name if released else None)
         added = _added(values, parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,8 +30,9 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
+from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4
-from dataplane.wire.tables import Column, Laid, Owner, Scalar, Shape, Spec
+from dataplane.wire.tables import Laid, Shape
 
 MAX_PLAN_ROWS = 1 << 20
 """What is told of them all at once, 40 bytes a row at most, fits into a message."""
@@ -113,32 +114,21 @@ def waits_for(state: State, stage: Stage, rank: int, now: float) -> str:
     return "" if state.sealed else "the partition is not sealed yet"
 
 
-def finish(
-    state: State,
-    member: Member,
-    outcome: str,
-    index: bytes | None,
-    columns: Sequence[Column],
-    specs: list[Spec],
-    owners: list[Owner],
-    tags: Mapping[str, Sequence[Scalar]],
-    inline: bytes,
-) -> FinishOutcome:
+def finish(state: State, member: Member, asked: Finish) -> FinishOutcome:
     """`Store.finish` of one who takes part in a plan: fields for some of its rows (`keep`), the ack
     of all that its rank has to do, or the end of the plan for everybody (`release`)."""
     plan = member.plan
     if member.acked:
         raise LeaseExpired("this rank has acked its part of the plan", lease=member.number)
-    if outcome == "keep":
-        return finishes.finish(
-            state, plan.lease, outcome, index, columns, specs, owners, tags, inline
-        )
-    if outcome not in ("ack", "release") or index is not None or columns or tags:
+    if asked.outcome == "keep":
+        return finishes.finish(state, plan.lease, asked)
+    whole = asked.outcome in ("ack", "release") and asked.index is None
+    if not whole or asked.columns or asked.tags:
         raise InvalidRows(
             "a plan is acked or released whole, and what its rows get is added before: "
             "part.drop(keys=…) drops rows"
         )
-    if outcome == "release":
+    if asked.outcome == "release":
         return FinishOutcome(rows=end(state, member))
     member.acked = True
     return _finish_if_done(state, plan)
@@ -257,7 +247,7 @@ def _finish_if_done(state: State, plan: Plan) -> FinishOutcome:
         return FinishOutcome()
     state.leases.end_plan(plan)
     state.leases.remember(plan.members)
-    return finishes.finish(state, plan.lease, "ack", None, [], [], [], {}, b"")
+    return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 
 def _difference(begun: Shape, other: Shape) -> str:

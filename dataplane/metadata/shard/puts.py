@@ -16,7 +16,6 @@ from dataplane.errors import (
     GroupClosed,
     InvalidRows,
     PartitionSealed,
-    ProtocolError,
     RowsDropped,
     counted,
     without_group,
@@ -37,7 +36,8 @@ from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
-from dataplane.wire.tables import Column, Name, Owner, Rows, Scalar, Spec
+from dataplane.wire.journal import Wrote
+from dataplane.wire.tables import Column, Name, Rows, Scalar
 
 SHOWN_NAMES = 8
 """How many names an error carries."""
@@ -60,8 +60,7 @@ class PutPlan:
     """A checked put. known: the block of each row that is here; None: all are new. new: places of
     the others. groups: per entry of the message's groups, None where it is new; new_groups: places
     of those that are to be made. there: which rows of the message it is about, where some are
-    passed over. reuse: names that are remembered may be new rows'. holder: whose permits its new
-    groups use; 0: nobody's."""
+    passed over."""
 
     rows: RowsIn
     count: int
@@ -71,10 +70,7 @@ class PutPlan:
     new: Sequence[int]
     groups: list[Group | None]
     new_groups: list[int]
-    keep: bool
     there: list[int] | None = None
-    reuse: bool = False
-    holder: int = 0
 
     @property
     def continues(self) -> bool:
@@ -89,14 +85,10 @@ def plan_put(
     rows: Rows,
     columns: Sequence[Column],
     tags: Tagging,
-    *,
-    replace: bool,
-    keep: bool,
-    reuse: bool = False,
+    mode: str,
+    reuse: bool,
 ) -> PutPlan:
     """Check a put against the store; what its records name is not known yet."""
-    if replace and keep:
-        raise ProtocolError("a put either replaces values or keeps them")
     incoming = rows_in(rows)
     if columns:
         state.check_fields([one.field for one in columns])
@@ -119,33 +111,26 @@ def plan_put(
             new = [i for i, block in enumerate(known) if block is None]
     if new:
         _check_new_rows(state, incoming, new, reuse)
-    if known is not None and not (replace or keep):
+    if known is not None and mode == "new":
         values = values_in(columns, count, None, None)
         values = values if there is None else values.split([there])[0]
         _check_fields(state, incoming, known, values)
     groups, new_groups = _plan_groups(state, incoming, known, new, reuse)
-    return PutPlan(incoming, count, tags, known, new, groups, new_groups, keep, there, reuse)
+    return PutPlan(incoming, count, tags, known, new, groups, new_groups, there)
 
 
-def apply_put(
-    state: State,
-    plan: PutPlan,
-    columns: Sequence[Column],
-    specs: list[Spec],
-    owners: list[Owner],
-    inline: bytes,
-) -> PutOutcome:
+def apply_put(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     """Carry out a plan made for this very state, once its columns are found sound."""
-    values = values_in(columns, plan.count, specs, owners, inline)
+    values = values_in(op.columns, plan.count, op.specs, op.owners, op.inline)
     if plan.there is not None:
         values = _without_gone(state, values, plan.there)
     rows, gone = plan.rows, plan.count - plan.rows.count
     if not rows.count:
         return PutOutcome(gone=gone)
-    if plan.reuse and len(state.tombstones):
+    if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
-    _enter_groups(state, plan)
+    _enter_groups(state, plan, op.holder)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, values)
     kept: Counter[str] = Counter()
@@ -153,7 +138,7 @@ def apply_put(
     for part in _known_parts(plan):
         known.append(part.block)
         mine = values if len(part.at) == values.count else values.split([part.at])[0]
-        kept.update(state.merge(part.block, part.rows, mine, plan.keep))
+        kept.update(state.merge(part.block, part.rows, mine, op.mode == "keep"))
         if plan.tags:
             tags = tagging.only(plan.tags, part.at, rows.count)
             state.set_tags(part.block, part.rows, tags)
@@ -364,16 +349,16 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
         )
 
 
-def _enter_groups(state: State, plan: PutPlan) -> None:
-    """Make the plan's new groups."""
+def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
+    """Make the plan's new groups. holder: whose permits they use; 0: nobody's."""
     rows, size = plan.rows, state.definition.group_size or UNKNOWN_SIZE
     made = []
     for at in plan.new_groups:
         name = None if rows.group_names is None else rows.group_names[at]
         plan.groups[at] = group = state.add_group(rows.group_keys[at], name, size)
         made.append(group)
-    if plan.holder and made:
-        state.permits.use(plan.holder, made)
+    if holder and made:
+        state.permits.use(holder, made)
 
 
 def enter_rows(state: State, plan: PutPlan, values: Values) -> list[Block]:

@@ -97,19 +97,7 @@ def _wrote(store: Store, op: Wrote, now: float) -> None:
     if op.mode == "add":
         _add_rows(store, op)
         return
-    replace, keep = op.mode == "replace", op.mode == "keep"
-    store.put(
-        op.rows,
-        op.columns,
-        op.specs,
-        op.owners,
-        op.tags,
-        replace=replace,
-        keep=keep,
-        reuse=op.reuse,
-        inline=op.inline,
-        holder=op.holder,
-    )
+    store.put(op)
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
@@ -158,16 +146,7 @@ def _left(store: Store, op: Left, now: float) -> None:
 
 
 def _finish(store: Store, op: Finish, now: float) -> None:
-    store.finish(
-        op.lease,
-        op.outcome,
-        op.index,
-        op.columns,
-        op.specs,
-        op.owners,
-        op.tags,
-        inline=op.inline,
-    )
+    store.finish(op)
 
 
 def _tag(store: Store, op: Tag, now: float) -> None:
@@ -285,7 +264,7 @@ def _add_rows(store: Store, op: Wrote) -> None:
     groups = [state.groups.get(key) for key in rows.group_keys]
     if None in groups:
         raise ProtocolError("rows of a group that was not told before")
-    plan = PutPlan(rows, rows.count, op.tags, None, range(rows.count), groups, [], False)
+    plan = PutPlan(rows, rows.count, op.tags, None, range(rows.count), groups, [])
     enter_rows(state, plan, values)
 
 

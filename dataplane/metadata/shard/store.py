@@ -81,7 +81,6 @@ from dataplane.wire.tables import (
     Owner,
     Scalar,
     Shape,
-    Spec,
     Table,
     Where,
 )
@@ -129,54 +128,31 @@ class Store:
         self,
         rows: wire.Rows,
         columns: Sequence[Column],
-        tags: Tagging | None = None,
-        *,
-        replace: bool = False,
-        keep: bool = False,
+        tags: Tagging,
+        mode: str = "new",
         reuse: bool = False,
     ) -> PutPlan:
         """Raise what the rows of a `put` would make it raise, before any range is resolved; else
         how it will be done."""
-        return puts.plan_put(
-            self._state, rows, columns, tags or {}, replace=replace, keep=keep, reuse=reuse
-        )
+        return puts.plan_put(self._state, rows, columns, tags, mode, reuse)
 
-    def put(
-        self,
-        rows: wire.Rows,
-        columns: Sequence[Column],
-        specs: list[Spec],
-        owners: list[Owner],
-        tags: Tagging,
-        *,
-        replace: bool = False,
-        keep: bool = False,
-        reuse: bool = False,
-        plan: PutPlan | None = None,
-        inline: bytes = b"",
-        holder: int = 0,
-    ) -> PutOutcome:
+    def put(self, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones. Those that were here under given
         names and have been freed are passed over, unless their names may be used again (`reuse`).
 
-        plan: what `check_put` said of the same rows, if nothing has changed here since.
-        columns: VALUE records with ranges of `owners`; ABSENT rows are left as they are. keep: a
-        redelivery, values that are there stay and are counted. inline: the bytes of values whose
-        owner is `INLINE`, which live here from now on. holder: whose permits new groups use, if it
-        has some. Raises FieldExists (without replace
-        and keep), RowsDropped, GroupClosed, PartitionSealed, InvalidRows, LimitExceeded.
+        plan: what `check_put` said of the same rows, if nothing has changed here since. ABSENT rows
+        are left as they are. Mode "keep": a redelivery, values that are there stay and are counted.
+        Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
+        LimitExceeded.
         """
         if plan is None:
-            plan = self.check_put(rows, columns, tags, replace=replace, keep=keep, reuse=reuse)
-        if holder and self._state.permits.given and plan.new_groups:
-            plan.holder = holder
-        outcome = puts.apply_put(self._state, plan, columns, specs, owners, inline)
+            plan = self.check_put(op.rows, op.columns, op.tags, op.mode, op.reuse)
+        if not self._state.permits.given or not plan.new_groups:
+            op.holder = 0
+        outcome = puts.apply_put(self._state, plan, op)
         if outcome.closed_groups:
             self._seal_if_full()
         if self.emit is not None:
-            op = Wrote(rows, list(columns), list(specs), list(owners), _lists(tags))
-            op.mode = "replace" if replace else "keep" if keep else "new"
-            op.reuse, op.inline, op.holder = reuse, inline, plan.holder
             self.emit(op)
         return outcome
 
@@ -375,33 +351,23 @@ class Store:
         del hosts[INLINE.peer]
         return hosts
 
-    def finish(
-        self,
-        lease_id: int,
-        outcome: str,
-        index: bytes | None,
-        columns: Sequence[Column],
-        specs: list[Spec],
-        owners: list[Owner],
-        tags: Tagging,
-        inline: bytes = b"",
-    ) -> FinishOutcome:
+    def finish(self, asked: Finish) -> FinishOutcome:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
         release it is progress, which only the stage itself gets, with the rows, until it acks them.
 
-        index: u4 positions in the lease as it was granted; None: all that are left. LeaseExpired
-        for a lease that has ended; InvalidRows for a row that was finished before. inline: as in
-        `put`.
+        index: positions in the lease as it was granted; None: all that are left. columns name
+        ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
+        finished before.
         """
-        what = (outcome, index, columns, specs, owners, tags, inline)
-        member = self._state.leases.member(lease_id)
+        state = self._state
+        member = state.leases.member(asked.lease)
         if member is not None:
-            done = plans.finish(self._state, member, *what)
+            done = plans.finish(state, member, asked)
         else:
-            done = finishes.finish(self._state, finishes.lease_of(self._state, lease_id), *what)
+            done = finishes.finish(state, finishes.lease_of(state, asked.lease), asked)
         if self.emit is not None:
-            op = Finish(lease_id, outcome, index, list(columns), list(specs), _lists(tags))  # type: ignore[arg-type]
-            op.owners, op.inline = list(owners), inline
+            op = Finish(asked.lease, asked.outcome, asked.index, asked.columns, asked.specs)
+            op.tags, op.owners, op.inline = asked.tags, asked.owners, asked.inline
             self.emit(op)
         return done
 

@@ -147,16 +147,7 @@ class Finishing:
                     self.references.let_go(*named)  # the first time they were taken
             return PutDone()
         self.share.check_values(body.inline)
-        outcome = entry.store.finish(
-            body.lease,
-            body.outcome,
-            body.index,
-            body.columns,
-            body.specs,
-            body.owners,
-            body.tags,
-            inline=body.inline,
-        )
+        outcome = entry.store.finish(body)
         self.settle(entry)
         return PutDone(kept=outcome.kept)
 

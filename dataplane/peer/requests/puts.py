@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
-from dataplane.errors import ShardFull, StaleEpoch, Unavailable
+from dataplane.errors import ProtocolError, ShardFull, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
 from dataplane.peer.host import Caller, Entry, Host, call_deadline
@@ -19,6 +20,7 @@ from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.second_copies import Copying
+from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column
 from dataplane.wire.tables import Column, Owner
@@ -54,9 +56,7 @@ class Writing:
         if entry is None:
             return self._put_there(session, request, body)
         try:
-            plan = entry.store.check_put(
-                body.rows, body.columns, body.tags, replace=body.replace, reuse=body.reuse
-            )
+            plan = _checked(entry, body)
             if self.share.is_full and len(plan.new):
                 return None
             committed = self._commit_put(session, body, plan.continues)
@@ -148,19 +148,9 @@ class Writing:
         plan: PutPlan,
         session: int,
     ) -> PutOutcome:
-        return entry.store.put(
-            body.rows,
-            columns,
-            body.specs,
-            owners,
-            body.tags,
-            replace=body.replace,
-            keep=body.keep,
-            reuse=body.reuse,
-            plan=plan,
-            inline=body.inline,
-            holder=session,
-        )
+        op = Wrote(body.rows, columns, body.specs, owners, body.tags, _mode(body), body.reuse)
+        op.inline, op.holder = body.inline, session
+        return entry.store.put(op, plan)
 
     def _put_done(self, session: Session, body: Put, committed: Committed, gone: int) -> PutDone:
         space = self.host.space
@@ -186,14 +176,7 @@ class Writing:
             return self._put_into(entry, caller, body)
 
     def _put_into(self, entry: Entry, caller: Caller, body: Put) -> Body:
-        plan = entry.store.check_put(
-            body.rows,
-            body.columns,
-            body.tags,
-            replace=body.replace,
-            keep=body.keep,
-            reuse=body.reuse,
-        )
+        plan = _checked(entry, body)
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.inline)
@@ -201,3 +184,13 @@ class Writing:
         self.settle(entry)
         # What is perhaps a repetition may pass over the rows of its own first time.
         return PutDone(kept=outcome.kept, gone=0 if body.keep else outcome.gone)
+
+
+def _checked(entry: Entry, body: Put) -> PutPlan:
+    return entry.store.check_put(body.rows, body.columns, body.tags, _mode(body), body.reuse)
+
+
+def _mode(body: Put) -> Literal["new", "replace", "keep"]:
+    if body.replace and body.keep:
+        raise ProtocolError("a put either replaces values or keeps them")
+    return "replace" if body.replace else "keep" if body.keep else "new"

@@ -34,7 +34,7 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.second_copies import Copying
-from dataplane.wire.messages import Body, Claim, Done, StatsDone, Wait
+from dataplane.wire.messages import Body, Claim, Done, Finish, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
 
@@ -179,7 +179,7 @@ class ClaimQueues:
         return Done()
 
     def _release(self, entry: Entry, lease: int) -> None:
-        entry.store.finish(lease, "release", None, [], [], [], {})
+        entry.store.finish(Finish(lease, "release"))
         self.settle(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:

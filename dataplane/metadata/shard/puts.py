@@ -157,8 +157,8 @@ def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]])
         block = part.block
         kept.update(state.merge(block, part.rows, values, keep=True))
         note_added(block, stage.name, part, values)
-    blocks = [part.block for part, _ in parts]
-    state.written(blocks, state.groups_of([(block, 0) for block in blocks]))
+    blocks, fields = [part.block for part, _ in parts], parts[0][1].fields
+    state.written(blocks, state.groups_of([(block, 0) for block in blocks]), fields)
     return dict(kept)
 
 

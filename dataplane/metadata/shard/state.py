@@ -405,9 +405,17 @@ class State:
         rest = {name: one for name, one in block.progress.items() if name != stage}
         self.change(block, progress=rest | ({stage: left} if left.fields else {}))
 
-    def written(self, blocks: Iterable[Block], groups: Iterable[Group]) -> int:
-        """Rows were written, in these groups: returns how many closed that count as made."""
-        stages = self.stages.values()
+    def written(
+        self,
+        blocks: Iterable[Block],
+        groups: Iterable[Group],
+        fields: Sequence[str] | None = None,
+    ) -> int:
+        """Rows were written, in these groups; fields: of rows that were there these alone. Returns
+        how many groups closed that count as made."""
+        stages = list(self.stages.values())
+        if fields is not None:
+            stages = [one for one in stages if any([field in one.fields for field in fields])]
         for block in blocks:
             for stage in stages:
                 stage.complete(block)

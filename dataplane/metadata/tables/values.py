@@ -9,14 +9,13 @@ for its owner to be told.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
+from dataplane.memory.extents import every
 from dataplane.metadata.tables.bits import all_of, of_mask, picked
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of, unique
 from dataplane.wire.limits import (
@@ -37,13 +36,7 @@ Loose = tuple[Sequence[Owner], bytes]
 
 _SIZE = VALUE.itemsize
 _RAW = np.dtype(f"V{_SIZE}")
-_SPEC, _OWNER = VALUE.fields["spec"][1], VALUE.fields["owner"][1]  # type: ignore[index]
 _STEP = INLINE_ALIGNMENT_BYTES
-_RECORD = struct.Struct("<IIQIHH")
-"""VALUE, for few"""
-_FEW_RECORDS = 32
-_FEW_BYTES = 64 << 10
-"""Records up to which looking at their bytes is quicker than numpy."""
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
 _NONE = _NO_VALUE.tobytes()
@@ -284,10 +277,9 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         records = np.frombuffer(bytearray(self.blob), VALUE)
         if base and self.inline:
             here = records["owner"] == self.owners.index(INLINE)
-            if b"\0" in here.tobytes():
-                records["range"] += np.where(here, np.uint32(base), np.uint32(0))
-            else:
-                records["range"] += np.uint32(base)
+            records["range"] += (
+                np.uint32(base) if every(here) else np.where(here, np.uint32(base), 0)
+            )
         if not same:
             there = records["owner"] != ABSENT
             # an ABSENT record may have any number: what is looked up is bounded first
@@ -455,7 +447,7 @@ def _cut(parts: Sequence[Values]) -> list[Values]:
     blobs = [one.blob for one in parts]
     records = np.frombuffer(bytearray(b"".join(blobs)), VALUE)
     here = records["owner"] == first.owners.index(INLINE)
-    mine = records if b"\0" not in here.tobytes() else records[here]
+    mine = records if every(here) else records[here]
     if not len(mine):
         return [one._of_blob(blob, inline=b"") for one, blob in zip(parts, blobs, strict=True)]
     starts = mine["range"].astype(np.int64)
@@ -600,21 +592,13 @@ def _check_shapes(columns: Sequence[Column], rows: int) -> None:
 
 
 def _is_sound(records: bytes, specs: int | None, owners: int) -> bool:
-    """Whether every record is a value, of a spec and an owner that there are. By their bytes: for
-    the records of a group numpy takes several times as long. Not so where there are many."""
-    if len(records) > _FEW_BYTES or (specs or 0) > 256:
-        return False
-    if owners <= 256:
-        if records[_OWNER::_SIZE].translate(None, bytes(range(owners))):
-            return False
-        if records[_OWNER + 1 :: _SIZE].strip(b"\0"):
-            return False
-    elif b"\xff" in records[_OWNER + 1 :: _SIZE]:
-        return False
-    if specs is None:
+    """Whether every record is a value, of a spec and an owner that there are."""
+    if not records:
         return True
-    high = any([records[_SPEC + at :: _SIZE].strip(b"\0") for at in (1, 2, 3)])
-    return not high and not records[_SPEC::_SIZE].translate(None, bytes(range(specs)))
+    raw = np.frombuffer(records, VALUE)
+    if int(np.maximum.reduce(raw["owner"])) >= owners:
+        return False
+    return specs is None or int(np.maximum.reduce(raw["spec"])) < specs
 
 
 def _checked(
@@ -686,21 +670,13 @@ def _check_inline(values: Values) -> None:
     inline = values.inline
     if INLINE not in values.owners:
         raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
-    here, blob = values.owners.index(INLINE), values.blob
-    mine: Any
-    if len(blob) <= _FEW_RECORDS * _SIZE:  # numpy would take several times as long
-        mine = [(one[0], one[2]) for one in _RECORD.iter_unpack(blob) if one[5] == here]
-        most = max([size for _, size in mine], default=0)
-        end = max([start + (size + _STEP - 1 & -_STEP) for start, size in mine], default=0)
-        astray = any([start % _STEP for start, _ in mine])
-    else:
-        records = np.frombuffer(blob, VALUE)
-        mask = records["owner"] == here
-        mine = records if b"\0" not in mask.tobytes() else records[mask]
-        starts, sizes = mine["range"].astype(np.int64), mine["nbytes"].astype(np.int64)
-        most = int(np.maximum.reduce(sizes, initial=0))
-        end = int(np.maximum.reduce(starts + _room(sizes), initial=0))
-        astray = bool(np.count_nonzero(starts % _STEP))
+    mine = np.frombuffer(values.blob, VALUE)
+    here = mine["owner"] == values.owners.index(INLINE)
+    mine = mine if every(here) else mine[here]
+    starts, sizes = mine["range"], mine["nbytes"]
+    most = int(np.maximum.reduce(sizes, initial=0))
+    end = int(np.maximum.reduce(starts + sizes, initial=0)) + _STEP - 1 & -_STEP
+    astray = int(np.bitwise_or.reduce(starts, initial=0)) % _STEP
     if not len(mine) and inline:
         raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
     if most > INLINE_LIMIT_BYTES:

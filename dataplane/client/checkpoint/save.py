@@ -192,7 +192,7 @@ class _Checkpoint:
 
 def _each_once(columns: list[bytes]) -> list[bytes]:
     """A name that was freed and put again meanwhile was told twice: where it is now counts."""
-    told = [keys_in(column) for column in columns]
+    told = [dict.fromkeys(keys_in(column)) for column in columns]
     last = {key: number for number, keys in enumerate(told) for key in keys}
     return [
         b"".join([key for key in keys if last[key] == number]) for number, keys in enumerate(told)

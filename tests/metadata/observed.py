@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,42 @@ def observed(store: Store) -> dict[str, Any]:
         "permits": _permits(store),
         "stats": stats,
     }
+
+
+def accounts(store: Store) -> list[str]:
+    """What a store counts as it goes, counted anew: bytes, rows of each kind, lanes, leases."""
+    state, wrong = store.state, []
+    blocks = list(state.blocks.values())
+    used = sum(b.nbytes for b in blocks) + sum(g.nbytes_each for g in state.groups.values())
+    inline = sum(block.inline_bytes for block in blocks)
+    if (used, inline) != (state.used_bytes, state.inline_bytes):
+        wrong.append(f"{used} and {inline} bytes, not {state.used_bytes}, {state.inline_bytes}")
+    there = {block.key(row): block for block in blocks for row in rows_of(block.live)}
+    if there != state.index:
+        wrong.append(f"{len(there)} rows are there, {len(state.index)} in the index")
+    gave = Counter((s, f) for b in blocks for s, v in (b.progress or {}).items() for f in v.fields)
+    if gave != state.progress:
+        wrong.append(f"there is progress of {gave}, not of {state.progress}")
+    for stage in state.stages.values():
+        leased: Counter[int] = Counter()
+        for lease in state.leases:
+            for block, bits in lease.held.parts if lease.stage is stage else ():
+                leased[block.number] |= bits
+        rows = Counter[int]()
+        for block in blocks:
+            mine, fit = stage.of(block), block.values.having(stage.fields)
+            kinds = [stage.pending(block), mine.ready, mine.leased, mine.acked]
+            rows.update({kind: bits.bit_count() for kind, bits in enumerate(kinds)})
+            waits = stage.rows.plain.holds(block)
+            if (mine.leased, mine.ready) != (leased[block.number], waits):
+                wrong.append(f"block {block.number} has rows of {stage.name!r} in no lease or lane")
+            if kinds[0] & fit or mine.ready & ~fit or sum(kinds) != block.live:
+                wrong.append(f"block {block.number} stands wrong for {stage.name!r}")
+        groups = Counter(group.states[stage.number] for group in state.groups.values())
+        for unit, known in (("rows", rows), ("groups", groups)):
+            if stage.units(unit).counts != [known[kind] for kind in range(5)]:
+                wrong.append(f"{stage.name!r} miscounts {unit}: {stage.units(unit).counts}")
+    return wrong
 
 
 def _keys(parts: Any) -> list[bytes]:

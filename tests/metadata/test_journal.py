@@ -130,6 +130,17 @@ def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
     assert keys_of(other, taken) == ["d"]
 
 
+def test_a_long_lease_of_which_every_other_row_is_finished_is_soon_at_a_copy() -> None:
+    s, _ = journaled()
+    many = 20_000
+    put(s, list(range(many)))
+    taken = take(s, "reward", Want("rows", many, many))
+    finish(s, taken, index=np.arange(0, many, 2, dtype="<u4").tobytes())
+    other = copy_of(s)
+    assert finish(other, taken, index=np.array([many - 1], "<u4").tobytes()).rows == 1
+    assert finish(other, taken).rows == many // 2 - 1
+
+
 def test_a_group_that_lost_a_row_while_it_was_open_closes_as_it_would_have() -> None:
     s, _ = journaled(group_size=3)
     put(s, ["a", "b"], ["g", "g"], fields=("tokens", "reward"))

@@ -13,7 +13,7 @@ from dataplane.metadata.shard.dump import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op
 from dataplane.wire.tables import Definition
-from tests.metadata.observed import carried_over, observed
+from tests.metadata.observed import accounts, carried_over, observed
 from tests.metadata.store_model import OWNERS, STAGES, is_inline
 from tests.metadata.test_store_against_a_model import StoreMachine
 
@@ -65,6 +65,7 @@ class JournalMachine(StoreMachine):
                 self.forget_order_of_equals(one)
                 one["tombstones"].sort()
         assert ours == theirs
+        assert accounts(self.replica) == []
 
     @invariant()
     def it_holds_what_the_model_holds(self) -> None:

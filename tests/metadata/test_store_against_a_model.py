@@ -28,6 +28,7 @@ from dataplane.errors import (
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
+from tests.metadata.observed import accounts
 from tests.metadata.store_model import (
     OWNERS,
     SPECS,
@@ -482,6 +483,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
             left = states.total() - states["acked"] - (states["ready"] - ready)
             expected = (ready, states["pending"] + ready, left)
             assert self.store.counts(stage, unit, where) == expected
+
+    @invariant()
+    def it_counts_what_is_there(self) -> None:
+        assert accounts(self.store) == []
 
     @invariant()
     def permits_agree(self) -> None:

@@ -21,7 +21,7 @@ from dataplane.metadata.tables import names
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
-from dataplane.wire.tables import Column, Rows
+from dataplane.wire.tables import INLINE, Column, Owner, Rows
 from tests.metadata.stores import (
     OWNERS,
     SPECS,
@@ -48,6 +48,7 @@ def wrong_records(**parts: int) -> bytes:
 
 
 KEYS = names.hash_names([1, 2])
+OF_MANY = wrong_records(owner=5_000)
 PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (InvalidRows, {"rows": Rows(b"")}),
     (ProtocolError, {"rows": Rows(b"short")}),
@@ -65,6 +66,9 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (ProtocolError, {"column": {"leaves": values(1), "leaf_counts": b"\x02\0\0\0" + bytes(4)}}),
     (LimitExceeded, {"column": {"leaf_counts": b"\xff\xff\xff\xff" + bytes(4)}}),
     (ProtocolError, {"column": {"leaf_counts": b"\0"}}),
+    (ProtocolError, {"owners": [Owner("x", n) for n in range(300)], "values": OF_MANY}),
+    (ProtocolError, {"owners": OWNERS * 2}),
+    (ProtocolError, {"owners": [INLINE], "values": wrong_records(nbytes=8), "inline": bytes(8)}),
     (InvalidRows, {"columns": [Column("f", values(2)), Column("f", values(2))]}),
     (ProtocolError, {"columns": [Column("f", values(2)), Column("g", wrong_records(spec=2))]}),
     (ProtocolError, {"columns": [Column("f", wrong_records(owner=1)), Column("g", values(2))]}),
@@ -91,9 +95,10 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     s = store(group_size=2)
     put(s, [0, 10, 11], ["short", "full", "full"])
     before = (s.stats(), s.counts("reward"))
+    owners, inline = changes.pop("owners", OWNERS), changes.pop("inline", b"")
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):
-        s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
+        s.put(Wrote(rows, columns, SPECS, owners, tags, inline=inline))
     assert (s.stats(), s.counts("reward")) == before
     assert s.freed() == []
 

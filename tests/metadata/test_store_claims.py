@@ -16,7 +16,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
 from dataplane.metadata.tables import names
 from dataplane.wire.journal import Wrote
-from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import INLINE, Column, Owner
@@ -95,11 +95,13 @@ def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
     rows, names = 30_000, ["a", "b"]
     s = store(stages={"train": names})
     for first in (0, rows):
-        small = np.frombuffer(values(rows, 1024), VALUE).copy()
-        small["range"] = np.arange(rows) * 1024
-        columns = [Column(name, small.tobytes()) for name in names]
+        small = np.frombuffer(values(rows * 2, 1024), VALUE).copy()
+        small["range"] *= 1024
+        columns = [
+            Column(n, part.tobytes()) for n, part in zip(names, np.split(small, 2), strict=True)
+        ]
         keys = named(list(range(first, first + rows)))
-        s.put(Wrote(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 1024)))
+        s.put(Wrote(keys, columns, SPECS, [INLINE], {"n": [1] * rows}, inline=bytes(rows * 2048)))
     for want in (Want("rows", 0, 0, None, "n", 1e9), Want("rows", 2 * rows, 1)):
         taken = take(s, "train", want)
         assert taken.lease is not None and 20_000 < taken.units < rows
@@ -136,6 +138,18 @@ def test_fields_that_a_claim_does_not_fetch_need_no_credit() -> None:
     want = Want("rows", 1, 1)
     assert take(s, "reward", want, credit=PullCredit("b", 108_224)).needed_bytes == 208_256
     assert take(s, "reward", want, credit=PullCredit("b", 108_224, ["tokens"])).units == 1
+
+
+def test_rows_that_have_nothing_but_progress_elsewhere_are_counted_for_the_credit() -> None:
+    s = store(stages={"train": []})
+    absent = np.zeros(2, VALUE)
+    absent["owner"] = ABSENT
+    s.put(Wrote(named([1, 2]), [Column("tokens", absent.tobytes())], SPECS, [], {}))
+    back = [Column("half", values(2, nbytes=1_000))]
+    finish(s, take(s, "train", Want("rows", 2, 2)), "release", columns=back)
+    some = PullCredit("b", 10_240)
+    assert take(s, "train", Want("rows", 2, 1), credit=some).units == 2
+    assert take(s, "train", Want("rows", 2, 1), credit=some).units == 0
 
 
 def test_groups_of_different_sizes_never_mix() -> None:

@@ -210,6 +210,19 @@ def test_minted_keys_need_no_names() -> None:
     assert s.table(s.read()[0]).rows.names == [*shown, "given"]
 
 
+def test_a_message_may_say_a_spec_twice() -> None:
+    s = store()
+    one, other = Spec("array", "int8"), Spec("array", "int64")
+    records = np.frombuffer(values(2), VALUE).copy()
+    records["spec"] = [1, 2]
+    tokens, more = Column("tokens", records.tobytes()), Column("x", values(2))
+    s.put(Wrote(named([1, 2]), [tokens], [one, one, other], OWNERS, {}))
+    s.put(Wrote(named([1, 2]), [more], [Spec("object")], OWNERS, {}))
+    table = s.table(s.read()[0], ["tokens"])
+    found = np.frombuffer(table.columns[0].values, VALUE)["spec"].tolist()
+    assert [table.specs[at] for at in found] == [one, other]
+
+
 def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
     s = store(free="drop")
     for i in range(6_000):
@@ -240,6 +253,18 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
     assert s.stats()["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
+
+
+def test_what_long_names_and_texts_of_tags_take_is_counted() -> None:
+    s = store()
+    put(s, ["a"], note=["x" * 10_000])
+    put(s, ["b"], note=["x"])
+    s.tag(named(["b"]), {"note": ["y" * 20_000]})
+    assert 30_000 < s.state.used_bytes < 32_000
+    s.tag(named(["a", "b"]), {"note": [None]})
+    assert s.state.used_bytes < 2_000
+    put(s, ["c" * 512])
+    assert s.state.used_bytes > 2_000
 
 
 def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:

@@ -23,8 +23,11 @@ class Door:
         self.intake.limit_bytes = 2 * REQUEST_BYTES
         self.intake.open(router)
         self.taken: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self.fails_at = 0
 
     def _take(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
+        if request.rid == self.fails_at:
+            raise RuntimeError("a bug")
         self.taken.put_nowait((request.rid, nbytes))
 
     async def next(self) -> tuple[int, int]:
@@ -44,6 +47,15 @@ async def sockets() -> AsyncIterator[tuple[Door, Socket]]:
 
 def request(rid: int) -> bytes:
     return peering.encode(PeerRequest(rid, "tcp://a:1", 1, 0, 0, 0, (1, 1), 1000, Stats()))
+
+
+async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
+    sockets: tuple[Door, Socket],
+) -> None:
+    door, dealer = sockets
+    door.fails_at = 1
+    await dealer.send([request(1), request(2)])
+    assert await door.next() == (2, REQUEST_BYTES)
 
 
 async def test_requests_beyond_the_room_wait_until_others_are_answered(

@@ -12,6 +12,7 @@ from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.peer import Peer
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Owner
+from tests.metadata.observed import accounts
 from tests.simulation.cluster import Cluster
 
 
@@ -39,13 +40,15 @@ class Watch:
 
 
 def _space(peer: Peer) -> list[str]:
-    """Every byte is in one state, and what a store names of its own arena lives there."""
+    """Every byte is in one state, what a store names of its own arena lives there, and it counts
+    what it has."""
     wrong = []
     space = peer.host.space
     stats = space.stats()
     if stats["size_bytes"] != stats["used_bytes"] + stats["granted_bytes"] + stats["free_bytes"]:
         wrong.append(f"the arena of {peer.host.name} does not add up: {stats}")
     for entry in peer.host.entries.values():
+        wrong += [f"the shard at {peer.host.name}: {one}" for one in accounts(entry.store)]
         for owner, ranges, counts in entry.store.holdings():
             if owner == peer.host.owner:
                 alive = space.alive(ranges)

@@ -61,6 +61,8 @@ class Block(msgspec.Struct, gc=False, eq=False):
     def nbytes(self) -> int:
         """About what it takes, with its rows in the index, without their small values."""
         nbytes = self.nbytes_each + 144 * self.count + self.values.nbytes
+        if self.names is not None:
+            nbytes += sum([60 + len(one) if type(one) is str else 32 for one in self.names])
         if self.tags is not None:
             nbytes += self.tags.nbytes
         if self.progress is not None:

@@ -17,6 +17,7 @@ from dataplane.metadata.shard import finishes, plans
 from dataplane.metadata.shard.blocks import (
     ACKED,
     LEASED,
+    MAX_BLOCK_ROWS,
     PENDING,
     READY,
     SPLIT,
@@ -316,19 +317,16 @@ def _held(store: Store, op: Held, now: float) -> None:
         raise ProtocolError(f"lease {op.lease} has {len(known)} rows for {many} positions")
     _new_lease(store, op.lease)
     # a row that is gone, or finished, is one of a block that has no row any more
-    nobody = Block(0, b"", len(marks), 0, b"", Values(0))
+    nobody = {mark: Block(0, b"", MAX_BLOCK_ROWS, 0, b"", Values(0)) for mark in (FINISHED, GONE)}
     coming = iter(known)
     rows = Rows.of(
-        next(coming) if mark == IN_HAND else (nobody, at) for at, mark in enumerate(marks)
+        next(coming) if mark == IN_HAND else (nobody[mark], at % MAX_BLOCK_ROWS)
+        for at, mark in enumerate(marks)
     )
     for block, row in known:
         stage.hold(block, 1 << row)
     lease = state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
-    for at in (at for at, mark in enumerate(marks) if mark == FINISHED):
-        lease.left = [
-            left & ~(1 << at) if block is nobody else left
-            for (block, _), left in zip(rows.parts, lease.left, strict=True)
-        ]
+    lease.left = [0 if block is nobody[FINISHED] else bits for block, bits in rows.parts]
 
 
 def _planned(store: Store, op: Planned, now: float) -> None:

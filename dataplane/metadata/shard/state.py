@@ -412,7 +412,8 @@ class State:
         fields: Sequence[str] | None = None,
     ) -> int:
         """Rows were written, in these groups; fields: of rows that were there these alone. Returns
-        how many groups closed that count as made."""
+        how many groups closed that count as made. What an open group is follows from what was
+        leased and acked of it, and stays."""
         stages = list(self.stages.values())
         if fields is not None:
             stages = [one for one in stages if any([field in one.fields for field in fields])]
@@ -424,7 +425,7 @@ class State:
             if group.is_full:
                 group.closed = True
                 full.append(group)
-            for stage in stages:
+            for stage in stages if group.closed else ():
                 stage.settle(group)
         return self._count_closed(full)
 

@@ -357,8 +357,8 @@ def _elsewhere(stage: Stage, picked: _Found, credit: PullCredit) -> tuple[Array,
             if unit is block:
                 places[list(rows_of(rows))] += np.arange(rows.bit_count())
             for values, _, which, records in _records(block, credit.fields, stage.name):
-                far = [owner.peer not in near for owner in values.owners]
-                mine = np.array(far)[records["owner"]] & (places[which] >= 0)
+                far = np.array([owner.peer not in near for owner in values.owners], np.bool_)
+                mine = far[records["owner"]] & (places[which] >= 0)
                 if mine.any():
                     alike = [numbers.setdefault(one, len(numbers)) for one in values.owners]
                     those = records[mine]

@@ -60,11 +60,13 @@ def only(
 class Tags:
     """Of the `count` rows of one block."""
 
-    __slots__ = ("_values", "count")
+    __slots__ = ("_texts", "_values", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._values: dict[str, Sequence[Scalar]] = {}
+        self._texts: dict[str, int] = {}
+        """bytes of the different texts of a tag"""
 
     @property
     def rows(self) -> int:
@@ -72,22 +74,24 @@ class Tags:
 
     @property
     def nbytes(self) -> int:
-        return sum([100 + 16 * len(values) for values in self._values.values()])
+        each = sum([100 + 16 * len(values) for values in self._values.values()])
+        return each + sum(self._texts.values())
 
     def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:
         """Merge checked tags into those of some rows: a list of one value a row, or one for all."""
         for name, values in tags.items():
-            if any([type(value) is str for value in values]):
+            if texts := any([type(value) is str for value in values]):
                 # equal strings are kept once: a status has few values and many rows
                 values = [sys.intern(v) if type(v) is str else v for v in values]
-            if len(rows) == self.count and rows == range(self.count):
-                self._values[name] = values
-                continue
-            before = self._of(name)
-            each = values if len(values) == len(rows) else [values[0]] * len(rows)
-            for row, value in zip(rows, each, strict=True):
-                before[row] = value
-            self._values[name] = before
+            if len(rows) != self.count or rows != range(self.count):
+                before = self._of(name)
+                each = values if len(values) == len(rows) else [values[0]] * len(rows)
+                for row, value in zip(rows, each, strict=True):
+                    before[row] = value
+                values = before
+            self._values[name] = values
+            if texts or name in self._texts:
+                self._texts[name] = sum([len(v) for v in set(values) if type(v) is str])
 
     def has(self, name: str) -> int:
         values = self._values.get(name)

@@ -516,7 +516,7 @@ def _leaves_from(field: str, lists: Sequence[bytes]) -> Leaves:
 def _union(one: list[Spec] | list[Owner], other: list[Spec] | list[Owner]) -> list:  # type: ignore[type-arg]
     if one == other or all(entry in one for entry in other):
         return one
-    return list(dict.fromkeys([*one, *other]))
+    return [*one, *[entry for entry in dict.fromkeys(other) if entry not in one]]
 
 
 def _starts(table: Sequence[Spec | Owner], other: Sequence[Spec | Owner]) -> bool:
@@ -558,6 +558,8 @@ def values_in(
     fields = tuple([one.field for one in columns])
     if len(set(fields)) != len(fields):
         raise InvalidRows("a field occurs twice in one call")
+    if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
+        raise ProtocolError("an owner of values is named twice")
     width = count * _SIZE
     short = all(fields) and max(map(len, fields), default=0) <= MAX_NAME_BYTES
     if not short or any([len(one.values) != width for one in columns]):
@@ -676,6 +678,7 @@ def _check_inline(values: Values) -> None:
     starts, sizes = mine["range"], mine["nbytes"]
     most = int(np.maximum.reduce(sizes, initial=0))
     end = int(np.maximum.reduce(starts + sizes, initial=0)) + _STEP - 1 & -_STEP
+    named = int(np.add.reduce(sizes + np.uint64(_STEP - 1) & ~np.uint64(_STEP - 1)))
     astray = int(np.bitwise_or.reduce(starts, initial=0)) % _STEP
     if not len(mine) and inline:
         raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
@@ -686,3 +689,5 @@ def _check_inline(values: Values) -> None:
         )
     if end > len(inline) or astray:
         raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")
+    if named > len(inline):  # rows that part would take a copy each
+        raise ProtocolError("several values of the message lie at one place in it")

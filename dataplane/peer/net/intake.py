@@ -56,7 +56,10 @@ class Intake:
             self._used_bytes += nbytes
             if self._is_full:
                 self._router.pause()
-            self._take(identity, request, nbytes)
+            try:
+                self._take(identity, request, nbytes)
+            except Exception:  # those that came with it are others'
+                log.exception("a request was not taken")
 
     def answered(self, nbytes: int) -> None:
         was_full = self._is_full

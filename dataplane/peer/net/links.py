@@ -203,8 +203,11 @@ class Link:
             self._came(reply.rid)
             if reply.append is None:
                 self.answered(reply)
-            else:
+                continue
+            try:
                 self.bring(self, reply, reply.append)
+            except Exception:  # those that came with it are others'
+                log.exception("an answer was not taken")
 
     def answered(self, reply: PeerReply, failure: Unavailable | None = None) -> None:
         """Whoever waits for it has an answer, or cannot get it."""

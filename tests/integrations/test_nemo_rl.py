@@ -46,11 +46,13 @@ from tensordict import TensorDict
 from dataplane.integrations.nemo_rl import DataPlaneClient
 
 client = DataPlaneClient({}, bootstrap=False)
-meta = client.claim_meta("train", "logprobs", ["input_ids"], 4, timeout_s=60)
-rows = client.get_data(meta)["input_ids"].unbind()
-given = torch.nested.as_nested_tensor([row * 0.5 for row in rows], layout=torch.jagged)
-client.put_samples(meta.sample_ids, "train", TensorDict({"prev_logprobs": given}, [4]))
-print(json.dumps([meta.sample_ids, meta.sequence_lengths, [t["uid"] for t in meta.tags]]))
+for _ in sys.stdin:
+    meta = client.claim_meta("train", "logprobs", ["input_ids"], 4, timeout_s=60)
+    rows = client.get_data(meta)["input_ids"].unbind()
+    given = torch.nested.as_nested_tensor([row * 0.5 for row in rows], layout=torch.jagged)
+    client.put_samples(meta.sample_ids, "train", TensorDict({"prev_logprobs": given}, [4]))
+    told = [meta.sample_ids, meta.sequence_lengths, [tags["uid"] for tags in meta.tags]]
+    print(json.dumps(told), flush=True)
 client.close()
 """
 
@@ -85,17 +87,25 @@ def test_a_step_goes_through_two_workers_and_the_next_one_uses_the_same_names(
     client: DataPlaneClient,
 ) -> None:
     ids = [f"u{prompt}_g{sample}" for prompt in range(2) for sample in range(4)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     for _ in range(2):
+        for worker in workers:
+            print("a step", file=worker.stdin, flush=True)
         client.register_partition("train", ["input_ids"], 8, ["logprobs", "train"], 4)
-        workers = [
-            subprocess.Popen([sys.executable, "-c", WORKER], cwd=ROOT, stdout=subprocess.PIPE)
-            for _ in range(2)
-        ]
         tags = [{"input_lengths": n, "uid": id} for n, id in enumerate(ids, 1)]
         fields = batch(input_ids=jagged(*range(1, 9)))
         put = client.put_samples(ids, "train", fields, tags)
         assert put.size == 8 and put.fields == ["input_ids"] and put.tags == tags
-        told = [json.loads(worker.communicate(timeout=90)[0]) for worker in workers]
+        told = [json.loads(worker.stdout.readline()) for worker in workers]
         claimed = [id for ids, _, _ in told for id in ids]
         assert sorted(claimed) == ids and all(len(ids) == 4 for ids, _, _ in told)
         assert sorted(sum((lengths for _, lengths, _ in told), [])) == list(range(1, 9))
@@ -110,6 +120,9 @@ def test_a_step_goes_through_two_workers_and_the_next_one_uses_the_same_names(
         assert client.check_consumption_status("train", ["logprobs", "train"])
         client.clear_samples(None, "train")
         assert client.list_sample_ids("train") == []
+    for worker in workers:
+        worker.communicate(timeout=30)
+        assert worker.returncode == 0
 
 
 def test_what_is_of_one_shape_comes_back_dense_and_objects_as_they_were(

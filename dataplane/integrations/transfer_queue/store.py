@@ -9,7 +9,6 @@ one is alone, until it gives the lease back or its process ends. No process keep
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,7 +36,6 @@ _INDEX = HIDDEN + "index"
 _ROW = HIDDEN + "row"
 _FIELD = HIDDEN + "field:"
 _TASK = HIDDEN + "task:"
-_AGAIN = HIDDEN + "again:"
 _ATTEMPTS = 100
 _REMEMBERED = 1 << 20
 
@@ -55,7 +53,7 @@ class Row:
     __slots__ = ("key", "tags", "told")
 
     def __init__(self, key: str | int, tags: Mapping[str, Any]) -> None:
-        self.key = _plain(key)
+        self.key = key
         self.told = {n.removeprefix(_FIELD): v for n, v in tags.items() if n.startswith(_FIELD)}
         self.tags = tags
 
@@ -77,31 +75,6 @@ class Row:
         return bool(self.tags.get(_TASK + task))
 
 
-def _plain(key: str | int) -> str | int:
-    """Without the mark of a key that is in use again."""
-    return key.partition(_AGAIN)[0] if isinstance(key, str) else key
-
-
-class _Registry:
-    """The partition of that name, also after another process loaded a checkpoint in its place."""
-
-    def __init__(self, plane: dataplane.Plane) -> None:
-        self._plane = plane
-        self._part = plane.partition(REGISTRY, stages={"alone": [_TOKEN]}, free="drop")
-
-    def __getattr__(self, name: str) -> Any:
-        """The partition's calls."""
-
-        def call(*given: Any, **named: Any) -> Any:
-            try:
-                return getattr(self._part, name)(*given, **named)
-            except dataplane.PartitionGone:
-                self._part = self._plane.partition(REGISTRY)  # waits until it is there again
-                return getattr(self._part, name)(*given, **named)
-
-        return call
-
-
 class Store:
     """One process's view of the queue. For any number of threads."""
 
@@ -113,9 +86,9 @@ class Store:
 
     def begin(self) -> None:
         """Look at the plane as one that is new to this process."""
-        self._registry = _Registry(self.plane)
+        stages = {"alone": [_TOKEN]}
+        self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop")
         self._known: dict[str, tuple[int, dataplane.Partition]] = {}
-        self._again: dict[str, dict[str | int, int]] = {}
         self._keys: dict[int, str] = {}
 
     def end(self) -> None:
@@ -126,16 +99,27 @@ class Store:
 
     # the registry
 
+    def _in_registry(self, call: Callable[[dataplane.Partition], T]) -> T:
+        """Carry out a call there, also where another process loaded a checkpoint in its place."""
+        try:
+            return call(self._registry)
+        except dataplane.PartitionGone:
+            self._registry = self.plane.partition(REGISTRY)  # waits until it is there again
+            return call(self._registry)
+
     def told(self, name: str) -> Any:
         """What was kept under a name for everybody; None where nothing was."""
         try:
-            return self._registry.get([name], ["object"])["object"][0]["value"]
+            found = self._in_registry(lambda part: part.get([name], ["object"]))
+            return found["object"][0]["value"]
         except (dataplane.RowsGone, dataplane.FieldUnknown):
             return None
 
     def tell(self, name: str, value: Any) -> None:
         """Keep an object (what the plane takes as one) for everybody."""
-        self._registry.put({"object": [{"value": value}]}, key=[name], replace=True)
+        self._in_registry(
+            lambda part: part.put({"object": [{"value": value}]}, key=[name], replace=True)
+        )
 
     def first(self, name: str, value: Any) -> bool:
         """As `tell`, and false, with nothing changed, where somebody did so before."""
@@ -150,8 +134,10 @@ class Store:
         """In one process and thread at a time."""
         key = f"token:{name}"
         with contextlib.suppress(dataplane.FieldExists):  # everybody's but the first one's
-            self._registry.put({_TOKEN: [0]}, key=[key], tags={"name": [key]})
-        held = self._registry.claim("alone", rows=1, where=dataplane.tag("name") == key)
+            self._in_registry(lambda part: part.put({_TOKEN: [0]}, key=[key], tags={"name": [key]}))
+        held = self._in_registry(
+            lambda part: part.claim("alone", rows=1, where=dataplane.tag("name") == key)
+        )
         try:
             yield
         finally:
@@ -159,14 +145,18 @@ class Store:
 
     def _entry(self, key: str) -> dict[str, Any] | None:
         try:
-            rows = self._registry.get([key], ())
+            rows = self._in_registry(lambda part: part.get([key], ()))
         except dataplane.RowsGone:
             return None
         return {name: values[0] for name, values in rows.tags.items()}
 
+    def _change(self, key: str, tag: str, value: Any, expect: Any = None) -> None:
+        expected = {tag: expect} if expect is not None else None
+        self._in_registry(lambda part: part.tag([key], {tag: [value]}, expect=expected))
+
     def partitions(self) -> dict[str, int]:
         """Names and numbers, in the order in which they came."""
-        rows = self._registry.rows(where=dataplane.tag(_NUMBER).exists())
+        rows = self._in_registry(lambda part: part.rows(where=dataplane.tag(_NUMBER).exists()))
         tags: dict[str, list[Any]] = dict(rows.tags)
         told = zip(rows.keys, tags.get(_NUMBER, ()), tags.get(_GONE, ()), strict=True)
         found = sorted((n, str(key)) for key, n, gone in told if n is not None and not gone)
@@ -200,13 +190,17 @@ class Store:
         with self.alone("registry"):
             entry = self._entry(key)
             if entry is None:
-                rows = self._registry.rows(where=dataplane.tag(_NUMBER).exists())
+                rows = self._in_registry(
+                    lambda part: part.rows(where=dataplane.tag(_NUMBER).exists())
+                )
                 entry = {_NUMBER: len(rows), _NEXT: 0, _GONE: False}
                 tags = {tag: [value] for tag, value in entry.items()}
-                self._registry.put({"object": [{"value": name}]}, key=[key], tags=tags)
+                self._in_registry(
+                    lambda part: part.put({"object": [{"value": name}]}, key=[key], tags=tags)
+                )
             elif entry[_GONE]:
                 entry |= {_GONE: False}
-                self._registry.tag([key], {_GONE: [False]})
+                self._change(key, _GONE, False)
         return entry
 
     def number_of(self, name: str) -> int:
@@ -224,84 +218,45 @@ class Store:
             assert entry is not None  # rows of the registry are never dropped
             start = int(entry[_NEXT])
             try:
-                self._registry.tag([key], {_NEXT: [start + count]}, expect={_NEXT: start})
+                self._change(key, _NEXT, start + count, expect=start)
             except dataplane.TagConflict:
                 continue
             return list(range(start, start + count))
         raise dataplane.Unavailable(f"row numbers of {name!r} were taken by others, time and again")
 
-    # keys that are used again: the plane forgets no dropped key, so it sees another
-
-    def _plane_keys(self, name: str, keys: Sequence[str | int]) -> list[str | int]:
-        times = self._again.get(name)
-        if not times:
-            return list(keys)
-        return [f"{k}{_AGAIN}{times[k]}" if k in times else k for k in keys]
-
-    def _look_again(self, name: str, keys: Sequence[str | int]) -> bool:
-        """Whether one of the keys is in use again under a name that was not known here."""
-        before = self._plane_keys(name, keys)
-        rows = self._registry.rows(where=dataplane.tag("of") == name)
-        tags: dict[str, list[Any]] = dict(rows.tags)
-        times = zip(tags.get("key", ()), tags.get("again", ()), strict=True)
-        with self._lock:
-            self._again[name] = {key: again for key, again in times}
-        return self._plane_keys(name, keys) != before
-
-    def _renew(self, name: str, keys: Sequence[str | int]) -> None:
-        """Give new names to those keys of a put that were cleared, which are not rows any more."""
-        with self.alone("registry"):
-            if self._look_again(name, keys):
-                return
-            here = {row.key for row in self.rows(name)}
-            gone = list(dict.fromkeys(k for k in keys if isinstance(k, str) and k not in here))
-            if gone:
-                times = [self._again[name].get(key, 0) + 1 for key in gone]
-                tags = {"of": [name] * len(gone), "key": gone, "again": times}
-                rows = [f"again:{name}{HIDDEN}{key}" for key in gone]
-                self._registry.put({_ROW: [0] * len(gone)}, key=rows, tags=tags, replace=True)
-                with self._lock:
-                    self._again[name] |= dict(zip(gone, times, strict=True))
-
     # rows
 
-    def _on(self, name: str, call: Callable[[int, dataplane.Partition], T], create: bool) -> T:
-        """Carry out a call on a partition, once more where it was cleared meanwhile.
+    def _on(self, name: str, call: Callable[[dataplane.Partition], T], create: bool = False) -> T:
+        """Carry out a call on a partition, again where it was cleared meanwhile.
         StorageKeyNotFoundError where nobody has put into it."""
-        for attempt in (1, 2):
+        for _ in range(_ATTEMPTS):
             found = self._partition(name, create)
             if found is None:
-                break
+                raise StorageKeyNotFoundError(f"there is no partition {name!r}")
             try:
-                return call(*found)
+                return call(found[1])
             except (dataplane.PartitionGone, dataplane.PartitionUndefined):
                 with self._lock:
                     self._known.pop(name, None)
-                if attempt == 2:
-                    raise
-        raise StorageKeyNotFoundError(f"there is no partition {name!r}")
+        raise dataplane.Unavailable(f"{name!r} was cleared by others, time and again")
 
     def rows(self, name: str) -> list[Row]:
         """All rows of a partition, as they stood at one moment; none where it is not there."""
         try:
-            found = self._on(name, lambda _, part: part.rows(), create=False)
+            found = self._on(name, lambda part: part.rows())
         except StorageKeyNotFoundError:
             return []
         return _rows(found)
 
     def find(self, name: str, keys: Sequence[str | int]) -> list[Row | None]:
         """What the plane says of these rows; None for one that is not there."""
-        here = list(dict.fromkeys(keys))
-        asked = self._plane_keys(name, here)
+        asked = list(dict.fromkeys(keys))
         try:
-            found = _rows(self._on(name, lambda _, part: part.get(asked, ()), create=False))
+            found = _rows(self._on(name, lambda part: part.get(asked, ())))
         except StorageKeyNotFoundError:
             found = []
         except dataplane.RowsGone as exc:
-            if exc.details.get("rows") == len(here) and not exc.details.get("dropped"):
-                found = []
-            else:
-                found = self.rows(name)
+            found = [] if exc.details["rows"] == len(asked) else self.rows(name)
         by_key = {row.key: row for row in found}
         return [by_key.get(key) for key in keys]
 
@@ -339,58 +294,46 @@ class Store:
         values = {field: column.entries for field, column in columns.items()}
         dedup = [f for f, column in columns.items() if column.dedup or f in self.dedup]
         values = values or {_ROW: [0] * len(keys)}
-        for _ in range(_ATTEMPTS):
-            used = self._plane_keys(name, keys)
-            try:
-                put = functools.partial(_write, used, values, tags, dedup)
-                return self._on(name, put, create=True)
-            except dataplane.RowsDropped:
-                self._renew(name, keys)
-        raise dataplane.Unavailable(f"keys of {name!r} were cleared by others, time and again")
+
+        def write(part: dataplane.Partition) -> None:
+            part.put(values, key=keys, tags=tags, dedup=dedup, replace=True, reuse=True)
+
+        self._on(name, write, create=True)
 
     def values(self, name: str, keys: Sequence[str | int], fields: Sequence[str]) -> TensorDict:
         """The rows' values. StorageKeyNotFoundError where a row, or a row's field, is not there."""
         if not keys or not fields:
             return TensorDict({}, batch_size=0 if not fields else len(keys))
-        for _ in range(_ATTEMPTS):
-            used = self._plane_keys(name, keys)
-            try:
-                read = functools.partial(_read, used, fields)
-                found = self._on(name, read, create=False)
-            except dataplane.RowsGone as exc:
-                if exc.details.get("dropped") and self._look_again(name, keys):
-                    continue
-                gone = [_plain(key) for key in exc.details["keys"]]
-                raise StorageKeyNotFoundError(
-                    f"rows of {name!r} are not there, such as {gone[:3]} of {len(keys)}"
-                ) from exc
-            except dataplane.FieldUnknown as exc:
-                raise StorageKeyNotFoundError(f"no row of {name!r} has it: {exc}") from exc
-            tags = found.tags
-            packed: dict[str, Any] = {}
-            for field in fields:
-                told = tags.get(_FIELD + field, [None] * len(keys))
-                if None in told:
-                    lacks = _plain(found.keys[told.index(None)])
-                    raise StorageKeyNotFoundError(f"row {lacks!r} of {name!r} has no {field!r}")
-                packed[field] = packed_field(found, field, [str(one) for one in told])
-            return TensorDict(packed, batch_size=len(keys))
-        raise dataplane.Unavailable(f"rows of {name!r} were cleared by others, time and again")
+        try:
+            found = self._on(name, lambda part: part.get(keys, fields))
+        except dataplane.RowsGone as exc:
+            raise StorageKeyNotFoundError(
+                f"rows of {name!r} are not there, such as {exc.details['keys'][:3]} of {len(keys)}"
+            ) from exc
+        except dataplane.FieldUnknown as exc:
+            raise StorageKeyNotFoundError(f"no row of {name!r} has it: {exc}") from exc
+        packed: dict[str, Any] = {}
+        for field in fields:
+            told = found.tags.get(_FIELD + field, [None] * len(keys))
+            if None in told:
+                lacks = found.keys[told.index(None)]
+                raise StorageKeyNotFoundError(f"row {lacks!r} of {name!r} has no {field!r}")
+            packed[field] = packed_field(found, field, [str(one) for one in told])
+        return TensorDict(packed, batch_size=len(keys))
 
     def clear(self, name: str, keys: Sequence[str | int]) -> None:
         """Free rows and their bytes. Absent ones are passed over."""
-        here = [row for row in self.find(name, keys) if row is not None]
+        here = [row.key for row in self.find(name, keys) if row is not None]
         if here:
-            used = self._plane_keys(name, [row.key for row in here])
-            self._on(name, lambda _, part: part.drop(keys=used), create=False)
+            self._on(name, lambda part: part.drop(keys=here))
 
     def clear_partition(self, name: str) -> None:
         """Free all of it. Its number stays its own."""
         try:
-            self._on(name, lambda _, part: part.drop(), create=False)
+            self._on(name, lambda part: part.drop())
         except (StorageKeyNotFoundError, dataplane.PartitionGone):
             return
-        self._registry.tag([f"partition:{name}"], {_GONE: [True]})
+        self._change(f"partition:{name}", _GONE, True)
         with self._lock:
             self._known.pop(name, None)
 
@@ -400,19 +343,18 @@ class Store:
         """Global indexes of rows that are there; those that have no number get one."""
         found = self._partition(name)
         assert found is not None
-        base = found[0] << INDEX_BITS
-        without = [row for row in rows if row.number is None]
-        numbers = self.numbers(name, len(without)) if without else []
-        for row, number in zip(without, numbers, strict=True):
-            (key,) = self._plane_keys(name, [row.key])
-            try:
-                found[1].tag([key], {_INDEX: [number]}, expect={_INDEX: None})
-                row.tags = {**row.tags, _INDEX: number}
-            except dataplane.TagConflict:  # another process was faster: its number holds
-                (now,) = self.find(name, [row.key])
+        number, part = found
+        while without := [row for row in rows if row.number is None]:
+            keys = [row.key for row in without]
+            tags = {_INDEX: self.numbers(name, len(keys))}
+            # Where another process was faster with some of them, its numbers hold.
+            with contextlib.suppress(dataplane.TagConflict, dataplane.RowsGone):
+                part.tag(keys, tags, expect={_INDEX: None})
+            for row, now in zip(without, self.find(name, keys), strict=True):
                 if now is None:
-                    raise StorageKeyNotFoundError(f"row {row.key!r} was cleared") from None
+                    raise StorageKeyNotFoundError(f"row {row.key!r} of {name!r} was cleared")
                 row.tags = now.tags
+        base = number << INDEX_BITS
         indexes = [base + int(row.number or 0) for row in rows]
         if len(self._keys) > _REMEMBERED:
             self._keys.clear()
@@ -429,7 +371,7 @@ class Store:
             numbers = [index & mask for index in unknown]
             wanted = dataplane.tag(_INDEX).isin(numbers)
             try:
-                found = self._on(name, lambda _, part: part.rows(where=wanted), create=False)
+                found = self._on(name, lambda part: part.rows(where=wanted))
             except StorageKeyNotFoundError:
                 return [index & mask for index in indexes]
             known = {row.number: row.key for row in _rows(found)}
@@ -441,9 +383,8 @@ class Store:
 
     def consume(self, name: str, keys: Sequence[str | int], task: str, done: bool = True) -> None:
         """Say of rows that a task has, or has not, had them."""
-        used = self._plane_keys(name, keys)
         tags = {_TASK + task: [done] * len(keys)}
-        self._on(name, lambda _, part: part.tag(used, tags), create=False)
+        self._on(name, lambda part: part.tag(keys, tags))
 
     # rows that a stage of the plane takes, instead of tags that say who had what
 
@@ -463,7 +404,7 @@ class Store:
             there = dataplane.tag(_FIELD + field).exists()
             where = there if where is None else where & there
 
-        def claimed(number: int, part: dataplane.Partition) -> list[Row]:
+        def claimed(part: dataplane.Partition) -> list[Row]:
             batch = part.claim(task, rows=count, min=least, where=where, fields=(), timeout=timeout)
             with batch:
                 return _rows(batch)
@@ -474,7 +415,7 @@ class Store:
         """Rows that the task has not claimed, whatever fields they have; None where it is none, or
         there are no rows."""
         try:
-            stats = self._on(name, lambda _, part: part.stats(), create=False)
+            stats = self._on(name, lambda part: part.stats())
         except StorageKeyNotFoundError:
             return None
         stage = stats["stages"].get(task)
@@ -486,30 +427,11 @@ class Store:
         }
 
 
-def _write(
-    keys: list[str | int],
-    values: Mapping[str, Any],
-    tags: Mapping[str, Any],
-    dedup: Sequence[str],
-    number: int,
-    part: dataplane.Partition,
-) -> None:
-    part.put(values, key=keys, tags=tags, dedup=dedup, replace=True)
-
-
-def _read(
-    keys: list[str | int], fields: Sequence[str], number: int, part: dataplane.Partition
-) -> dataplane.Rows:
-    return part.get(keys, fields)
-
-
 def _rows(found: dataplane.Rows | dataplane.Batch) -> list[Row]:
     columns = list(found.tags.items())
-    keys = found.keys
     return [
         Row(key, {name: column[i] for name, column in columns if column[i] is not None})
-        for i, key in enumerate(keys)
-        if not (isinstance(key, str) and key.startswith("~"))
+        for i, key in enumerate(found.keys)
     ]
 
 

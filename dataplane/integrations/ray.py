@@ -1,6 +1,7 @@
 """One peer on every host of a Ray cluster, for as long as the job runs.
 
-`start()` runs in the driver; on each node a small actor starts the node's peer and is its client.
+`start()` runs in the driver, or by `started()` in an actor; on each node a small actor starts the
+node's peer and is its client.
 The peer is no child of any worker, so it outlives them all; when the job ends, in whatever way, Ray
 ends the actors, and peers without clients leave. No row ever passes through Ray.
 
@@ -30,7 +31,7 @@ from dataplane.launch.settings import PeerConfig
 from dataplane.launch.token import new_token
 from dataplane.launch.values import is_loopback
 
-__all__ = ["Peers", "start"]
+__all__ = ["Peers", "Started", "start", "started"]
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,43 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
         peers.stop()
         raise
     return peers
+
+
+def started(*, timeout: float = START_S) -> Started:
+    """The peers of this Ray job, started by `start` in whichever process asks first: for code whose
+    processes know nothing of each other. They end with that process, or by `stop()`. Raises as
+    `start` does."""
+    options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
+    found = Started(ray.remote(_Starter).options(**options).remote())
+    _answers([found.starter.start.remote()], timeout)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Peers that some process of the job has started. To be kept: Ray ends the starter of a process
+    that has forgotten it."""
+
+    starter: Any
+
+    def stop(self) -> None:
+        """End the peers at once, with all rows."""
+        _let_go([self.starter])
+
+
+class _Starter:
+    """The actor that starts a job's peers, once."""
+
+    def __init__(self) -> None:
+        self._peers: Peers | None = None
+
+    def start(self) -> None:
+        if self._peers is None:
+            self._peers = start()
+
+    def stop(self) -> None:
+        if self._peers is not None:
+            self._peers.stop()
 
 
 _SHARED = (

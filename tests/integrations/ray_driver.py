@@ -99,6 +99,37 @@ def abandon() -> None:
     sys.stdin.readline()
 
 
+@ray.remote(num_cpus=0)
+class Runner:
+    """As verl's: the driver starts it, somewhere, and knows nothing of a queue."""
+
+    def __init__(self) -> None:
+        from dataplane.integrations import transfer_queue
+
+        transfer_queue.init()
+        self.queue = transfer_queue
+
+    def put(self, key: str) -> None:
+        self.queue.kv_put(key, "train", {"of": key})
+
+    def got(self) -> dict[str, Any]:
+        keys = sorted(self.queue.kv_list("train")["train"])
+        return dict(zip(keys, self.queue.kv_batch_get(keys, "train")["of"].tolist(), strict=True))
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+def queue() -> None:
+    """A queue that actors of all nodes begin at once."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    runners = [Runner.options(**pinned(node)).remote() for node in nodes]
+    ray.get([runner.put.remote(f"k{number}") for number, runner in enumerate(runners)])
+    told = {"got": ray.get([runner.got.remote() for runner in runners]), "peers": len(pids())}
+    ray.get([runner.close.remote() for runner in runners])
+    print(json.dumps(told | {"left": pids()}), flush=True)
+
+
 if __name__ == "__main__":
     ray.init(address=sys.argv[2], log_to_driver=False)
-    {"whole": whole, "abandon": abandon}[sys.argv[1]]()
+    {"whole": whole, "abandon": abandon, "queue": queue}[sys.argv[1]]()

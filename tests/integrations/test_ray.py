@@ -123,3 +123,14 @@ def test_peers_of_a_driver_that_was_killed_leave(cluster: Ray) -> None:
     driver.kill()
     driver.communicate()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), "they left", 60)
+
+
+def test_a_queue_that_actors_of_several_nodes_begin_at_once_is_one(cluster: Ray) -> None:
+    driver = cluster.driver("queue")
+    found = told(driver)
+    driver.communicate(timeout=60)
+    assert driver.returncode == 0
+    names = [f"k{number}" for number in range(found["peers"])]
+    assert found["peers"] >= RAYLETS
+    assert found["got"] == [{name: name for name in names}] * found["peers"]
+    assert found["left"] == {}

@@ -108,7 +108,8 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
     conf: TransferQueue's configuration. `controller.sampler` (a name, class or instance) and
     `controller.polling_mode` are done; what is about its processes is accepted, and nothing. The
     plane is found as `dataplane.connect()` finds it: under Ray by the job; on a Ray cluster of
-    several nodes, the first call starts a peer on each. Returns the whole configuration.
+    several nodes the first call, in whichever process, starts a peer on each. Returns the whole
+    configuration.
     """
     with _here.lock:
         store = _store(conf)
@@ -149,15 +150,15 @@ def _store(conf: Any) -> Store:
         if _several_nodes():
             from dataplane.integrations import ray as on_ray
 
-            _here.peers = on_ray.start()
+            _here.peers = on_ray.started()
         _here.store, _here.client, _here.pid = Store(dataplane.connect()), None, os.getpid()
     return _here.store
 
 
 def _several_nodes() -> bool:
-    """Whether this is the driver of a Ray job on several nodes, which starts the peers."""
+    """Whether this is a process of a Ray job on several nodes, each of which needs a peer."""
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or ray.get_runtime_context().worker.mode != 0:
+    if ray is None or not ray.is_initialized():
         return False
     return len([node for node in ray.nodes() if node["Alive"]]) > 1
 
@@ -198,7 +199,7 @@ def close() -> None:
                 store.end()
         finally:
             store.plane.close()
-            if peers is not None:
+            if began and peers is not None:
                 peers.stop()
 
 

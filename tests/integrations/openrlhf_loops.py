@@ -126,7 +126,9 @@ def main(which: str) -> None:
         "env_vars": {"PYTHONPATH": str(Path(__file__).parent)},
         "worker_process_setup_hook": "openrlhf_stand_ins.install",
     }
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment
+    )
     if which == "ours":
         ppo_trainer_async.Queue = Queue
     ppo_trainer_async.GenerateSamplesActor = Generating

@@ -254,23 +254,29 @@ def step(mode: str, mark: str, buffer: Any, trainer: Any, count: int) -> dict[st
     }
 
 
-def memory_bytes() -> int:
-    """Of all processes of this run, pages that several map counted once (PSS). They are known by
-    their environment: Ray's daemons and the plane's peer are no descendants of this process."""
-    total, run = 0, f"{RUN}={os.environ[RUN]}".encode()
+def memory() -> dict[str, int]:
+    """Bytes of all processes of this run by their names, anonymous pages and shared ones (`name,
+    shared`) apart. Pages that several map are counted once (PSS). The processes are known by their
+    environment: Ray's daemons and the plane's peer are no descendants of this one."""
+    found: dict[str, int] = {}
+    run = f"{RUN}={os.environ[RUN]}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if run in (folder / "environ").read_bytes().split(b"\0"):
-                told = (folder / "smaps_rollup").read_text().split()
-                total += int(told[told.index("Pss:") + 1]) << 10
+            if run not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            name = (folder / "cmdline").read_bytes().split(b"\0")[0].decode().split("/")[-1]
+            told = (folder / "smaps_rollup").read_text().split()
         except OSError:
             continue  # it ended meanwhile
-    return total
+        kib = {kind: int(told[told.index(f"Pss_{kind}:") + 1]) for kind in ("Anon", "Shmem")}
+        found[name] = found.get(name, 0) + (kib["Anon"] << 10)
+        found[f"{name}, shared"] = found.get(f"{name}, shared", 0) + (kib["Shmem"] << 10)
+    return found
 
 
 def main(count: int, media_bytes: int) -> None:
     os.environ[RUN] = str(os.getpid())
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"total_storage_size": 100_000}}}))
     rollouts = [ray.remote(Rollout).options(num_cpus=1).remote(media_bytes) for _ in range(2)]
     ray.get([worker.ready.remote() for worker in rollouts])
@@ -278,11 +284,12 @@ def main(count: int, media_bytes: int) -> None:
     common: tuple[Any, ...] = ({}, None, "drop", {})
     buffers = {"sync": ReplayBuffer("sync", *common, 0.02)}
     buffers["async"] = ReplayBufferAsync("async", *common, 0.02)
-    before, peak, done = memory_bytes(), [0], threading.Event()
+    before = memory()
+    looks, done = [before], threading.Event()
 
     def look() -> None:
         while not done.wait(0.25):
-            peak[0] = max(peak[0], memory_bytes())
+            looks.append(memory())
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -291,13 +298,15 @@ def main(count: int, media_bytes: int) -> None:
         steps[mode] = step(mode, mode, buffer, trainer, count)
     done.set()
     looking.join()
+    peak = max(looks, key=lambda look: sum(look.values()))
+    more = {name: now - before.get(name, 0) for name, now in peak.items()}
     seconds = {name: one.pop("seconds") for name, one in steps.items()}
     told = {
         "of": importlib.metadata.version("verl"),
         "by": tq.__file__,
         "seconds": seconds,
-        "before_bytes": before,
-        "peak_bytes": peak[0],
+        "more_bytes": sum(more.values()),
+        "more_by_process": dict(sorted(more.items(), key=lambda one: -one[1])),
     }
     tq.close()
     ray.shutdown()

@@ -12,7 +12,9 @@ import pytest
 import dataplane
 from dataplane import Batch, Partition, Plane
 from dataplane.client.operations.lease import positions
+from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
+    Body,
     Claim,
     Failed,
     Fetch,
@@ -20,12 +22,15 @@ from dataplane.wire.messages import (
     Finish,
     GiveBack,
     Put,
+    PutDone,
     Read,
     ReadDone,
+    Reply,
+    Request,
 )
 from dataplane.wire.records import EXTENT, U4, VALUE, column
 from dataplane.wire.tables import Definition
-from tests.client.scripted_peer import ScriptedPeer
+from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 
 @pytest.fixture
@@ -283,6 +288,27 @@ def ends_after(peer: ScriptedPeer, batches: int) -> None:
     peer.scripts[Claim] = script
 
 
+def answer_acks_late(peer: ScriptedPeer, reverse: bool) -> None:
+    """Together with the claim after them. reverse: and after that."""
+    acks: list[int] = []
+    claimed: Any = peer.scripts[Claim]
+
+    def finish(request: Request, body: Finish) -> Body | bytes:
+        if body.outcome != "ack":
+            return PutDone()
+        acks.append(request.rid)
+        return SILENCE
+
+    def claim(request: Request, body: Claim) -> Body | bytes:
+        reply = claimed(request, body)
+        if not acks:
+            return reply  # type: ignore[no-any-return]
+        replies = [Reply(acks.pop(), PutDone()), Reply(request.rid, reply)]
+        return b"".join(map(encode, replies[:: -1 if reverse else 1]))
+
+    peer.scripts |= {Finish: finish, Claim: claim}
+
+
 def test_a_stream_acks_each_body_and_ends(peer: ScriptedPeer, put: Put, part: Partition) -> None:
     ends_after(peer, 3)
     count = 0
@@ -293,6 +319,31 @@ def test_a_stream_acks_each_body_and_ends(peer: ScriptedPeer, put: Put, part: Pa
     assert finishes(peer) == [("ack", None)] * 3
     kinds = [type(r.body).__name__ for r in peer.requests if isinstance(r.body, Claim | Finish)]
     assert kinds == ["Claim", "Finish"] * 3 + ["Claim"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_ack_and_the_next_claim_of_a_stream_go_in_one_frame(
+    peer: ScriptedPeer, put: Put, part: Partition, reverse: bool
+) -> None:
+    answer_acks_late(peer, reverse)
+    loop = iter(part.stream("s", rows=4, batches=2))
+    first = next(loop)
+    second = next(loop)
+    assert (first.state, second.state) == ("acked", "leased")
+    assert not peer.bodies(Claim)[1].own
+    second.release()
+
+
+def test_what_went_along_with_an_ack_that_fails_is_given_back(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    peer.scripts[Finish] = lambda r, b: Failed("LeaseExpired", "too late")
+    loop = iter(part.stream("s", rows=4))
+    batch = next(loop)
+    with pytest.raises(dataplane.LeaseExpired):
+        next(loop)
+    assert batch.state == "expired"
+    assert peer.await_body(Finish, 2).outcome == "release"
 
 
 def test_a_stream_left_by_an_exception_releases(

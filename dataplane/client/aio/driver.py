@@ -266,7 +266,8 @@ def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
 
 async def _converse(connection: Connection, frame: bytearray) -> Any:
     loop, sock = asyncio.get_running_loop(), connection.sock
-    await loop.sock_sendall(sock, frame)
+    if frame:
+        await loop.sock_sendall(sock, frame)
     while (reply := connection.arrived_reply()) is None:
         await _readable(loop, sock)
         # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how

@@ -99,55 +99,72 @@ class Demand:
         return Want(unit, 0, 0, where, tag, float(amount))
 
 
-def claim(
-    handle: Handle,
-    stage: str,
-    demand: Demand,
-    fields: Sequence[str] | None,
-    timeout: float | None,
-    lease_s: float | None,
-    ahead: bool = False,
-) -> Operation[Claimed]:
-    """Rows of a stage, leased. Waits for as long as rows can come, or `timeout`. ahead: while the
-    caller works on what was claimed before, and does not wait."""
-    session = handle.session
-    if handle.defined is None:  # else it is checked below, before anything is sent
-        demand.want("rows")
-    arguments.text(stage, "a stage")
-    wanted = arguments.optional_texts(fields, "fields")
-    timeout, lease_s = arguments.seconds(timeout, "timeout"), arguments.seconds(lease_s, "lease")
-    if lease_s is not None and lease_s <= 0:
-        raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
-    generation = yield from handle.attach_to_wait(timeout)
-    want = demand.want(handle.unit)
-    body = Claim(
-        handle.name,
-        generation,
-        stage,
-        want,
-        wanted,
-        declare=None if stage in handle.definition.stages else wanted,
-        timeout_ms=milliseconds(timeout),
-        lease_ms=0 if lease_s is None else max(1, int(lease_s * 1e3)),
-        own=not ahead and session.leases.mine(handle.name),
-    )
-    began = time.monotonic()
-    try:
-        claimed = expect((yield Call(body, timeout, True)), Claimed, body)
-    except BaseException:
-        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
-        raise
-    session.leased(claimed.lease, handle.name)
-    rows = claimed.table.rows
-    session.tally.of_stage(
-        stage,
-        wait_s=time.monotonic() - began,
-        claims=1,
-        rows=len(rows.keys) // KEY.itemsize,
-        bytes=volume(claimed.table.columns, PLACE),
-    )
-    session.familiar.note(rows.group_keys or rows.keys)
-    return claimed
+class Claiming:
+    """Rows of a stage to be claimed, once or again and again. InvalidCall for what is no claim."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        stage: str,
+        demand: Demand,
+        fields: Sequence[str] | None,
+        timeout: float | None,
+        lease_s: float | None,
+        ahead: bool = False,
+    ) -> None:
+        """timeout: waits so long, or for as long as rows can come. ahead: claims while the caller
+        works on what was claimed before, and does not wait."""
+        demand.want(handle.unit)
+        self._handle, self._demand, self._ahead = handle, demand, ahead
+        self._stage = arguments.text(stage, "a stage")
+        self._wanted = arguments.optional_texts(fields, "fields")
+        self._timeout = arguments.seconds(timeout, "timeout")
+        lease_s = arguments.seconds(lease_s, "lease")
+        if lease_s is not None and lease_s <= 0:
+            raise InvalidCall(f"lease={lease_s:g}: give a positive number of seconds, or None")
+        self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
+
+    def claim(self) -> Operation[Claimed]:
+        """Rows, leased."""
+        yield from self._handle.attach_to_wait(self._timeout)
+        return (yield from self.claimed(self.call()))
+
+    def call(self, after: int | None = None) -> Call:
+        """The request, of a handle that is attached. after: the lease that is finished before."""
+        handle = self._handle
+        assert handle.defined is not None
+        body = Claim(
+            handle.name,
+            handle.defined.generation,
+            self._stage,
+            self._demand.want(handle.unit),
+            self._wanted,
+            declare=None if self._stage in handle.definition.stages else self._wanted,
+            timeout_ms=milliseconds(self._timeout),
+            lease_ms=self._lease_ms,
+            own=not self._ahead and handle.session.leases.mine(handle.name, but=after),
+        )
+        return Call(body, self._timeout, True)
+
+    def claimed(self, call: Call) -> Operation[Claimed]:
+        """What it is answered."""
+        session, stage, began = self._handle.session, self._stage, time.monotonic()
+        try:
+            claimed = expect((yield call), Claimed, call.body)
+        except BaseException:
+            session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+            raise
+        session.leased(claimed.lease, self._handle.name)
+        rows = claimed.table.rows
+        session.tally.of_stage(
+            stage,
+            wait_s=time.monotonic() - began,
+            claims=1,
+            rows=len(rows.keys) // KEY.itemsize,
+            bytes=volume(claimed.table.columns, PLACE),
+        )
+        session.familiar.note(rows.group_keys or rows.keys)
+        return claimed
 
 
 @dataclass(slots=True, eq=False)
@@ -260,9 +277,10 @@ class Lease:
         tags: TagValues | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         values: Mapping[str, Any] | None = None,
+        then: Call | None = None,
     ) -> Operation[None]:
         """End the lease for all rows that are still open, or for those at `rows`. tags, values: of
-        all, or of those at `rows`.
+        all, or of those at `rows`. then: goes along with the last message of an ack.
 
         Only ack takes what was added along, and only release `values`, as progress. Releasing a
         lease that has ended already is no error, unless there is something to be told with it.
@@ -284,7 +302,7 @@ class Lease:
                 self._end("finished")
             return
         if outcome == "ack":
-            yield from self._ack(at, timeout)
+            yield from self._ack(at, timeout, then)
         elif values:
             many = self.n if rows is None else len(rows)
             yield from self._release_with(body, values, many, order, timeout)
@@ -322,7 +340,7 @@ class Lease:
         index = None if len(at) == self.n else at.astype(U4).tobytes()
         return Finish(self.id, outcome, index, tags=tags)
 
-    def _ack(self, at: Index, timeout: float | None) -> Operation[None]:
+    def _ack(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
         """One message for all rows to which the same was added; rows of one that failed stay."""
         lost = {name for rows, names in self._lost if _meet(rows, at) for name in names}
         if lost:
@@ -333,7 +351,7 @@ class Lease:
             )
         apart = self._alike(at)
         for rows in apart:
-            yield from self._ack_alike(rows, timeout)
+            yield from self._ack_alike(rows, timeout, then if rows is apart[-1] else None)
             if len(apart) > 1:
                 self._closed_rows("ack", rows)
 
@@ -347,7 +365,7 @@ class Lease:
         _, which = np.unique(has, axis=1, return_inverse=True)
         return [at[which.reshape(-1) == number] for number in range(int(which.max()) + 1)]
 
-    def _ack_alike(self, at: Index, timeout: float | None) -> Operation[None]:
+    def _ack_alike(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
         session, parts = self.handle.session, []
         for one in [one for one in self._added if _meet(one.at, at)]:
             local = np.searchsorted(one.at, at)
@@ -372,13 +390,13 @@ class Lease:
             going = (at, set(written.fields))
             self._lost.append(going)
             try:
-                done = yield from self._send_with(body, written, timeout)
+                done = yield from self._send_with(body, written, timeout, then)
             except FieldExists as exc:
                 self._refused.add(str(exc.details.get("field")))
                 raise
             self._lost = [one for one in self._lost if one is not going]
         else:
-            done = yield from self._send(body, timeout)
+            done = yield from self._send(body, timeout, then)
         if isinstance(done, PutDone):
             if done.extents:
                 session.keep(np.frombuffer(done.extents, EXTENT))
@@ -390,10 +408,12 @@ class Lease:
                     done.kept,
                 )
 
-    def _send_with(self, body: Finish, written: Written, timeout: float | None) -> Operation[Body]:
+    def _send_with(
+        self, body: Finish, written: Written, timeout: float | None, then: Call | None = None
+    ) -> Operation[Body]:
         """Once more where the shard has no room for what is inline."""
         try:
-            return (yield from self._send(_with(body, written), timeout))
+            return (yield from self._send(_with(body, written), timeout, then))
         except ShardFull as full:
             if not written.inline:
                 raise
@@ -411,11 +431,13 @@ class Lease:
         generation = yield from self.handle.attach(deadline)
         return (yield from landed(self.handle, generation, written, lambda: True, deadline, full))
 
-    def _send(self, body: Finish, timeout: float | None) -> Operation[Body]:
+    def _send(
+        self, body: Finish, timeout: float | None, then: Call | None = None
+    ) -> Operation[Body]:
         """Finish is answered with PutDone where values came along, else Done will do."""
         deadline = Deadline(timeout)
         try:
-            reply = yield Call(body, deadline.left(body.outcome))
+            reply = yield Call(body, deadline.left(body.outcome), then=then)
         except LeaseExpired:
             self._end("expired")
             raise

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
-from dataplane.client.operations.lease import Demand, claim
+from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claimed
@@ -55,15 +55,13 @@ class Loading(Generic[B, L]):
         **how: Any,
     ) -> None:
         refuse_workers()
-        demand.want("rows")  # to be told here what is wrong with it, not in the loop
         self.stage = stage
         self._collate = collate
         self._ahead = arguments.count(prefetch, "prefetch")
         self._batches = None if batches is None else arguments.count(batches, "batches")
         self._run, self._make, self._handle = run, make, handle
-        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(
-            handle, stage, demand, ahead=True, **how
-        )
+        # made here, to be told what is wrong with it, and not in the loop
+        self._claim = Claiming(handle, stage, demand, ahead=True, **how).claim
         self._given = 0
         self._done: set[Name] = set()
         self._latest: weakref.ref[L] | None = None  # which a `break` ends: nobody holds it then

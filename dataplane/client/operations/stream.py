@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
-from dataplane.client.operations.lease import Demand, Lease, claim
+from dataplane.client.operations.lease import Claiming, Demand, Lease
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.errors import DataplaneError, StreamEnd
 from dataplane.wire.messages import Claimed
@@ -38,11 +38,11 @@ class Streaming(Generic[B]):
         batches: int | None = None,
         **how: Any,
     ) -> None:
-        demand.want("rows")  # to be told here what is wrong with it, not in the loop
         self.batches = None if batches is None else arguments.count(batches, "batches")
         self._run = run
         self._make = make
-        self._claim: Callable[[], Operation[Claimed]] = lambda: claim(handle, stage, demand, **how)
+        # made here, to be told what is wrong with it, and not in the loop
+        self._claiming = Claiming(handle, stage, demand, **how)
         self._what = f"{handle.name!r} for {stage!r}"
         self._loops: WeakSet[Looping[B]] = WeakSet()
         self._left: list[Lease] = []
@@ -53,7 +53,7 @@ class Streaming(Generic[B]):
     def _release(self) -> Operation[None]:
         """What loops have, or had, in hand is back when this returns; they are over."""
         self._closed = True
-        held = [loop.batch.lease for loop in list(self._loops) if loop.batch is not None]
+        held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
         yield from self._settle(held)
 
     def _settle(self, held: list[Lease]) -> Operation[None]:
@@ -68,8 +68,9 @@ class Streaming(Generic[B]):
         log.warning("%r: a batch was not released: %s", self, failure)
 
     def __repr__(self) -> str:
-        held = [loop.batch for loop in list(self._loops) if loop.batch is not None]
-        state = "ended" if self._closed else ", ".join(map(repr, held)) or "no batch in hand"
+        held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
+        rows = ", ".join(f"{lease.open_rows} rows" for lease in held) or "no batch"
+        state = "ended" if self._closed else f"{rows} in hand"
         return f"<{self._kind} of {self._what}: {state}>"
 
 
@@ -80,43 +81,54 @@ def tell_what_is_left(end: StreamEnd) -> None:
 
 
 class Looping(Generic[B]):
-    """One loop over a stream, and the batch that its body has in hand."""
+    """One loop over a stream, and the lease of the batch that its body has in hand."""
 
     def __init__(self, stream: Streaming[B]) -> None:
-        self.batch: B | None = None
+        self.lease: Lease | None = None
         self._stream = stream
         self._given = 0
         self._over = False
         stream._loops.add(self)
 
     def _advance(self) -> Operation[B]:
-        """Ack, and claim the next. StreamEnd where there is none."""
-        stream, batch = self._stream, self.batch
-        if batch is not None and batch.state == "leased" and not stream._closed:
-            yield from batch.lease.finish("ack")
-        # its bytes are nobody's while the next one is waited for, unless the caller keeps it
-        batch = self.batch = None
-        yield from stream._settle([])
-        if self._over or stream._closed or self._given == stream.batches:
-            raise StreamEnd("this loop is over")
+        """Ack, and claim the next, in one frame. StreamEnd where there is none."""
+        stream, lease, call = self._stream, self.lease, None
         try:
-            batch = stream._make((yield from stream._claim()))
+            if lease is not None and lease.state == "leased" and not stream._closed:
+                if not self._is_over:
+                    call = stream._claiming.call(after=lease.id)
+                yield from lease.finish("ack", then=call)
+            lease = self.lease = None
+            yield from stream._settle([])
+            if self._is_over:
+                raise StreamEnd("this loop is over")
+            claims = stream._claiming
+            claimed = yield from (claims.claim() if call is None else claims.claimed(call))
         except StreamEnd as exc:
-            self._over = True
-            tell_what_is_left(exc)
+            if not self._is_over:
+                self._over = True
+                tell_what_is_left(exc)
             raise
-        self.batch, self._given = batch, self._given + 1
+        finally:
+            if call is not None:  # its answer is nobody's, unless it was waited for
+                call.leave()
+        batch = stream._make(claimed)
+        self.lease, self._given = batch.lease, self._given + 1
         if stream._closed:  # meanwhile, by another thread or task
-            self.batch = None
+            self.lease = None
             yield from batch.lease.give_back(DEFAULT_TIMEOUT_S)
             raise StreamEnd("the stream was closed")
         return batch
 
+    @property
+    def _is_over(self) -> bool:
+        return self._over or self._stream._closed or self._given == self._stream.batches
+
     def __del__(self) -> None:
         # Left by break, return or an exception. The caller may still hold the batch, so that its
         # own end cannot be waited for; and nothing may be waited for in here.
-        batch = self.batch
-        if batch is not None and batch.state == "leased":
-            batch.lease.abandon()
+        lease = self.lease
+        if lease is not None and lease.state == "leased":
+            lease.abandon()
             if self._stream._entered:
-                self._stream._left.append(batch.lease)
+                self._stream._left.append(lease)

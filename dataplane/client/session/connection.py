@@ -94,7 +94,17 @@ class Connection:
     a socket with a time-out, and event loops want it so.
     """
 
-    __slots__ = ("sock", "inbox", "peer", "left", "_complaint", "_readable", "_rid")
+    __slots__ = (
+        "sock",
+        "inbox",
+        "peer",
+        "left",
+        "later",
+        "early",
+        "_complaint",
+        "_readable",
+        "_rid",
+    )
 
     def __init__(self, sock: socket.socket, peer: str = "?") -> None:
         sock.setblocking(False)
@@ -104,6 +114,10 @@ class Connection:
         self.inbox = Inbox()
         self.peer = peer
         self.left = False
+        self.later = 0
+        """the request that went along with the one whose answer is waited for, which comes first"""
+        self.early: Reply | None = None
+        """its answer, which came before that"""
         self._rid = 0
         self._complaint: DataplaneError | None = None
 
@@ -113,6 +127,11 @@ class Connection:
 
     def close(self) -> None:
         self.sock.close()
+
+    @property
+    def is_whole(self) -> bool:
+        """Open, and nobody has left it."""
+        return not self.left and self.sock.fileno() >= 0
 
     def ended(self) -> bool:
         """Whether the peer's side is closed; asked between calls."""
@@ -132,7 +151,7 @@ class Connection:
     def receive(self, limit_s: float | None, grace_s: float = 0.0) -> Reply:
         """The next reply. DeadlineExceeded after `limit_s`, and `grace_s` where the peer runs."""
         started, look_s = time.monotonic(), LOOK_S
-        reply = self.arrived_reply() if self.inbox.filled else None
+        reply = self.arrived_reply()
         while reply is None:
             turn_s = self._turn_s(time.monotonic() - started, limit_s, grace_s)
             if self._readable.poll(turn_s * 1e3):
@@ -172,22 +191,30 @@ class Connection:
     def arrived_reply(self) -> Reply | None:
         """A whole reply, if one is there. What the peer says about one-way frames is only logged:
         their call is over. Where it then closes the connection, that was the reason."""
-        while (reply := self.inbox.reply()) is not None and reply.rid == 0:
-            if isinstance(reply.body, Notice):
+        if self.early is not None and not self.later:
+            early, self.early = self.early, None
+            return early
+        while (reply := self.inbox.reply()) is not None:
+            if reply.rid:
+                if reply.rid != self.later:
+                    return reply
+                self.early = reply
+            elif isinstance(reply.body, Notice):
                 log.warning("%s", reply.body.text)
-                continue
-            if not isinstance(reply.body, Failed):
+            elif isinstance(reply.body, Failed):
+                failed = reply.body
+                log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
+                self._complaint = from_wire(failed.code, failed.message, failed.details)
+            else:
                 return reply
-            failed = reply.body
-            log.warning("peer %r refused a one-way message: %s", self.peer, failed.message)
-            self._complaint = from_wire(failed.code, failed.message, failed.details)
-        return reply
+        return None
 
     def exchange(self, frame: bytearray, rid: int, limit_s: float | None, grace_s: float) -> Body:
-        """Send one request and wait for its answer, as `receive` does. Raises what the peer
-        answered as an error."""
+        """Send one request, if it was not sent along with another, and wait for its answer, as
+        `receive` does. Raises what the peer answered as an error."""
         try:
-            self.send(frame, None if limit_s is None else limit_s + grace_s)
+            if frame:
+                self.send(frame, None if limit_s is None else limit_s + grace_s)
             body = answer(self.receive(limit_s, grace_s), rid)
         except BaseException as exc:
             self.fail(exc)

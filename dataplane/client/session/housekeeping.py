@@ -114,6 +114,8 @@ class Housekeeper:
         """What takes back the answers that came when nobody waited for them any more."""
         due: list[Body] = []
         for connection in self.session.orphans():
+            if connection.early is not None:
+                due += undo(connection.early.body)
             try:
                 connection.sock.settimeout(_SEND_S)
                 while True:

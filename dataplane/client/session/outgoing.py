@@ -1,8 +1,9 @@
 """One call on its way: the same requests on every connection, until one brings the answer.
 
-Runs in the client, without I/O. What is due to be told to the peer goes ahead in the same bytes.
-All of it keeps its operation ids until the answer is there, so that the peer knows what it has
-carried out already when a connection broke and everything is sent again.
+Runs in the client, without I/O. What is due to be told to the peer goes ahead in the same bytes,
+and the call that follows may go along. All of it keeps its operation ids until the answer is there,
+so that the peer knows what it has carried out already when a connection broke and everything is
+sent again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dataplane.client.session.connection import frame_of
+from dataplane.client.session.connection import Connection, frame_of
 from dataplane.client.session.session import Session
 from dataplane.errors import PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
@@ -23,7 +24,7 @@ REPEATS = 8
 _FOREVER_MS = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
     wait (for rows), `deadline_s` only how long this side does; None: for ever."""
@@ -31,6 +32,17 @@ class Call:
     body: Body
     deadline_s: float | None
     blocking: bool = False
+    then: Call | None = None
+    """goes in the same frame, and is waited for by itself afterwards, or left"""
+    sent: tuple[Connection, Outgoing] | None = None
+    """where its answer comes, of one that went along with the call before it"""
+
+    def leave(self) -> None:
+        """Nobody will wait for it, should it have gone along; what it is given is given back."""
+        if self.sent is not None:
+            (connection, outgoing), self.sent = self.sent, None
+            connection.leave()
+            outgoing.over(connection)
 
 
 class Outgoing:
@@ -42,31 +54,42 @@ class Outgoing:
         "_repeats",
         "_request",
         "_session",
+        "_then",
         "_until",
         "frame",
         "rid",
     )
 
-    def __init__(self, session: Session, step: Call, began: float) -> None:
-        """began: when the call did (monotonic); a connection for it may have been made since."""
+    def __init__(self, session: Session, step: Call, began: float, along: bool = False) -> None:
+        """began: when the call did (monotonic); a connection for it may have been made since.
+        along: with the call before it."""
         left = step.deadline_s
         self._session = session
         self._blocking = step.blocking
         self._until = None if left is None else began + max(left, 0.0)
         self._repeats = 0
         self._ahead: list[Request] = []
+        self._then: tuple[Call, Outgoing] | None = None
         deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
         self._request = session.request(step.body, 0 if step.blocking else deadline_ms)
         self.rid = self._request.rid
         """names the answer"""
         try:
             self.frame = frame_of(self._request)
+            if step.then is not None:
+                self._then = step.then, Outgoing(session, step.then, began, along=True)
+                self.frame += self._then[1].frame
         except BaseException:
-            self.done()
+            session.answered(self._request)
             raise
-        if not session.due.empty() and (due := session.parting()):
+        if not along and not session.due.empty() and (due := session.parting()):
             self._ahead = [session.request(body, one_way=True) for body in due]
             self.frame = self._ahead_of() + self.frame
+
+    @property
+    def later(self) -> int:
+        """Names the answer to what went along; 0 where nothing did."""
+        return 0 if self._then is None else self._then[1].rid
 
     def limit_s(self) -> float | None:
         """How long to wait for the answer."""
@@ -78,21 +101,32 @@ class Outgoing:
         self._repeats += 1
         if self._repeats > REPEATS or isinstance(exc, PeerLeaves):
             raise exc
-        body = self._request.body
+        request = self._request
         if (
             self._blocking
             and self._until is not None
-            and isinstance(body, Admit | Claim | Wait | Losses)
+            and isinstance(request.body, Admit | Claim | Wait | Losses)
         ):
             left_ms = max(0, int((self._until - time.monotonic()) * 1e3))
-            body = msgspec.structs.replace(body, timeout_ms=left_ms)
-            again = msgspec.structs.replace(self._request, body=body)
-            self.frame = self._ahead_of() + frame_of(again)
+            body = msgspec.structs.replace(request.body, timeout_ms=left_ms)
+            request = msgspec.structs.replace(request, body=body)
+        self.frame = self._ahead_of() + frame_of(request)
+        if self._then is not None:
+            self.frame += self._then[1].frame
 
-    def done(self) -> None:
-        """Answered, or given up."""
+    def over(self, connection: Connection) -> None:
+        """Answered, or given up. The connection is free, or waits for what is asked along."""
         for request in (self._request, *self._ahead):
             self._session.answered(request)
+        then, self._then = self._then, None
+        if then is not None and connection.is_whole:
+            call, outgoing = then
+            outgoing.frame = bytearray()  # it was sent
+            call.sent = connection, outgoing
+        elif then is not None:
+            then[1].over(connection)
+        else:
+            self._session.connections.give_back(connection)
 
     def _ahead_of(self) -> bytearray:
         return bytearray().join(encode(request) for request in self._ahead)

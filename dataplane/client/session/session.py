@@ -300,9 +300,12 @@ class InHand:
             self._hands.clear()
             return taken
 
-    def mine(self, partition: str) -> bool:
-        """Whether who calls has some of this partition."""
-        return bool(self._hands) and (partition, _caller()) in self._hands
+    def mine(self, partition: str, but: int | None = None) -> bool:
+        """Whether who calls has some of this partition. but: one that does not count."""
+        if not self._hands:
+            return False
+        hand = partition, _caller()
+        return self._hands[hand] > (but is not None and self._taken.get(but) == hand)
 
 
 def _caller() -> int:

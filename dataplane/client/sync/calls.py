@@ -47,11 +47,15 @@ class Calls:
     def _call(self, step: Call) -> Body:
         """On another connection to the same incarnation of the peer where one breaks."""
         session, began = self._session, time.monotonic()
-        connection = session.connections.idle() or further(session, step.deadline_s)
         outgoing: Outgoing | None = None
+        if step.sent is None:
+            connection = session.connections.idle() or further(session, step.deadline_s)
+        else:
+            (connection, outgoing), step.sent = step.sent, None
         try:
-            outgoing = Outgoing(session, step, began)
+            outgoing = outgoing or Outgoing(session, step, began)
             while True:
+                connection.later = outgoing.later
                 try:
                     return exchange(
                         connection,
@@ -64,6 +68,7 @@ class Calls:
                     outgoing.broke(exc)
                 connection = further(session, outgoing.limit_s())
         finally:
-            session.connections.give_back(connection)
-            if outgoing is not None:
-                outgoing.done()
+            if outgoing is None:
+                session.connections.give_back(connection)
+            else:
+                outgoing.over(connection)

@@ -13,7 +13,7 @@ from dataplane.client import arguments, core
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.operations import admission, changes, reads
 from dataplane.client.operations.changes import Dropped
-from dataplane.client.operations.lease import Demand, claim
+from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
 from dataplane.client.operations.put import put
 from dataplane.client.ref import Ref
@@ -153,8 +153,8 @@ class Partition:
         Raises ClaimTimeout, and StreamEnd once the partition is sealed and the stage has had all.
         """
         demand = Demand(rows, groups, budget, min, where, unit)
-        operation = claim(self._handle, stage, demand, fields, timeout, lease)
-        return Batch(self._run, self._handle, stage, self._run(operation))
+        claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
+        return Batch(self._run, self._handle, stage, self._run(claiming.claim()))
 
     def stream(
         self,

@@ -29,7 +29,11 @@ class Proxy:
 
     def connect(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(str(self.path))
+        try:
+            sock.connect(str(self.path))
+        except OSError:  # it is closed already
+            sock.close()
+            raise
         return sock
 
     def _accept(self) -> None:

@@ -18,7 +18,7 @@ from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
-from dataplane.wire.tables import Rows, Table
+from dataplane.wire.tables import Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 GRANTED = Granted(31, Table(Rows(b"k" * 16, ["a"]), [], [], [], {}))
@@ -32,6 +32,8 @@ class Asker:
         self.asked: list[tuple[str, Claim, asyncio.Future[Body]]] = []
         self.told: list[tuple[str, Withdraw]] = []
         self.released: list[int] = []
+        self.hears = asyncio.Event()
+        self.hears.set()
         before = Roster.from_seeds([HERE, THERE, ELSEWHERE])
         self.roster = self.at(before, THERE)
         loop = asyncio.get_running_loop()
@@ -80,6 +82,7 @@ class Asker:
 
     async def insist(self, find: Callable[[], str], body: Withdraw) -> None:
         self.told.append((find(), body))
+        await self.hears.wait()
 
     async def another_roster(self, than: Roster, until: float) -> bool:
         await asyncio.sleep(0)
@@ -91,8 +94,8 @@ class Asker:
     def explain(self, end: float, look: Any) -> asyncio.Task[Any]:
         return asyncio.ensure_future(look())
 
-    def claim(self, timeout_ms: int = -1) -> asyncio.Future[Body]:
-        body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms)
+    def claim(self, timeout_ms: int = -1, plan: Shape | None = None) -> asyncio.Future[Body]:
+        body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms, plan=plan)
         outcome = self.claims.claim(self.session, None, body)  # type: ignore[arg-type]
         assert not isinstance(outcome, Body)
         return asyncio.ensure_future(outcome)
@@ -146,6 +149,23 @@ async def test_a_claim_that_is_given_up_is_withdrawn_where_its_shard_is_then(
     await asyncio.sleep(0)
     assert asker.told == [(ELSEWHERE, Withdraw("p", 1, "s", asker.asked[0][1].number))]
     assert asker.session.waiting == asker.claims.waiting == 0
+
+
+async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the shard its process takes part in it until then, which it may only once."""
+    asker = Asker(monkeypatch)
+    asker.hears.clear()
+    with pytest.raises(ClaimTimeout):
+        await asker.claim(20, Shape(1))
+    again, other = asker.claim(plan=Shape(1)), asker.claim()
+    await asker.until_asked(2)
+    assert asker.asked[1][1].plan is None
+    asker.hears.set()
+    (await asker.until_asked(3)).set_result(GRANTED)
+    asker.asked[1][2].set_result(GRANTED)
+    assert all(isinstance(one, Claimed) for one in await asyncio.gather(again, other))
 
 
 async def test_an_answer_that_comes_as_its_claim_is_given_up_goes_back(

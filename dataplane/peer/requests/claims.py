@@ -94,6 +94,13 @@ class _Waiting:
             return max(0.0, self.began + AT_ONCE_S - now)
         return None if self.end is None else max(0.0, self.end - now)
 
+    def follows(self, other: _Waiting) -> bool:
+        """Whether the same process asks for the same stage's plan again."""
+        mine, its = self.entry, other.entry
+        same = (mine.name, mine.generation) == (its.name, its.generation)
+        same = same and self.body.stage == other.body.stage and self.body.plan is not None
+        return same and self.session is other.session
+
     def __str__(self) -> str:
         stage, name = self.body.stage, self.entry.name
         if self.body.plan is not None:
@@ -130,6 +137,9 @@ class Claims:
         # no claim of another peer, or of this one's last life, has the same number
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._waiting: set[_Waiting] = set()
+        self._leaving: dict[asyncio.Task[Any], _Waiting] = {}
+        """calls for plans that were given up, until the shard knows: to that their process takes
+        part as long, and may not do so twice"""
 
     @property
     def waiting(self) -> int:
@@ -163,7 +173,7 @@ class Claims:
         now = self.host.now()
         end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
         one = _Waiting(next(self._numbers), session, entry, body, now, end)
-        if not isinstance(entry, Entry) or self.host.silent:
+        if not isinstance(entry, Entry) or self.host.silent or body.plan is not None:
             return self._until_here(one)
         answer = self._ask_here(one)
         if not isinstance(answer, Granted):
@@ -228,6 +238,8 @@ class Claims:
     async def _answered(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted | None:
         """None when its time is up."""
         one.settled = False
+        if before := [task for task, other in self._leaving.items() if one.follows(other)]:
+            await asyncio.wait(before, timeout=one.left_s(self.host.now()))
         while True:
             roster = self.host.roster
             one.asks = _process(roster, roster.home(one.entry.name))
@@ -312,7 +324,10 @@ class Claims:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         entry = one.entry
         body = Withdraw(entry.name, entry.generation, one.body.stage, one.number)
-        self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(entry.name), body))
+        told = self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(entry.name), body))
+        if one.body.plan is not None:
+            self._leaving[told] = one
+            told.add_done_callback(self._leaving.pop)
 
     def turned(self) -> None:
         """A new roster: whose shard another process has now asks there."""

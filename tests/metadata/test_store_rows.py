@@ -14,7 +14,7 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
 )
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables import names, tags
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Want
@@ -253,6 +253,16 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
     assert s.stats()["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
+
+
+def test_texts_of_tags_are_kept_once_while_rows_have_them_and_then_go() -> None:
+    s = store()
+    for i in range(2):
+        put(s, [i], status=["".join(["go", "ing"])], at=[f"place {i}"])
+    one, other = s.table(s.read()[0]).tags["status"]
+    assert one is other
+    put(s, [f"k{i}" for i in range(5_000)], at=[f"place {i}" for i in range(5_000)])
+    assert len(tags._texts) <= 4_096
 
 
 def test_what_long_names_and_texts_of_tags_take_is_counted() -> None:

@@ -6,7 +6,6 @@ What went in comes out with its type. A list may be that of a message, so none i
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,20 @@ _MISSING: Any = ...
 _NUMBERS = {bool, int, float}
 _SCALARS = {bool, int, float, str, type(None)}
 _ORDERS = (operator.lt, operator.le, operator.gt, operator.ge)
+
+
+_MANY_TEXTS, _LONG = 4_096, 64
+_texts: dict[str, str] = {}
+"""Short ones that were seen lately. Not Python's own: up to 3.12.4 what it has once it keeps."""
+
+
+def _kept_once(text: str) -> str:
+    """An equal one, which others have as well: a status has few values and many rows."""
+    if len(text) > _LONG:
+        return text
+    if len(_texts) >= _MANY_TEXTS:
+        _texts.clear()
+    return _texts.setdefault(text, text)
 
 
 def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str]) -> None:
@@ -81,8 +94,7 @@ class Tags:
         """Merge checked tags into those of some rows: a list of one value a row, or one for all."""
         for name, values in tags.items():
             if texts := any([type(value) is str for value in values]):
-                # equal strings are kept once: a status has few values and many rows
-                values = [sys.intern(v) if type(v) is str else v for v in values]
+                values = [_kept_once(v) if type(v) is str else v for v in values]
             if len(rows) != self.count or rows != range(self.count):
                 before = self._of(name)
                 each = values if len(values) == len(rows) else [values[0]] * len(rows)

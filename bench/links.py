@@ -152,15 +152,6 @@ class Network:
     def heal(self, host: int) -> None:
         _run("ip", "link", "set", _port(host), "up")
 
-    def sever(self, one: int, other: int) -> None:
-        """These two reach each other no more; both reach everybody else."""
-        for here, there in ((one, other), (other, one)):
-            self._on(here, "ip", "route", "add", "blackhole", f"{self.address(there)}/32")
-
-    def mend(self, one: int, other: int) -> None:
-        for here, there in ((one, other), (other, one)):
-            self._on(here, "ip", "route", "del", "blackhole", f"{self.address(there)}/32")
-
     def carried(self) -> list[tuple[int, int]]:
         """Bytes that came to each host over its link, and that left it, headers included."""
         counted: dict[str, tuple[int, int]] = {}

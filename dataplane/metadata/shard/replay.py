@@ -240,7 +240,7 @@ def _sized(store: Store, op: Sized, now: float) -> None:
     )
     closed = column(op.closed, _BYTE, len(keys)).tolist()
     begun = column(op.begun or bytes(8 * len(keys)), U8, len(keys)).astype(np.int64).tolist()
-    if any(more > all_ or all_ < 0 for more, all_ in zip(dropped, gone, strict=True)):
+    if any(not 0 <= more <= all_ for more, all_ in zip(dropped, gone, strict=True)):
         raise ProtocolError("more rows of a group were dropped than are gone")
     if op.names is not None and len(op.names) != len(keys):
         raise ProtocolError(f"{len(op.names)} names for {len(keys)} groups")

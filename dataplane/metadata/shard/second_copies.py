@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.references import Array, extents_of, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op, Progressed, Wrote
@@ -115,8 +116,10 @@ def named_by(op: Op | Put) -> list[Named]:
     raw = b"".join(part for one in op.columns for part in (one.values, one.leaves))
     records = column(raw, VALUE)
     found = []
-    for number in np.unique(records["owner"]).tolist():
-        if number != ABSENT and op.owners[number] != INLINE:
+    for number in np.unique(records[records["owner"] != ABSENT]["owner"]).tolist():
+        if number >= len(op.owners):
+            raise ProtocolError(f"values name owner {number} of {len(op.owners)}")
+        if op.owners[number] != INLINE:
             mine = records[records["owner"] == number]
             found.append((op.owners[number], *extents_of(mine)))
     return found

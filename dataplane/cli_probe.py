@@ -94,7 +94,6 @@ def _way(way: Report, here: Report) -> Iterator[str]:
     if devices := way["devices"]:
         yield f"    between devices: {devices['transport']}, because {devices['why']}"
         yield from _tried(devices["tried"], "device ")
-    yield f"    its clock is {way['clock_ahead_s'] * 1000:+.1f} ms from that of {here['peer']}"
     if way["version"] != here["version"]:
         yield f"    versions differ: {way['version']} there, {here['version']} here"
 

@@ -35,6 +35,8 @@ from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner
 
 MAX_LABELS = 10_000
+MAX_SUMS = 64
+OTHER = "other"
 
 call_deadline: ContextVar[float] = ContextVar("call_deadline", default=math.inf)
 """Until when the client's call that is being served must be answered (monotonic)."""
@@ -44,6 +46,18 @@ call_notice: ContextVar[Callable[[str], None]] = ContextVar(
 """Says something in the log of the process whose call is being served."""
 call_stage: ContextVar[str] = ContextVar("call_stage", default="")
 """The stage whose claim is being served; "" for anything else, and for what no call waits for."""
+
+
+class ByLabel:
+    """Sums by a name that a user chose: of the first MAX_SUMS names, and the rest together."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, int] = {}
+
+    def add(self, label: str, amount: int) -> None:
+        if label not in self.sums and len(self.sums) >= MAX_SUMS:
+            label = OTHER
+        self.sums[label] = self.sums.get(label, 0) + amount
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -207,11 +221,6 @@ class Host:
         )
         reason = "lost" if lost else "dropped"
         return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
-
-    def serving(self, owner: Owner) -> str | None:
-        """The address of who serves what this peer's shards held; None where all of it is lost."""
-        heir = self.heirs.heir(owner)
-        return heir.peer if self.roster.has(heir) else None
 
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""

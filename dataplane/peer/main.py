@@ -24,7 +24,7 @@ from dataplane.launch.settings import PeerConfig
 from dataplane.peer.peer import Peer
 
 if TYPE_CHECKING:
-    from dataplane.peer.watch.metrics_server import Metrics
+    from dataplane.peer.watch.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ async def _metrics(config: PeerConfig) -> Metrics | None:
     if config.metrics is None:
         return None
     try:
-        from dataplane.peer.watch.metrics_server import Metrics
+        from dataplane.peer.watch.metrics import Metrics
     except ImportError as exc:
         raise InvalidConfig(
             f"metrics need {exc.name}: pip install 'dataplane-rl[metrics]', or leave out --metrics "

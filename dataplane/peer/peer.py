@@ -21,9 +21,9 @@ from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.door.dispatch import Answers
 from dataplane.peer.host import Entry, Host
-from dataplane.peer.membership.keepers import keeper_of
-from dataplane.peer.membership.lingering import Lingering
-from dataplane.peer.membership.succession import Succession
+from dataplane.peer.membership.authority import EtcdKeeper, SeedKeeper
+from dataplane.peer.membership.leaving import Leaving
+from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
@@ -39,15 +39,14 @@ from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.room.admission import Room
+from dataplane.peer.room.admission import Credit, Room
 from dataplane.peer.room.devices import Devices, devices_of, memory_of
-from dataplane.peer.room.pull_credit import Credit
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.shards.admissions import Admissions
 from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.peer.shards.losses import LossReports
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
@@ -57,6 +56,8 @@ from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
+from dataplane.wire.peering import Beat
+from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,6 @@ class Peer:
         self.shipping = Shipping(host, mesh, self.copying)
         self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
-        self.losses = LossReports(host, mesh, parts)
         self.admissions = admissions = Admissions(host, mesh, parts)
         self.queues = queues = ClaimQueues(
             host,
@@ -135,14 +135,20 @@ class Peer:
         self.door = Door(host, sessions, answers.handlers, answers.unsent, serving)
         self._answers = answers
 
-        away = mesh.others.is_away
-        self.keeper = keeper_of(host, host.roster.members[0], config.roster, away)
-        lingering = Lingering(host, sessions, config)
-        self.succession = Succession(self, self.keeper, serving, lingering)
-        self.membership = self.succession.membership
+        self.keeper = (
+            EtcdKeeper(host, config.roster, mesh.others.is_away)
+            if config.roster
+            else SeedKeeper(host, host.roster.members[0])
+        )
+        begins_anew = bool(config.launch)
+        self.membership = Membership(host, mesh, self.keeper, serving, self, begins_anew)
+        self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
+        self.leaving = Leaving(
+            host, mesh, self.membership, self.copying, self.door, host.lent, self.settle
+        )
         self.reporting = Reporting(self)
         self.standstill = Standstill(host, mesh, sessions, claims, queues, self.spilling)
-        self.janitor = Janitor(self, lingering)
+        self.janitor = Janitor(self)
 
     # life
 
@@ -177,7 +183,7 @@ class Peer:
         the plane goes on without this process: it may return as a new one."""
         deposed = asyncio.create_task(self.membership.deposed.wait())
         serving = asyncio.create_task(self.janitor.run(stop))
-        leaving = asyncio.create_task(self.succession.leaving.leave(leave))
+        leaving = asyncio.create_task(self.leaving.leave(leave))
         tasks = deposed, serving, leaving
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -211,7 +217,31 @@ class Peer:
             return [], "", []
         return list(engine.address), engine.fingerprint, self.device_pulls.addresses
 
-    # what follows from a change
+    # what becomes of everything when peers come and go
+
+    def says(self, leaving: bool, spare: bytes) -> Beat:
+        """What a life sign tells the authority of this peer."""
+        synced, wanted = self.shipping.synced, self.janitor.is_wanted()
+        return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
+
+    def turned(self, old: Roster, new: Roster) -> None:
+        """A newer roster is in force."""
+        self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
+        self.partitions.turned()
+        self.leaving.turned(old, new)
+        self.shipping.turned(new)
+        if not new.places_like(old):
+            self.queues.turned()
+            self.admissions.turned()
+            self.claims.turned()
+
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more; called after `turned`."""
+        self.admissions.gone(owner)  # first: what comes back is not for who waited there
+        self.queues.gone(owner)
+        self.references.gone(owner)
+
+    # what follows from a change here
 
     def settle(self, entry: Entry) -> None:
         freed = False

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import Unavailable
-from dataplane.peer.deadlines import Deadlines
+from dataplane.peer.tasks import Deadlines
 
 
 class Progress:

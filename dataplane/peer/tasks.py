@@ -1,10 +1,13 @@
-"""What a peer does in the background: it ends with the peer, and no failure is lost."""
+"""What a peer does beside a call: tasks that end with the peer, work that blocks, and answers that
+are waited for until a time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
@@ -12,8 +15,13 @@ from dataplane.errors import DataplaneError
 
 log = logging.getLogger(__name__)
 
+EARLY_S = 0.001
+"""A loop counts in milliseconds, and may ring that much before."""
+
 
 class Tasks:
+    """They end with the peer, and no failure is lost."""
+
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
@@ -51,3 +59,80 @@ class Tasks:
 
 async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
+
+
+class Threads:
+    """Work that blocks: jobs of one part of the peer, which can wait for all of them before it
+    goes."""
+
+    def __init__(self) -> None:
+        self._jobs: set[asyncio.Future[Any]] = set()
+
+    async def run(self, work: Callable[..., None], *args: Any) -> None:
+        """Also a cancelled call waits for the thread: the bytes it moves must stay until then."""
+        job = asyncio.get_running_loop().run_in_executor(None, work, *args)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        cancelled: asyncio.CancelledError | None = None
+        while not job.done():
+            try:
+                await asyncio.wait([job])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        failed = job.exception()
+        if cancelled is not None:
+            raise cancelled
+        if failed is not None:
+            raise failed
+
+    async def ended(self) -> None:
+        """Until none of them runs."""
+        if self._jobs:
+            await asyncio.wait(self._jobs)
+
+
+class Deadlines:
+    """Answers that are waited for until a time at most, by the thousand a second, with one timer.
+
+    A timer for each would be made and cancelled with hardly one ever ringing. This one rings when
+    the first answer would be late, finds that it came, and is set anew for the first of those that
+    are out. Used from one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[asyncio.Future[Any], tuple[float, Callable[[], Exception]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings = math.inf
+
+    def __len__(self) -> int:
+        return len(self._awaited)
+
+    def add(self, answer: asyncio.Future[Any], until: float, late: Callable[[], Exception]) -> None:
+        """Unless it is `done` by then (monotonic), it fails with what `late` makes."""
+        if until == math.inf:
+            return
+        self._awaited[answer] = (until, late)
+        if until < self._rings:
+            self._set(until)
+
+    def done(self, answer: asyncio.Future[Any]) -> None:
+        """Nobody waits for it any more."""
+        self._awaited.pop(answer, None)
+
+    def _set(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = max(0.0, when - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._ring)
+        self._rings = when
+
+    def _ring(self) -> None:
+        self._timer, self._rings = None, math.inf
+        now = time.monotonic() + EARLY_S
+        for answer, (until, late) in list(self._awaited.items()):
+            if until <= now:
+                del self._awaited[answer]
+                if not answer.done():
+                    answer.set_exception(late())
+        if self._awaited:
+            self._set(min(until for until, _ in self._awaited.values()))

@@ -205,10 +205,7 @@ class Inherited(Body, tag=144):
 class Void(Body, tag=152):
     """Was this operation carried out, which the receiver never answered? If not, it never will be.
 
-    session and op are the envelope's. part: which part of it, see protocol/peers.md. `PutDone`
-    where it was."""
-
-    part: int
+    session and op are the envelope's. `PutDone` where it was."""
 
 
 class CanFree(Body, tag=150):
@@ -232,11 +229,9 @@ class Stirring(Body, tag=151):
 
 
 class Sample(Body, tag=160):
-    """Asks for bytes to try transports on. The owner keeps them for 30 s, or until it is told that
-    the reader is done with them (answered by `Done`). device: bytes on a device, which its device
-    workers serve; an owner without any lends none."""
+    """Asks for bytes to try transports on, which the owner keeps while there is room. device: bytes
+    on a device, which its device workers serve; an owner without any has none."""
 
-    done: bool = False
     device: bool = False
 
 
@@ -244,7 +239,7 @@ class Sampled(Body, tag=161):
     """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one range.
 
     nbytes 0: there is no room for any. transport: the engine that the owner's bulk workers run;
-    missing: why not the one it was told to. wall_ns: the owner's clock, since 1970.
+    missing: why not the one it was told to.
     """
 
     range: int
@@ -256,7 +251,6 @@ class Sampled(Body, tag=161):
     requested: str
     version: str
     arena_bytes: int
-    wall_ns: int
 
 
 class PeerRequest(msgspec.Struct, array_like=True):

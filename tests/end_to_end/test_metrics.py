@@ -13,7 +13,7 @@ import pytest
 from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch.token import Token, new_token, read_token
 from dataplane.launch.values import check_metrics, parse_metrics
-from dataplane.peer.meters import MAX_LABELS, OTHER, ByLabel
+from dataplane.peer.host import MAX_SUMS, OTHER, ByLabel
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, until
 from tests.end_to_end.scrape import free_address, page, scrape
 
@@ -154,10 +154,10 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_names_that_users_choose_are_labels_up_to_a_bound() -> None:
     sums = ByLabel()
-    for nth in range(10 * MAX_LABELS):
+    for nth in range(10 * MAX_SUMS):
         sums.add(f"stage-{nth}", 1)
-    assert len(sums.sums) == MAX_LABELS + 1
-    assert sums.sums[OTHER] == 9 * MAX_LABELS
+    assert len(sums.sums) == MAX_SUMS + 1
+    assert sums.sums[OTHER] == 9 * MAX_SUMS
 
 
 def test_metrics_grow_with_stages_up_to_a_bound_and_never_with_partitions(cluster: Cluster) -> None:
@@ -169,7 +169,7 @@ def test_metrics_grow_with_stages_up_to_a_bound_and_never_with_partitions(cluste
             stages = {f"s-{nth}-{k}-{'long' * 30}": ["x"] for k in range(10)}
             plane.partition(f"p-{nth}", stages=stages).put({"x": [1]})
         after = scrape(address)
-    assert len(after.values) - before < 5 * (MAX_LABELS + 1) + 10
+    assert len(after.values) - before < 5 * (MAX_SUMS + 1) + 10
     assert all(len(value) <= 64 for _, labels in after.values for _, value in labels)
     states = ("pending", "ready", "leased", "acked")
     rows = "dataplane_rows_by_stage"

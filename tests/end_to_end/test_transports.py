@@ -90,7 +90,7 @@ def test_a_required_transport_carries_every_value(
         assert peer["arena_bytes"] == 256 * MIB and peer["runs"] == name
         (way,) = peer["from"]
         assert way["transport"] == name and way["tried"][name]["exact"]
-        assert abs(way["clock_ahead_s"]) < 5 and way["version"] == peer["version"]
+        assert way["version"] == peer["version"]
     elsewhere = probe("--require", "ucx")
     assert elsewhere.returncode == 1 and "ucx is required and does not work" in elsewhere.stdout
 

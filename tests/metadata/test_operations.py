@@ -14,16 +14,6 @@ def test_a_retry_is_answered_as_the_first_time() -> None:
     assert operations.recall(2, 5) is None
 
 
-def test_parts_of_an_operation_have_answers_of_their_own() -> None:
-    operations: Operations[str] = Operations()
-    operations.remember(1, 5, 0, "here", part=11)
-    assert operations.recall(1, 5, part=12) is None
-    operations.remember(1, 5, 0, "there", part=12)
-    assert [operations.recall(1, 5, part) for part in (11, 12)] == ["here", "there"]
-    operations.remember(1, 6, 6, "next")
-    assert len(operations) == 1
-
-
 def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
     operations: Operations[str] = Operations()
     operations.remember(1, 5, 0, "five")

@@ -10,8 +10,8 @@ import pytest
 import uvloop
 
 from dataplane.errors import Unavailable
-from dataplane.peer.deadlines import Deadlines
 from dataplane.peer.progress import Progress
+from dataplane.peer.tasks import Deadlines
 
 SOON_S, LATER_S = 0.05, 20.0
 

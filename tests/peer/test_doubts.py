@@ -18,9 +18,9 @@ from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.host import Caller
-from dataplane.peer.net.once import Once, part_of
+from dataplane.peer.net.once import Once
 from dataplane.peer.sessions import caller_of
-from dataplane.peer.shards.doubts import Doubts
+from dataplane.peer.shards.references import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone
 from dataplane.wire.peering import Void
 from dataplane.wire.records import EXTENT
@@ -48,9 +48,8 @@ class Far:
             raise Unavailable("nothing comes through")
         if self.refuses is not None and not isinstance(body, Void):
             raise self.refuses
-        part = body.part if isinstance(body, Void) else part_of(body)
         start = Done if isinstance(body, Void) else self._carry_out
-        outcome = self.once.run(caller.session, caller.op, caller.floor, part, start)
+        outcome = self.once.run(caller.session, caller.op, caller.floor, start)
         assert isinstance(outcome, Body)
         if "answers" in self.loses:
             raise Unavailable("nothing comes back")

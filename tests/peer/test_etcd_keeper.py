@@ -12,7 +12,7 @@ from bench.ports import free_addresses
 from dataplane.errors import Unavailable
 from dataplane.launch.values import parse_address
 from dataplane.metadata.roster.roster import Roster
-from dataplane.peer.membership.keepers import EtcdKeeper
+from dataplane.peer.membership.authority import EtcdKeeper
 from dataplane.transport.etcd import Kept
 from dataplane.wire.tables import Owner
 

@@ -12,7 +12,7 @@ import pytest
 from dataplane.errors import StaleEpoch
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.shards.losses import LossReports
+from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Losses
 from dataplane.wire.tables import Definition
 
@@ -25,7 +25,8 @@ async def test_a_subscriber_asks_elsewhere_as_soon_as_the_shard_is() -> None:
 
     host: Any = SimpleNamespace(shard=lambda *partition: entry, now=time.monotonic)
     mesh: Any = SimpleNamespace(handlers={})
-    LossReports(host, mesh, None)  # type: ignore[arg-type]
+    nothing: Any = None
+    Partitions(host, mesh, nothing, nothing)
     waits = asyncio.ensure_future(
         mesh.handlers[Losses](Caller("tcp://10.0.0.2:7101", 2), Losses("p", 1, 0, 600_000))
     )

@@ -20,9 +20,13 @@ JOINER = Owner("tcp://10.0.1.1:7101", 9)
 
 
 def says_nothing(**but: Any) -> Any:
-    """A `Member` that has nothing, and follows."""
-    says: dict[str, Any] = {"in_sync": bool, "clear": list, "wanted": bool, "lost_before": list}
-    return SimpleNamespace(**says, turned=lambda old, new: None, **but)
+    """A peer that has nothing, and follows."""
+    return SimpleNamespace(
+        says=lambda leaving, spare: Beat(leaving=leaving, spare=spare),
+        turned=lambda old, new: None,
+        replicas=SimpleNamespace(lost_before=list),
+        **but,
+    )
 
 
 async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in() -> None:
@@ -86,7 +90,13 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
     members, mine = made.roster.members, made.roster.primaries == 1
-    membership = Membership(host, mesh, keeper, Serving(host), says_nothing(spare=lambda: mine))
+    membership = Membership(
+        host,
+        mesh,
+        keeper,
+        Serving(host),
+        says_nothing(partitions=SimpleNamespace(spare=lambda: mine)),
+    )
     await membership._say()
     theirs = proposed(members, [1, 2, 3]) == members.index(JOINER.peer)
     assert np.array_equal(host.spare, mine & theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.peer.watch.figures import Meters
+from dataplane.peer.watch.metrics import Meters
 from dataplane.wire.messages import Failed, Put
 from dataplane.wire.tables import Rows
 

@@ -15,8 +15,7 @@ import pytest
 from dataplane.errors import RowsGone, TransferFailed
 from dataplane.memory.space import Space
 from dataplane.memory.spill import Move
-from dataplane.peer.room.admission import Room
-from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.room.admission import Credit, Room
 from dataplane.peer.room.spilling import Spilling
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink

@@ -116,7 +116,7 @@ def _second_copies(peer: Peer) -> Iterator[Copies]:
     for entry in peer.host.entries.values():
         if entry.copies is not None:
             yield entry.copies
-    for origin in peer.succession.replicas._origins.values():
+    for origin in peer.replicas._origins.values():
         for copy in origin.copies.values():
             if copy.values is not None:
                 yield copy.values

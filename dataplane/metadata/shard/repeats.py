@@ -1,8 +1,7 @@
 """Answers to operations that a client may repeat: a retry is answered as the first time.
 
-An operation may come in parts, each of which is carried out once. Each request carries the lowest
-operation id of its session that has no answer yet; what is below can never be repeated, and is
-forgotten. No I/O; one table per peer.
+Each request carries the lowest operation id of its session that has no answer yet; what is below
+can never be repeated, and is forgotten. No I/O; one table per peer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ReplyT = TypeVar("ReplyT")
 class _Session(Generic[ReplyT]):
     floor: int = 0
     forgotten: int = -1  # the highest operation whose answer was pushed out before its time
-    answers: OrderedDict[tuple[int, int], ReplyT] = field(default_factory=OrderedDict)
+    answers: OrderedDict[int, ReplyT] = field(default_factory=OrderedDict)
 
 
 class Operations(Generic[ReplyT]):
@@ -38,10 +37,8 @@ class Operations(Generic[ReplyT]):
     def __len__(self) -> int:
         return sum(len(session.answers) for session in self._sessions.values())
 
-    def remember(
-        self, session: Hashable, op: int, floor: int, reply: ReplyT, part: int = 0
-    ) -> None:
-        """Keep the answer to a part of `op`, and forget those below `floor`."""
+    def remember(self, session: Hashable, op: int, floor: int, reply: ReplyT) -> None:
+        """Keep the answer to `op`, and forget those below `floor`."""
         known = self._sessions.get(session)
         if known is None:
             known = self._sessions[session] = _Session()
@@ -51,20 +48,20 @@ class Operations(Generic[ReplyT]):
         self._raise_floor(known, floor)
         if op < known.floor:
             return
-        known.answers[op, part] = reply
+        known.answers[op] = reply
         if len(known.answers) > self._limit:
-            (oldest, _), _ = known.answers.popitem(last=False)
+            oldest, _ = known.answers.popitem(last=False)
             known.forgotten = max(known.forgotten, oldest)
 
-    def recall(self, session: Hashable, op: int, part: int = 0) -> ReplyT | None:
-        """The answer to a part of `op`, None where it is new.
+    def recall(self, session: Hashable, op: int) -> ReplyT | None:
+        """The answer to `op`, None where it is new.
 
         ProtocolError for an operation whose answer was forgotten: doing it twice would be wrong.
         """
         known = self._sessions.get(session)
         if known is None:
             return None
-        reply = known.answers.get((op, part))
+        reply = known.answers.get(op)
         if reply is None and (op < known.floor or op <= known.forgotten):
             raise ProtocolError(
                 f"operation {op} of session {session} was answered and forgotten; operations below "
@@ -78,7 +75,7 @@ class Operations(Generic[ReplyT]):
         """The answer was taken back before anybody had it: a retry is carried out anew."""
         known = self._sessions.get(session)
         if known is not None:
-            known.answers.pop((op, 0), None)
+            known.answers.pop(op, None)
 
     def end(self, session: Hashable) -> None:
         """The session is over: nothing of it will be repeated."""
@@ -88,5 +85,5 @@ class Operations(Generic[ReplyT]):
         if floor <= known.floor:
             return
         known.floor = floor
-        while known.answers and (oldest := next(iter(known.answers)))[0] < floor:
+        while known.answers and (oldest := next(iter(known.answers))) < floor:
             del known.answers[oldest]

@@ -68,7 +68,7 @@ class Answers:
             m.Admit: peer.admissions.admit,
             m.Unadmit: peer.admissions.unadmit,
             m.Advance: peer.changes.change,
-            m.Losses: peer.losses.losses,
+            m.Losses: peer.partitions.losses,
             **peer.checkpoints.handlers,
         }
         for body in (*ONCE, c.Restore):
@@ -108,10 +108,10 @@ class Answers:
                 return handler(session, request, body)
             who, op, floor = session.id, request.op, request.floor
             if isinstance(body, m.Claim):
-                return self._claims.run(who, op, floor, 0, handler, session, request, body)
+                return self._claims.run(who, op, floor, handler, session, request, body)
             if isinstance(body, WAITING):
-                return self._operations.run(who, op, floor, 0, handler, session, request, body)
-            return self._operations.run(who, op, floor, 0, final, handler, session, request, body)
+                return self._operations.run(who, op, floor, handler, session, request, body)
+            return self._operations.run(who, op, floor, final, handler, session, request, body)
 
         return once
 

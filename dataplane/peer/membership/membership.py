@@ -1,8 +1,8 @@
 """Which roster is in force: life signs to the authority, and what follows from a new roster.
 
-Every peer tells the authority, which is at one of them (`peer.membership.keepers`), that it lives,
-and gets rosters back. While it is away nobody is promoted, and whoever has no backup in sync stops
-serving (`serving`), because it cannot know that it was not replaced.
+Every peer tells the authority, which is at one of them (see there), that it lives, and gets rosters
+back. While it is away nobody is promoted, and whoever has no backup in sync stops serving
+(`serving`), because it cannot know that it was not replaced.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from dataplane.metadata.roster.authority import moved, newcomers
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.roster.silence import SILENT_S
 from dataplane.peer.host import Caller, Host
-from dataplane.peer.membership.authority import Office
-from dataplane.peer.membership.keepers import Keeper
+from dataplane.peer.membership.authority import Office, SeedKeeper
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.serving import Serving
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Beat, Rostered
 
 if TYPE_CHECKING:
-    from dataplane.peer.membership.succession import Succession
+    from dataplane.peer.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +46,23 @@ class Membership:
         self,
         host: Host,
         mesh: Mesh,
-        keeper: Keeper,
+        keeper: SeedKeeper,
         serving: Serving,
-        member: Succession,
+        peer: Peer,
         begins_anew: bool = False,
     ) -> None:
-        """member: says of this peer what each life sign has, and follows rosters. begins_anew:
-        peers of a launch before may still be where others of this one will be"""
+        """peer: says of itself what each life sign has, and follows rosters. begins_anew: peers of
+        a launch before may still be where others of this one will be"""
         self.host = host
         self.mesh = mesh
         self.keeper = keeper
         self.serving = serving
-        self.member = member
+        self.peer = peer
         self.left = asyncio.Event()
         """this peer wanted to leave, and the plane goes on without it"""
         self.deposed = asyncio.Event()
         """the plane goes on without this process: it may return as a new one"""
-        self.office = Office(host, mesh, self.adopt, keeper.commit, keeper.apart, self.deposed.set)
+        self.office = Office(host, mesh, self.adopt, keeper, self.deposed.set)
         self.begins_anew = begins_anew
         self._admitted = False
         self._leaving = False
@@ -114,8 +113,7 @@ class Membership:
 
     async def _say(self) -> None:
         leaving = self._leaving and self.host.progress.is_settled
-        says = self.member
-        body = Beat(says.in_sync(), leaving, says.clear(), says.wanted(), self._spare())
+        body = self.peer.says(leaving, self._spare())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         if self.office.is_open and self.keeper.sure():
             self.serving.heard = self.host.now()
@@ -150,7 +148,7 @@ class Membership:
         if not serves or not newcomers(host.roster, self.keeper.apart):
             return b""
         if host.spare is None:
-            after = moved(host.roster, self.keeper.apart, self.member.spare())
+            after = moved(host.roster, self.keeper.apart, self.peer.partitions.spare())
             host.spare = after != host.roster.primaries
         return np.packbits(host.spare).tobytes()
 
@@ -218,11 +216,11 @@ class Membership:
         self.host.heirs.follow(old, new)
         log.info("roster %s: %d members", new.epoch, len(new.members))
         self.host.turn(new)
-        self.member.turned(old, new)
+        self.peer.turned(old, new)
         for owner in gone:
             self.mesh.part(owner.peer)
-        for owner in dict.fromkeys([*gone, *self.member.lost_before()]):
+        for owner in dict.fromkeys([*gone, *self.peer.replicas.lost_before()]):
             self.keeper.gone(owner)
-            self.member.gone(owner)
+            self.peer.gone(owner)
         if self._leaving or newcomers(new, self.keeper.apart):
             self.beat_now()  # it goes when it has followed this roster; who came gets shards

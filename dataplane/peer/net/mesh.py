@@ -20,7 +20,6 @@ from dataplane.errors import (
     Unavailable,
     from_wire,
 )
-from dataplane.peer.deadlines import Deadlines
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
@@ -29,7 +28,7 @@ from dataplane.peer.net.links import Link, LinkBroken
 from dataplane.peer.net.once import REPEATABLE, may_repeat
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.tasks import Tasks
+from dataplane.peer.tasks import Deadlines, Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -216,31 +215,6 @@ class Mesh:
                 self.on_stale()
                 raise Unavailable(broken.message, **broken.details) from broken
             return reply
-
-    async def reach(
-        self,
-        find: Callable[[], str | None],
-        body: Body,
-        *,
-        caller: Caller | None = None,
-        timeout_s: float = CALL_S,
-    ) -> Any:
-        """Ask whoever serves something now, and whoever serves it then if the roster changes
-        before the answer: for what does no harm when it is carried out twice."""
-        end = min(self.host.now() + timeout_s, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            left = max(0.0, end - self.host.now())
-            address = find()
-            if address is None:
-                raise Unavailable("the peer that had this is lost, and nobody took it over")
-            try:
-                return await self.call(
-                    address, body, caller=caller, timeout_s=left, epoch=roster.epoch
-                )
-            except (StaleEpoch, Unavailable):
-                if not await self.host.another_roster(roster, end) or self.host.now() >= end:
-                    raise
 
     async def insist(
         self,

@@ -11,14 +11,10 @@ import functools
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Protocol
 
-from xxhash import xxh3_64_intdigest
-
-from dataplane.metadata.tables.names import hash_names
 from dataplane.peer.net.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Release
-from dataplane.wire.tables import Rows
 
 REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release)
 """Operations that a peer carries out once however often they are forwarded to it."""
@@ -29,9 +25,9 @@ Start = Callable[..., Body | Awaitable[Body]]
 class Memory(Protocol):
     """Of answers that were given, as `Operations`."""
 
-    def recall(self, session: Any, op: int, part: int = 0) -> Body | None: ...
+    def recall(self, session: Any, op: int) -> Body | None: ...
 
-    def remember(self, session: Any, op: int, floor: int, reply: Body, part: int = 0) -> None: ...
+    def remember(self, session: Any, op: int, floor: int, reply: Body) -> None: ...
 
 
 class Once:
@@ -39,34 +35,32 @@ class Once:
 
     def __init__(self, answers: Memory) -> None:
         self.answers = answers
-        self._under_way: dict[tuple[Hashable, int, int], asyncio.Future[Body]] = {}
+        self._under_way: dict[tuple[Hashable, int], asyncio.Future[Body]] = {}
 
     def run(
-        self, who: Hashable, op: int, floor: int, part: int, start: Start, *given: Any
+        self, who: Hashable, op: int, floor: int, start: Start, *given: Any
     ) -> Body | Awaitable[Body]:
-        """The answer to a part of operation `op`: remembered, or what `start` does with what it is
-        given. At once where it can."""
-        first = self._under_way.get((who, op, part))
+        """The answer to operation `op`: remembered, or what `start` does with what it is given. At
+        once where it can."""
+        first = self._under_way.get((who, op))
         if first is not None:
-            return self._after(first, who, op, floor, part, start, *given)
-        before = self.answers.recall(who, op, part)
+            return self._after(first, who, op, floor, start, *given)
+        before = self.answers.recall(who, op)
         if before is not None:
             return before
         outcome = start(*given)
         if isinstance(outcome, Body):
-            self.answers.remember(who, op, floor, outcome, part)
+            self.answers.remember(who, op, floor, outcome)
             return outcome
         # A callback and not a `finally`: a task that is cancelled before it began runs neither.
-        work = self._under_way[who, op, part] = asyncio.ensure_future(outcome)
-        work.add_done_callback(functools.partial(self._ended, who, op, part, floor))
+        work = self._under_way[who, op] = asyncio.ensure_future(outcome)
+        work.add_done_callback(functools.partial(self._ended, who, op, floor))
         return work
 
-    def _ended(
-        self, who: Hashable, op: int, part: int, floor: int, work: asyncio.Future[Body]
-    ) -> None:
-        del self._under_way[who, op, part]
+    def _ended(self, who: Hashable, op: int, floor: int, work: asyncio.Future[Body]) -> None:
+        del self._under_way[who, op]
         if not work.cancelled() and work.exception() is None:
-            self.answers.remember(who, op, floor, work.result(), part)
+            self.answers.remember(who, op, floor, work.result())
 
     async def _after(
         self,
@@ -74,12 +68,11 @@ class Once:
         who: Hashable,
         op: int,
         floor: int,
-        part: int,
         start: Start,
         *given: Any,
     ) -> Body:
         await asyncio.wait([first])
-        outcome = self.run(who, op, floor, part, start, *given)
+        outcome = self.run(who, op, floor, start, *given)
         return outcome if isinstance(outcome, Body) else await outcome
 
 
@@ -98,28 +91,6 @@ async def _final(outcome: Awaitable[Body]) -> Body:
         return await outcome
     except Exception as exc:
         return failed(exc)
-
-
-def part_of(body: Body, epoch: tuple[int, int] = (0, 0)) -> int:
-    """Which part of an operation a forwarded request is, see protocol/peers.md.
-
-    One operation goes to a peer in several parts: one for each lease, and more for the rows of
-    which that peer took the shards over on the way. What concerns all rows of a peer is another
-    part under another roster, as there are other rows then."""
-    match body:
-        case Finish(lease=lease, index=index):
-            which = b"%d" % lease if index is None else b"%d " % lease + index
-        case Put() | Tag() | Restore():
-            which = body.rows.keys
-        case Drop(rows=Rows(keys=keys)):
-            which = keys
-        case Drop(groups=list(groups)):
-            which = hash_names(groups)
-        case Drop() | Reset():
-            which = b"%d" % epoch[1]
-        case _:
-            return 0
-    return xxh3_64_intdigest(which)
 
 
 def may_repeat(body: Body, op: int) -> bool:

@@ -23,7 +23,7 @@ from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.failures import failed
 from dataplane.peer.net.intake import REQUEST_BYTES, Intake
 from dataplane.peer.net.links import bindable, tune
-from dataplane.peer.net.once import REPEATABLE, Once, part_of
+from dataplane.peer.net.once import REPEATABLE, Once
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket
 from dataplane.wire import limits, peering
@@ -228,19 +228,15 @@ class PeerDoor:
         if isinstance(request.body, Void):
             # The answer that this operation got, or is getting. One that never came never will be
             # carried out: `Done` is its answer from now on.
-            return self._once.run(
-                request.session, request.op, request.floor, request.body.part, Done
-            )
+            return self._once.run(request.session, request.op, request.floor, Done)
         handler = self.handlers.get(type(request.body))
         if handler is None:
             raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
         if request.op and isinstance(request.body, REPEATABLE):
-            part = part_of(request.body, request.epoch)
             return self._once.run(
                 request.session,
                 request.op,
                 request.floor,
-                part,
                 self._start,
                 handler,
                 caller,

@@ -149,7 +149,6 @@ class DevicePulls:
                     pins.append(memory.pin(holder, fresh[here]))
                     local[rest] = fresh
                     copies.insert(owner.incarnation, remote[rest][here], fresh[here])
-                self.paths.worked(owner, way)
         except BaseException as exc:
             if isinstance(exc, DataplaneError) and not self.paths.required:
                 self.paths.failed(owner, way, exc)

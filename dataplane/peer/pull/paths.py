@@ -1,10 +1,10 @@
 """Which transport brings values from each other peer, to the arena and to devices here, and why.
 
-A transport is tried with every peer that is read from for the first time, on bytes that both know,
-against the plain way that is always there: TCP between arenas, and between devices the way through
-both of them. The plain way carries the values while that is not known, and where the other one
-fails, is slower, or later breaks off again and again; each is logged and stands in the stats.
-Where a transport is required nothing else is used, and what does not work is an error.
+A transport is tried with every peer that is read from for the first time, on bytes that both know
+(`sampling`), against the plain way that is always there: TCP between arenas, and between devices
+the way through both of them. The plain way carries the values while that is not known, and where
+the other one is slower, fails, or later breaks off; each is logged and stands in the stats. Where a
+transport is required nothing else is used, and what does not work is an error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.sampling import ROUNDS, TRY_S, Sampling, Trial
+from dataplane.peer.pull.sampling import ROUNDS, Sampling, Trial
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.identity import new_identity
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.peering import Sample, Sampled
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -37,21 +36,18 @@ REQUIRED_S = 15.0
 """How long a first pull waits to know whether the transport that is required works."""
 FIRST_S = 5.0
 """... and how long for devices where none is: the plain way takes room in both arenas."""
-FAILURES = 3
-"""In a row, before the plain way is taken again with a peer."""
-RETRY_S = (10.0, 600.0)
-"""Before a trial that failed is made again: at first, and at most after many."""
+AGAIN_S = 120.0
+"""After this the way that failed, in a trial or later, is tried again."""
 
 
 @dataclass(slots=True)
 class Path:
-    """From one peer to this one. settled: else it is tried again, at `again_s`; see RETRY_S."""
+    """From one peer to this one. settled: else it is tried again, at `again_s`."""
 
     transport: str
     why: str
     trials: dict[str, Trial] = field(default_factory=dict)
     settled: bool = True
-    failures: int = 0
     again_s: float = math.inf
 
     def shown(self) -> dict[str, Any]:
@@ -74,7 +70,6 @@ class Paths:
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
         self._remotes: dict[Owner, Remote] = {}
-        self._waits_s: dict[Owner, float] = {}
         mesh.others.on_away.append(self._gone)
 
     @property
@@ -118,30 +113,19 @@ class Paths:
     def _set(self, owner: Owner, path: Path) -> None:
         self._paths[owner] = path
         if not path.settled:
-            wait_s = self._waits_s.get(owner, RETRY_S[0])
-            self._waits_s[owner] = min(2 * wait_s, RETRY_S[1])
-            path.again_s = self._now() + wait_s
+            path.again_s = self._now() + AGAIN_S
         tell = log.info if path.transport != self._plain else log.warning
         peer, transport = self.mesh.others.name(owner.peer), path.transport
         says = "%s of peer %s at %s come over %s: %s"
         tell(says, self._moves, peer, owner.peer, transport, path.why)
-
-    def worked(self, owner: Owner, transport: str) -> None:
-        """A read came to its end."""
-        path = self._paths.get(owner)
-        if path is not None and path.transport == transport:
-            path.failures = 0
 
     def failed(self, owner: Owner, transport: str, error: DataplaneError) -> str:
         """A read broke off: what to repeat it with."""
         path = self._paths.get(owner)
         if transport == self._plain or path is None or self.required:
             return transport
-        path.failures += 1
-        log.warning("a read from %s over %s failed: %s", owner.peer, transport, error.message)
-        never = isinstance(error, TransportMissing)
-        if path.transport != self._plain and (never or path.failures >= FAILURES):
-            why = f"{transport} failed {path.failures} times: {error.message}"
+        if path.transport != self._plain:
+            why = f"{transport} failed: {error.message}"
             self._set(owner, Path(self._plain, why, path.trials, settled=False))
         return self._plain
 
@@ -154,7 +138,6 @@ class Paths:
 
     def _gone(self, owner: Owner) -> None:
         self._paths.pop(owner, None)
-        self._waits_s.pop(owner, None)
         remote = self._remotes.pop(owner, None)
         if remote is not None and self.engine is not None:
             self.engine.forget(remote)
@@ -165,7 +148,6 @@ class ArenaPaths(Paths):
 
     def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
         super().__init__(mesh, sampling, choice, TCP, "values")
-        self._one_at_a_time = asyncio.Lock()
 
     @property
     def own(self) -> str:
@@ -194,15 +176,8 @@ class ArenaPaths(Paths):
 
     async def tried(self, source: Remote) -> tuple[Path, dict[str, Any]]:
         """Tries the ways from a peer anew: what would be chosen, and what it says of itself."""
-        async with self._one_at_a_time:
-            try:
-                return await self._tried(source)
-            finally:
-                await self.sampling.done(source.owner.peer)
-
-    async def _tried(self, source: Remote) -> tuple[Path, dict[str, Any]]:
         assert self.engine is not None
-        sampled, skew_s = await self.sampling.ask(source.owner.peer)
+        sampled = await self.sampling.ask(source.owner.peer)
         about = {
             "version": sampled.version,
             "requested": sampled.requested,
@@ -210,7 +185,6 @@ class ArenaPaths(Paths):
             "missing": sampled.missing,
             "tls": bool(source.fingerprint),
             "arena_bytes": sampled.arena_bytes,
-            "clock_ahead_s": round(skew_s, 6),
         }
         both = self.own == sampled.transport != TCP
         names = [TCP, self.own] if both else [TCP]
@@ -239,17 +213,9 @@ class DevicePaths(Paths):
         return await self._take(source, first_s, lambda: self.tried(source, staged, number))
 
     async def tried(self, source: Remote, staged: Remote, number: int) -> Path:
-        """Tries the ways anew: what would be chosen."""
-        peer = source.owner.peer
-        try:
-            sampled: Sampled = await self.mesh.call(peer, Sample(device=True), timeout_s=TRY_S)
-            return await self._tried(source, staged, sampled, number)
-        finally:
-            await self.sampling.done(peer, device=True)
-
-    async def _tried(self, source: Remote, staged: Remote, sampled: Sampled, number: int) -> Path:
-        """The first that works and is faster than the host arenas are."""
+        """Tries the ways anew: the first that works and is faster than the host arenas are."""
         assert self.engine is not None and self.sampling.engine is not None
+        sampled = await self.sampling.ask(source.owner.peer, device=True)
         trials: dict[str, Trial] = {}
         for name in self.runs:
             free = name == CUDA_IPC or bool(self.choice.required)

@@ -33,8 +33,7 @@ from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded
 from dataplane.memory.placement import place, remainder
 from dataplane.memory.spill import DISK
-from dataplane.peer.host import Caller, Host, call_deadline, call_stage
-from dataplane.peer.meters import ByLabel
+from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import ArenaPaths
 from dataplane.peer.pull.sampling import Sampling
@@ -378,7 +377,6 @@ class Pulls:
         way = await self.paths.take(source, int(copies["nbytes"].sum()))
         try:
             outcome = await self.engine.read(source, copies, self.left_s(), way)
-            self.paths.worked(source.owner, way)
         except (TransferFailed, Unavailable, TransportMissing) as exc:
             again = self.paths.failed(source.owner, way, exc)
             if again == way and not isinstance(exc, TransferFailed):

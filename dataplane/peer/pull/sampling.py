@@ -1,8 +1,8 @@
 """Tries the transports between this peer and another, on bytes that both know.
 
-The owner lends a range of its arena, or of its first device, for a while; the reader brings it into
-room of its own, there or on a device, as it brings values, and compares every byte. Nothing of it
-is kept.
+The owner keeps some in its arena, or on its first device, as it keeps copies of others' values:
+they go when room is needed. The reader brings them into room of its own, there or on a device, as
+it brings values, and compares every byte. It keeps nothing of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +26,15 @@ from dataplane.memory.placement import place, remainder
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
-from dataplane.peer.threads import Threads
+from dataplane.peer.tasks import Threads
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import Remote
 from dataplane.version import __version__
-from dataplane.wire.messages import Body, Done
+from dataplane.wire.messages import Body
 from dataplane.wire.peering import Sample, Sampled
-from dataplane.wire.records import EXTENT, U4, U8
+from dataplane.wire.records import EXTENT, RANGE, U4, U8
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,8 @@ ROUNDS = 3
 REPEATS = 8
 """How often a sample is read at once for a rate: alone it would measure the exchanges before it."""
 TRY_S = 5.0
-LENT_S = 30.0
+KNOWN = 1 << 60
+"""Stands for the incarnation of the owner of such copies; no process has it."""
 
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[Any]
@@ -76,41 +76,6 @@ class Trial:
         return {"exact": self.exact, "GBps": round(self.GBps, 3), "latency_us": latency_us}
 
 
-class _Lent:
-    """One range of known bytes that others read, or none. release: of one that nobody reads."""
-
-    def __init__(self, release: Callable[[Records], object]) -> None:
-        self.range: Records | None = None
-        self.seed = 0
-        self._release = release
-        self._readers: set[str] = set()
-        self._ends: asyncio.TimerHandle | None = None
-
-    def to(self, reader: str) -> None:
-        """This peer reads it, for LENT_S at most."""
-        self._readers.add(reader)
-        if self._ends is not None:
-            self._ends.cancel()
-        self._ends = asyncio.get_running_loop().call_later(LENT_S, self._take_back)
-
-    def done(self, reader: str) -> None:
-        self._readers.discard(reader)
-        if not self._readers:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        self._readers.clear()
-        self.close()
-        lent, self.range = self.range, None
-        if lent is not None:
-            self._release(lent)
-
-    def close(self) -> None:
-        if self._ends is not None:
-            self._ends.cancel()
-            self._ends = None
-
-
 class Sampling:
     """Memories go by number: 0 is the host arena, 1 the first device."""
 
@@ -120,8 +85,9 @@ class Sampling:
         self.room = room
         self.choice = choice
         self.engine: BulkEngine | None = None
-        self._lent = {number: _Lent(self._release) for number in (ARENA, DEVICE)}
+        self._seed = secrets.randbits(31)
         self._writing = asyncio.Lock()
+        self._trying = asyncio.Lock()
         self._threads = Threads()
         mesh.handlers[Sample] = self._asked
 
@@ -138,47 +104,42 @@ class Sampling:
     # the owner
 
     async def _asked(self, caller: Caller, body: Sample) -> Body:
-        number = DEVICE if body.device else ARENA
-        lent, engine = self._lent[number], self.engine
-        if body.done:
-            lent.done(caller.address)
-            return Done()
+        number, engine = DEVICE if body.device else ARENA, self.engine
         nbytes = self._size_bytes(number)
         async with self._writing:
-            if lent.range is None and nbytes:
-                lent.seed = secrets.randbits(31)
-                lent.range = await self._written(number, pattern(lent.seed, nbytes))
-        lent.to(caller.address)
-        known = lent.range
+            known = await self._known(number, nbytes) if nbytes else None
         return Sampled(
-            range=0 if known is None else int(known[0]["range"]),
-            generation=0 if known is None else int(known[0]["generation"]),
+            range=0 if known is None else int(known["range"]),
+            generation=0 if known is None else int(known["generation"]),
             nbytes=0 if known is None else nbytes,
-            seed=lent.seed,
+            seed=self._seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
             requested=str(self.choice),
             version=__version__,
             arena_bytes=self.host.space.size_bytes,
-            wall_ns=time.time_ns(),
         )
 
-    async def _written(self, number: int, known: Bytes) -> Records | None:
-        """A range of these bytes with one reference, ours; None where there is no room at once."""
-        reserved = self._reserved(number, len(known))
-        if reserved is None:
-            return None
-        dest, extents = reserved
-        space = self.host.space
-        try:
-            await self._write(number, dest, known)
-            written = np.array([(dest, len(known))], EXTENT)
-            lent = space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
-        except BaseException:
-            space.give_back(PULLER, extents)
-            raise
-        space.give_back(PULLER, remainder(written["length"], written["offset"], extents))
-        return lent
+    async def _known(self, number: int, nbytes: int) -> Any:
+        """The RANGE of the known bytes; None where there is no room for them at once."""
+        copies, name = self._rooms[number].space.copies, np.ones(1, RANGE)
+        found = copies.lookup(KNOWN, name)
+        if not found[0]["generation"]:
+            reserved = self._reserved(number, nbytes)
+            if reserved is None:
+                return None
+            dest, extents = reserved
+            space = self.host.space
+            try:
+                await self._write(number, dest, pattern(self._seed, nbytes))
+                written = np.array([(dest, nbytes)], EXTENT)
+                found = space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
+            except BaseException:
+                space.give_back(PULLER, extents)
+                raise
+            space.give_back(PULLER, remainder(written["length"], written["offset"], extents))
+            copies.insert(KNOWN, name, found)
+        return found[0]
 
     def _reserved(self, number: int, nbytes: int) -> tuple[int, Records] | None:
         """Where a sample has room now, and the extents to give back."""
@@ -202,30 +163,16 @@ class Sampling:
         assert isinstance(self.host.space, HostMemory)
         return self.host.space.devices[number - 1]
 
-    def _release(self, lent: Records) -> None:
-        if self.host.space.release(lent):
-            self.room.pump()
-
     async def close(self) -> None:
         """When nothing is asked of it any more: its copies have ended."""
-        for lent in self._lent.values():
-            lent.close()
         await self._threads.ended()
 
     # the reader
 
-    async def done(self, address: str, device: bool = False) -> None:
-        """The peer there may have its bytes back; at the latest it has them in LENT_S."""
-        with suppress(DataplaneError):
-            await self.mesh.call(address, Sample(done=True, device=device), timeout_s=TRY_S)
-
-    async def ask(self, address: str) -> tuple[Sampled, float]:
-        """What the peer there lends, and how far its clock is ahead of this one's, in seconds."""
-        await self.mesh.call(address, Sample(), timeout_s=TRY_S)  # which may take its time
-        before = time.time_ns()
-        sampled: Sampled = await self.mesh.call(address, Sample(), timeout_s=TRY_S)
-        middle = (before + time.time_ns()) / 2
-        return sampled, (sampled.wall_ns - middle) / 1e9
+    async def ask(self, address: str, device: bool = False) -> Sampled:
+        """What the peer there keeps, and what it runs."""
+        sampled: Sampled = await self.mesh.call(address, Sample(device), timeout_s=TRY_S)
+        return sampled
 
     async def try_all(
         self,
@@ -236,8 +183,20 @@ class Sampling:
         number: int = ARENA,
         rounds: int = ROUNDS,
     ) -> dict[str, Trial]:
-        """Each transport in turn, a few rounds, to the memory of this number. Empty where there is
-        no room for it."""
+        """Each transport in turn, a few rounds, to the memory of this number; never beside another
+        trial. Empty where there is no room for it."""
+        async with self._trying:
+            return await self._try_all(engine, source, sampled, transports, number, rounds)
+
+    async def _try_all(
+        self,
+        engine: BulkEngine,
+        source: Remote,
+        sampled: Sampled,
+        transports: Iterable[str],
+        number: int,
+        rounds: int,
+    ) -> dict[str, Trial]:
         nbytes = min(sampled.nbytes, self._size_bytes(number))
         reserved = self._reserved(number, nbytes) if nbytes else None
         if reserved is None:

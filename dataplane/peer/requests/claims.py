@@ -32,15 +32,14 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host, Known
-from dataplane.peer.meters import ByLabel
+from dataplane.peer.host import ByLabel, Caller, Entry, Host, Known
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.reads import LEARN_S, Reading, Resolved
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.room.pull_credit import Credit
+from dataplane.peer.room.admission import Credit
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.peer.shards.partitions import Partitions

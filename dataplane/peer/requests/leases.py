@@ -108,11 +108,11 @@ class Leases:
 
     # a claim that is repeated
 
-    def recall(self, session: int, op: int, part: int = 0) -> Body | None:
+    def recall(self, session: int, op: int) -> Body | None:
         """What this operation of a session was answered, where that was a lease."""
         return self._answers.get((session, op))
 
-    def remember(self, session: int, op: int, floor: int, reply: Body, part: int = 0) -> None:
+    def remember(self, session: int, op: int, floor: int, reply: Body) -> None:
         lease = self._leases.get(reply.lease) if isinstance(reply, Claimed) else None
         if lease is not None:
             lease.claimed = session, op

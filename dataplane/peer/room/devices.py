@@ -20,7 +20,7 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.memory.space import Space
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
-from dataplane.peer.threads import Threads
+from dataplane.peer.tasks import Threads
 
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""

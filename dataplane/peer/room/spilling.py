@@ -18,9 +18,8 @@ from dataplane.errors import BackPressure, SpillFull, TransferFailed
 from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.room.admission import Room
-from dataplane.peer.room.pull_credit import Credit
-from dataplane.peer.threads import Threads
+from dataplane.peer.room.admission import Credit, Room
+from dataplane.peer.tasks import Threads
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Partitions: declaring them and attaching to them, their stages, their seal and their end.
+"""Partitions: declaring them and attaching to them, their stages, their seal and their end, and
+which of their rows were lost with a peer.
 
 All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep a handle
 of what they asked about, and are told nothing: every message names the generation that it is
@@ -9,14 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from dataplane.errors import (
     ClaimTimeout,
     DeadlineExceeded,
+    PartitionGone,
     PartitionUndefined,
+    ProtocolError,
     StaleEpoch,
     Unavailable,
 )
@@ -24,8 +30,18 @@ from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
 from dataplane.peer.host import Caller, Entry, Handle, Host, Known, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.sessions import Session
 from dataplane.peer.shards.appends import Shipping
-from dataplane.wire.messages import Body, Define, Defined, Done, Seal
+from dataplane.wire.messages import (
+    Body,
+    Define,
+    Defined,
+    Done,
+    Losses,
+    LossesDone,
+    Request,
+    Seal,
+)
 from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import Definition
 
@@ -37,6 +53,8 @@ RETRY_S = 0.5
 """... and so long after it could not be reached."""
 LOOK_S = 0.02
 """How often a shard looks whether a partition that is waited for was declared."""
+NEWS_S = 0.2
+"""... and whether it has news of lost rows for who waits."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
 MAX_HANDLES = 10_000
@@ -55,7 +73,12 @@ class Partitions:
         """called when a partition whose shard is here was sealed or dropped"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
-        mesh.handlers |= {Define: self._define, Seal: self._seal, AddStage: self._add_stage}
+        mesh.handlers |= {
+            Define: self._define,
+            Seal: self._seal,
+            AddStage: self._add_stage,
+            Losses: self._losses_here,
+        }
 
     # asked for by clients of this host
 
@@ -74,10 +97,19 @@ class Partitions:
     async def ask_home(
         self, partition: str, body: Body, caller: Caller | None = None, timeout_s: float = CALL_S
     ) -> Any:
-        """Ask the peer that has the partition's shard, wherever that is then."""
-        return await self.mesh.reach(
-            lambda: self.host.roster.home(partition), body, caller=caller, timeout_s=timeout_s
-        )
+        """Ask the peer that has the partition's shard; whoever has it then if the roster changes
+        before the answer: for what does no harm when it is carried out twice."""
+        end = min(self.host.now() + timeout_s, call_deadline.get())
+        while True:
+            roster, left_s = self.host.roster, max(0.0, end - self.host.now())
+            home = roster.home(partition)
+            try:
+                return await self.mesh.call(
+                    home, body, caller=caller, timeout_s=left_s, epoch=roster.epoch
+                )
+            except (StaleEpoch, Unavailable):
+                if not await self.host.another_roster(roster, end) or self.host.now() >= end:
+                    raise
 
     async def ask_in_turns(
         self, partition: str, turn: Callable[[int], Body], end: float, caller: Caller | None = None
@@ -200,6 +232,46 @@ class Partitions:
             for tell in self.on_phase:
                 tell(entry, "sealed")
 
+    # lost rows: their names are kept at the shard (`metadata.shard.lost_names`), and who subscribes
+    # waits there, in turns, until there are some, or until no row can be lost any more
+
+    async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
+        """For a client of this host: the lost rows after the number that it has, once there are
+        any. DeadlineExceeded when its time is up."""
+        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
+
+        def turn(timeout_ms: int) -> Losses:
+            return msgspec.structs.replace(body, timeout_ms=timeout_ms)
+
+        try:
+            done: LossesDone = await self.ask_in_turns(body.partition, turn, end)
+            return done
+        except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
+            raise DeadlineExceeded(
+                f"no row of partition {body.partition!r} was lost within "
+                f"{body.timeout_ms / 1000:g} s, and rows can still be",
+                limit_s=body.timeout_ms / 1000,
+            ) from exc
+
+    async def _losses_here(self, caller: Caller, body: Losses) -> Body:
+        if body.after < 0:
+            raise ProtocolError("a number of lost rows is not negative")
+        until = self.host.now() + body.timeout_ms / 1000
+        entry = self.host.shard(body.partition, body.generation)
+        while True:
+            names, number, missed = entry.store.losses.after(body.after)
+            if names or missed:
+                return LossesDone(number, names, missed)
+            if _over(entry):
+                return LossesDone(number, ended=True)
+            if self.host.now() >= until:
+                raise DeadlineExceeded("no row was lost meanwhile")
+            await asyncio.sleep(min(NEWS_S, until - self.host.now()))
+            try:
+                entry = self.host.shard(body.partition, body.generation)
+            except PartitionGone:
+                return LossesDone(body.after, ended=True)
+
     # a new roster
 
     def serve(self, store: Store) -> Entry:
@@ -225,3 +297,13 @@ class Partitions:
 
 def _defined(entry: Entry) -> Defined:
     return Defined(entry.generation, entry.definition, entry.store.phase)
+
+
+def _over(entry: Entry) -> bool:
+    """Whether every stage has had every row that is left."""
+    stages = entry.definition.stages
+    return (
+        entry.sealed
+        and bool(stages)
+        and not any(entry.store.counts(stage).outstanding for stage in stages)
+    )

@@ -1,4 +1,5 @@
-"""What happens by the clock: lease limits, warm pages ahead of use, leaving when nobody is left.
+"""What happens by the clock: lease limits, warm pages ahead of use, and the end of an embedded peer
+that nobody wants, with nothing that anybody can want.
 
 One loop, a few times a second. It decides nothing that a message decides.
 """
@@ -9,7 +10,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from dataplane.peer.membership.lingering import Lingering
+from dataplane.launch import runs
+from dataplane.launch.settings import LINGER_S
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -19,20 +21,29 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 PREFAULT_AHEAD_BYTES = 256 << 20
 PREFAULT_STEP_BYTES = 16 << 20
+ARRIVAL_S = 5.0
+"""Whoever started this peer has so long to come, however short it is to linger."""
 
 
 class Janitor:
-    def __init__(self, peer: Peer, lingering: Lingering) -> None:
+    def __init__(self, peer: Peer) -> None:
+        config = peer.config
         self.host = peer.host
         self.peer = peer
-        self.lingering = lingering
         self.expired_leases = 0
+        self._linger_s = config.linger_s
+        self._linger_unread_s = config.linger_unread_s
+        # The run has no name: when all that it had is sealed and drained, it ends with its last
+        # client, so that the same command after it in a script begins anew.
+        self._brief = runs.is_unnamed(config.run) and config.linger_s == LINGER_S
+        self._began = False
         self._faulted = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, by somebody or by this when the peer has lingered long enough."""
-        peer, lingers = self.peer, self.lingering.linger_s is not None
-        self.lingering.begin()
+        peer, lingers = self.peer, self._linger_s is not None
+        peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
+        self._began = True
         faulting: asyncio.Task[None] | None = None
         while not stop.is_set():
             now = self.host.now()
@@ -41,7 +52,7 @@ class Janitor:
                 peer.share.end_in_vain()
                 if not peer.standstill.can_spill:
                     peer.room.end_in_vain()
-            wanted = self.lingering.is_wanted() or peer.membership.plane_is_wanted()
+            wanted = self.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
@@ -53,6 +64,30 @@ class Janitor:
                     await stop.wait()
             except TimeoutError:
                 pass
+
+    def is_wanted(self) -> bool:
+        """Whether somebody uses this peer, or did so a short while ago. While one of a plane's
+        peers is wanted, all that came with their clients stay."""
+        sessions = self.peer.sessions
+        if not self._began:
+            return True
+        if self._linger_s is None or len(sessions):
+            return bool(len(sessions))
+        unread = len(self.host.lent) > 0
+        unread |= any(entry.store.unread for entry in self.host.entries.values())
+        if runs.has_ended(self.peer.config.run):
+            unread = False  # nobody can come any more
+        if self._brief and sessions.came and self._finished():
+            return False
+        linger_s = max(self._linger_s, self._linger_unread_s or 0) if unread else self._linger_s
+        if not sessions.came:
+            linger_s = max(linger_s, ARRIVAL_S)
+        return self.host.now() - sessions.last_seen <= linger_s
+
+    def _finished(self) -> bool:
+        """Whether there were partitions, and nothing can come of any of them."""
+        entries = self.host.entries.values()
+        return bool(entries) and all(e.sealed and not e.store.unread for e in entries)
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use warm: the first touch of a page is the slow one.

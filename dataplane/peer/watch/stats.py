@@ -1,11 +1,10 @@
 """What a peer says of itself: `plane.stats()`, `part.stats()`, `dataplane status`.
 
-Plain nested dicts. A peer's figures are its own; a partition's are summed over all peers.
+Plain nested dicts. A peer's figures are its own; a partition's are at its shard.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,7 @@ class Reporting:
             return StatsDone(await self._probed())
         if body.partition is None:
             return StatsDone(await self._plane())
-        reach = functools.partial(self.host.roster.home, body.partition)
-        found: StatsDone = await self.mesh.reach(reach, body)
+        found: StatsDone = await self.peer.partitions.ask_home(body.partition, body)
         return found
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:
@@ -162,7 +160,7 @@ class Reporting:
             except DataplaneError as exc:
                 stats["peers"][address] = {"address": address, "error": exc.message}
         stats["everywhere"] = {
-            "partitions": _sum([one["partitions"] for one in everybody]),
+            "partitions": {k: v for one in everybody for k, v in one["partitions"].items()},
             "waits": [wait for one in everybody for wait in one["waits"]],
             "holders": [held for one in everybody for held in one["holders"]],
         }
@@ -236,19 +234,3 @@ def _partition(entry: Entry) -> dict[str, Any]:
         "phase": entry.store.phase,
         "generation": entry.generation,
     }
-
-
-def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures added up, nested dicts alike; the first peer's word for what is no figure."""
-    total: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, dict):
-                total[name] = _sum([total.get(name, {}), value])
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                total[name] = (
-                    value if name == "generation" or name not in total else total[name] + value
-                )
-            else:
-                total.setdefault(name, value)
-    return total

@@ -75,15 +75,6 @@ class Caller(msgspec.Struct, frozen=True):
         return Owner(self.address, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A partition that another peer serves, as that last said."""
-
-    name: str
-    generation: int
-    definition: Definition
-
-
 @dataclass(slots=True)
 class Entry:
     """A partition that this peer serves: its shard is here."""
@@ -112,9 +103,6 @@ class Entry:
         return self.store.sealed
 
 
-Known = Entry | Handle
-
-
 @dataclass(slots=True)
 class Host:
     plane: str
@@ -133,8 +121,6 @@ class Host:
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)
     """partitions whose shards are here"""
-    handles: dict[str, Handle] = field(default_factory=dict)
-    """others, as far as asked about here; the shard corrects what is out of date"""
     notices: Notices = field(default_factory=Notices)
     """what calls of this host wait for, and when that is said"""
     labels: dict[int, str] = field(default_factory=dict)
@@ -192,11 +178,6 @@ class Host:
     def entry(self, partition: str, generation: int) -> Entry | None:
         """The entry of this generation, where its shard is here."""
         found = self.entries.get(partition)
-        return found if found is not None and found.generation == generation else None
-
-    def known(self, partition: str, generation: int) -> Known | None:
-        """This generation, as far as this peer has heard of it."""
-        found = self.entries.get(partition) or self.handles.get(partition)
         return found if found is not None and found.generation == generation else None
 
     def shard(self, partition: str, generation: int) -> Entry:

@@ -119,7 +119,7 @@ class Peer:
 
         self.leases = leases = Leases()
         self.references = refs = References(host, mesh, room)
-        self.grants = grants = Grants(host, parts, room, self.devices)
+        self.grants = grants = Grants(host, room, self.devices)
         self.reading = reading = Reading(host, mesh, parts, leases, pulls, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(

@@ -17,7 +17,6 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.frames import decoded
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
-from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import (
     Column,
     Laid,
@@ -125,6 +124,13 @@ class Relocated(Body, tag=206):
     to_owner: Owner
     to_ranges: bytes
     reach: bytes = b""
+
+
+class Declared(Body, tag=219):
+    """A stage that was not declared with the partition, and what a row needs before it is ready."""
+
+    stage: str
+    fields: list[str]
 
 
 class Sealed(Body, tag=207):
@@ -275,7 +281,7 @@ Op = (
     | Discarded
     | Expected
     | Reset
-    | AddStage
+    | Declared
     | Sealed
     | Ended
     | Permitted

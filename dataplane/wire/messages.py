@@ -78,14 +78,11 @@ class Goodbye(Body, tag=4):
 
 
 class Define(Body, tag=10):
-    """Declare a partition, or attach to it where `definition` is None (waits for one so long).
-
-    generation: between peers, to attach to this one and no other; 0: to whichever there is."""
+    """Declare a partition, or attach to it where `definition` is None (waits for one so long)."""
 
     partition: str
     definition: Definition | None
     wait_ms: int = 0
-    generation: int = 0
 
 
 class Defined(Body, tag=11):

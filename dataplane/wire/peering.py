@@ -69,15 +69,6 @@ class PeerHello(Body, tag=100):
     device_bulk: list[str] = []
 
 
-class AddStage(Body, tag=103):
-    """A stage that was not declared with its partition; answered by `Defined`."""
-
-    partition: str
-    generation: int
-    stage: str
-    fields: list[str]
-
-
 class Withdraw(Body, tag=112):
     """To a claim's shard: nobody waits for it any more. When this is answered it has no lease, and
     never will."""
@@ -272,7 +263,6 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Inherited
         | CanFree
         | Void
-        | AddStage
         | Claim
         | Withdraw
         | Missing

@@ -47,11 +47,8 @@ class Asker:
             notices=Notices(),
             space=SimpleNamespace(share_bytes=(0, 0, 1 << 20)),
             serves=lambda name: self.host.roster.home(name) == HERE,
-            known=lambda name, generation: self.entry,
+            entry=lambda name, generation: None,
             another_roster=self.another_roster,
-        )
-        self.entry: Any = SimpleNamespace(
-            name="p", generation=1, definition=SimpleNamespace(stages={"s": ["x"]})
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
         mesh: Any = SimpleNamespace(call=self.call, insist=self.insist, spawn=asyncio.ensure_future)
@@ -133,7 +130,7 @@ async def test_a_claim_whose_shard_moves_asks_there_and_keeps_its_number(
     await claiming
     (first, one, _), (then, other, _) = asker.asked
     assert (first, then) == (THERE, ELSEWHERE) and one.number == other.number
-    assert one.fields == ["x"] and one.most_bytes == 1 << 20
+    assert one.fields is None and one.most_bytes == 1 << 20
 
 
 async def test_a_claim_that_is_given_up_is_withdrawn_where_its_shard_is_then(

@@ -23,6 +23,7 @@ from dataplane.wire import tables as wire
 from dataplane.wire.journal import (
     Added,
     Buried,
+    Declared,
     Held,
     LostBefore,
     Op,
@@ -38,7 +39,6 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Tag
-from dataplane.wire.peering import AddStage
 from dataplane.wire.records import U4, U8
 from dataplane.wire.tables import Column, Scalar
 
@@ -58,7 +58,7 @@ def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
     assert 0 < rows_per_op <= MAX_ROWS_PER_MESSAGE
     state = store.state
     for name, stage in state.stages.items():
-        yield AddStage(store.partition, store.generation, name, list(stage.fields))
+        yield Declared(name, list(stage.fields))
     yield from _permits(state)
     yield from _groups(state, rows_per_op)
     yield from _rows(store, rows_per_op)

@@ -40,6 +40,7 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
     Added,
     Buried,
+    Declared,
     Discarded,
     Ended,
     Expected,
@@ -63,7 +64,6 @@ from dataplane.wire.journal import (
     Wrote,
 )
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
-from dataplane.wire.peering import AddStage
 from dataplane.wire.records import KEY, RANGE, U4, U8, column
 
 FINISHED, IN_HAND, GONE = range(3)
@@ -172,7 +172,7 @@ def _reset(store: Store, op: Reset, now: float) -> None:
     store.reset(op.stage)
 
 
-def _add_stage(store: Store, op: AddStage, now: float) -> None:
+def _declared(store: Store, op: Declared, now: float) -> None:
     store.declare_stage(op.stage, op.fields)
 
 
@@ -450,7 +450,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], None]] = {
     Discarded: _discarded,
     Expected: _expected,
     Reset: _reset,
-    AddStage: _add_stage,
+    Declared: _declared,
     Sealed: _sealed,
     Ended: _ended,
     Permitted: _permitted,

@@ -54,6 +54,7 @@ from dataplane.metadata.tables.where import parse
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
+    Declared,
     Discarded,
     Ended,
     Expected,
@@ -71,7 +72,6 @@ from dataplane.wire.journal import (
 from dataplane.wire.journal import Lost as LostWith
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
-from dataplane.wire.peering import AddStage
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
     INLINE,
@@ -259,7 +259,7 @@ class Store:
         self._state.check_stage_room(name, fields)
         self._state.add_stage(name, list(fields))
         if self.emit is not None:
-            self.emit(AddStage(self.partition, self.generation, name, list(fields)))
+            self.emit(Declared(name, list(fields)))
 
     def reset(self, stage: str) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased."""

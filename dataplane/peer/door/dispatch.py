@@ -78,15 +78,14 @@ class Answers:
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
         session.partitions.add(body.partition)
         wait_s = request.deadline_ms / 1000
-        known = body.partition in self.host.entries or body.partition in self.host.handles
-        if body.definition is not None or known:
+        if body.definition is not None:
             return await self.partitions.define(body.partition, body.definition, wait_s)
         what = f"attaching to partition {body.partition!r}"
         with Telling(self.host, what, Subject("attach", body.partition), self._undeclared):
             return await self.partitions.define(body.partition, None, wait_s)
 
     async def _undeclared(self, limit_s: float) -> tuple[str, dict[str, Any]]:
-        heard = sorted({*self.host.entries, *self.host.handles})
+        heard = sorted(self.partitions.heard_of)
         known = ", ".join(map(repr, heard[:8])) or "none"
         return (
             f"nobody has declared it with plane.partition(NAME, stages=…) in run "

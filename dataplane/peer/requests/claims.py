@@ -24,7 +24,6 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
     RowsLost,
-    StageUndefined,
     StaleEpoch,
     Unavailable,
 )
@@ -32,7 +31,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import ByLabel, Caller, Entry, Host, Known
+from dataplane.peer.host import ByLabel, Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
@@ -70,7 +69,6 @@ class _Waiting:
 
     number: int
     session: Session
-    entry: Known
     body: Claim
     began: float
     end: float | None
@@ -80,13 +78,6 @@ class _Waiting:
     settled: bool = False
     """the shard has answered, and knows that"""
 
-    @property
-    def fields(self) -> list[str]:
-        """What it fetches."""
-        if self.body.fields is not None:
-            return self.body.fields
-        return self.entry.definition.stages[self.body.stage]
-
     def left_s(self, now: float) -> float | None:
         """None: for ever. Who does not wait gets time to ask."""
         if self.body.timeout_ms == 0:
@@ -95,13 +86,13 @@ class _Waiting:
 
     def follows(self, other: _Waiting) -> bool:
         """Whether the same process asks for the same stage's plan again."""
-        mine, its = self.entry, other.entry
-        same = (mine.name, mine.generation) == (its.name, its.generation)
-        same = same and self.body.stage == other.body.stage and self.body.plan is not None
+        mine, its = self.body, other.body
+        same = (mine.partition, mine.generation) == (its.partition, its.generation)
+        same = same and mine.stage == its.stage and mine.plan is not None
         return same and self.session is other.session
 
     def __str__(self) -> str:
-        stage, name = self.body.stage, self.entry.name
+        stage, name = self.body.stage, self.body.partition
         if self.body.plan is not None:
             return f"plan of stage {stage!r} of partition {name!r}"
         want = self.body.want
@@ -148,31 +139,11 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        entry = self.host.known(body.partition, body.generation)
-        if entry is None or body.stage not in entry.definition.stages:
-            return self._claim_after_attaching(session, body)
-        return self._claim(session, entry, body)
-
-    async def _claim_after_attaching(self, session: Session, body: Claim) -> Body:
-        entry = await self.partitions.known(body.partition, body.generation, body.stage)
-        if body.stage not in entry.definition.stages:
-            if body.declare is None:
-                raise StageUndefined(
-                    f"partition {body.partition!r} has the stages "
-                    f"{sorted(entry.definition.stages)}, not {body.stage!r}: declare it in "
-                    "plane.partition(stages=…) or give this claim fields=[…]",
-                    stage=body.stage,
-                )
-            await self.partitions.add_stage(entry, body.stage, body.declare)
-            entry = await self.partitions.known(body.partition, body.generation, body.stage)
-        outcome = self._claim(session, entry, body)
-        return outcome if isinstance(outcome, Body) else await outcome
-
-    def _claim(self, session: Session, entry: Known, body: Claim) -> Body | Awaitable[Body]:
         now = self.host.now()
         end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
-        one = _Waiting(next(self._numbers), session, entry, body, now, end)
-        if not isinstance(entry, Entry) or self.host.silent or body.plan is not None:
+        one = _Waiting(next(self._numbers), session, body, now, end)
+        here = self.host.entry(body.partition, body.generation) is not None
+        if not here or self.host.silent or body.plan is not None:
             return self._until_here(one)
         answer = self._ask_here(one)
         if not isinstance(answer, Granted):
@@ -187,6 +158,7 @@ class Claims:
         handed: Body | Awaitable[Body] | None = None,
     ) -> Body:
         """Claims again where rows that were granted are gone before they are here."""
+        body = one.body
         for failed in itertools.count(1):
             try:
                 if handed is None:
@@ -194,7 +166,7 @@ class Claims:
                 return handed if isinstance(handed, Body) else await handed
             except (BytesLost, RowsGone) as exc:
                 if failed == ATTEMPTS:
-                    raise _given_up(exc, one.entry) from None
+                    raise _given_up(exc, body.partition) from None
                 if isinstance(exc, BytesLost):
                     await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
             answer = handed = None
@@ -206,17 +178,11 @@ class Claims:
         ClaimTimeout, of which the shard is told."""
         body, session = one.body, one.session
         look = self.waits.looks(
-            session,
-            one.entry,
-            body.stage,
-            body.want.unit,
-            body.want,
-            lambda: one.number,
-            body.own,
+            session, body, body.want.unit, body.want, lambda: one.number, body.own
         )
         told = None if one.end is None else self.waits.explain(one.end, look)
-        among = (one.entry.generation, body.want.unit, str(body.want.where))
-        subject = Subject("claim", one.entry.name, body.stage, among)
+        among = (body.generation, body.want.unit, str(body.want.where))
+        subject = Subject("claim", body.partition, body.stage, among)
         session.waiting += 1
         self._waiting.add(one)
         try:
@@ -241,7 +207,7 @@ class Claims:
             await asyncio.wait(before, timeout=one.left_s(self.host.now()))
         while True:
             roster = self.host.roster
-            one.asks = _process(roster, roster.home(one.entry.name))
+            one.asks = _process(roster, roster.home(one.body.partition))
             one.answer = answer or self._ask(one)
             answer = None
             try:
@@ -276,7 +242,7 @@ class Claims:
     def _ask(self, one: _Waiting) -> asyncio.Future[Any]:
         """The shard's primary, as the roster names it now."""
         roster = self.host.roster
-        home = roster.home(one.entry.name)
+        home = roster.home(one.body.partition)
         if home != self.host.address:
             caller = Caller(self.host.address, self.host.incarnation, one.session.id)
             call = self.mesh.call(
@@ -309,7 +275,8 @@ class Claims:
             body.generation,
             body.stage,
             body.want,
-            one.fields,
+            body.fields,
+            declare=body.declare,
             timeout_ms=0 if body.timeout_ms == 0 else -1,
             number=one.number,
             label=one.session.label,
@@ -321,10 +288,10 @@ class Claims:
 
     def _withdraw(self, one: _Waiting) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
-        entry = one.entry
-        body = Withdraw(entry.name, entry.generation, one.body.stage, one.number)
-        told = self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(entry.name), body))
-        if one.body.plan is not None:
+        of = one.body
+        body = Withdraw(of.partition, of.generation, of.stage, one.number)
+        told = self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(of.partition), body))
+        if of.plan is not None:
             self._leaving[told] = one
             told.add_done_callback(self._leaving.pop)
 
@@ -332,27 +299,28 @@ class Claims:
         """A new roster: whose shard another process has now asks there."""
         roster = self.host.roster
         for one in self._waiting:
-            if one.answer is not None and one.asks != _process(roster, roster.home(one.entry.name)):
+            home = roster.home(one.body.partition)
+            if one.answer is not None and one.asks != _process(roster, home):
                 one.answer.cancel()
 
     # handed out
 
     def _hand_out(self, one: _Waiting, granted: Granted) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
-        entry, table = one.entry, granted.table
+        body, table = one.body, granted.table
         rows = rowset.count(table.rows)
         self.leases.open(
             one.session,
             granted.lease,
-            entry.name,
-            entry.generation,
-            one.body.stage,
+            body.partition,
+            body.generation,
+            body.stage,
             rows,
             0 if granted.plan is None else one.number,
         )
         try:
-            if one.body.fields and granted.plan is None:
-                _check_fields(table, one.body.fields)
+            if body.fields and granted.plan is None:
+                _check_fields(table, body.fields)
             needed_bytes = self.credit.of(table)
             resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
         except BaseException:
@@ -382,7 +350,7 @@ class Claims:
             if isinstance(exc, RowsLost):
                 raise BytesLost from exc
             if isinstance(exc, DeadlineExceeded):
-                raise _too_late(exc, one.entry) from exc
+                raise _too_late(exc, one.body.partition) from exc
             raise
         finally:
             self.credit.back(one.number)
@@ -397,7 +365,7 @@ class Claims:
             return self.credit.why(needed_bytes)
 
         one.session.waiting += 1
-        subject = Subject("pull", one.entry.name, one.body.stage)
+        subject = Subject("pull", one.body.partition, one.body.stage)
         try:
             with Telling(self.host, str(one), subject, look):
                 left_s = one.left_s(self.host.now())
@@ -437,26 +405,26 @@ def _in_vain(one: _Waiting, why: str, details: dict[str, Any]) -> ClaimTimeout:
     within_s = one.body.timeout_ms / 1000
     what = "claim" if one.body.plan is None else "plan"
     return ClaimTimeout(
-        f"{what} of stage {one.body.stage!r} of {one.entry.name!r} was not met within "
+        f"{what} of stage {one.body.stage!r} of {one.body.partition!r} was not met within "
         f"{within_s:g} s: {why}",
         **details,
     )
 
 
-def _too_late(exc: DeadlineExceeded, entry: Known) -> ClaimTimeout:
+def _too_late(exc: DeadlineExceeded, partition: str) -> ClaimTimeout:
     """Of a claim whose rows were granted, and whose values did not arrive."""
     return ClaimTimeout(
-        f"rows of {entry.name!r} were granted, but their values did not arrive in time, and the "
+        f"rows of {partition!r} were granted, but their values did not arrive in time, and the "
         f"rows went back: {exc.message}"
     )
 
 
-def _given_up(exc: Exception, entry: Known) -> Exception:
+def _given_up(exc: Exception, partition: str) -> Exception:
     """What the caller is told in the end of a claim that was granted what went meanwhile."""
     if isinstance(exc, BytesLost):
         return Unavailable(
-            f"values of rows of {entry.name!r} went with a peer, and the peer that has the rows "
+            f"values of rows of {partition!r} went with a peer, and the peer that has the rows "
             f"does not know yet ({exc.__cause__}): claim again",
-            partition=entry.name,
+            partition=partition,
         )
     return exc

@@ -23,7 +23,6 @@ from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -56,9 +55,8 @@ NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
 
 
 class Grants:
-    def __init__(self, host: Host, partitions: Partitions, room: Room, devices: Devices) -> None:
+    def __init__(self, host: Host, room: Room, devices: Devices) -> None:
         self.host = host
-        self.partitions = partitions
         self.room = room
         self.devices = devices
 
@@ -68,8 +66,9 @@ class Grants:
         """Room for a put's next units. At once where there is some and nobody waits for it."""
         if body.device:
             return self._reserve_on_device(session, request, body)
-        known = self.host.known(body.partition, body.generation)
-        if not body.digests and known is not None:
+        if self.host.serves(body.partition):
+            self.host.shard(body.partition, body.generation)
+        if not body.digests:
             units = [column(unit, U8) for unit in body.units]
             granted = self.room.at_once(session.id, _admission(body), units)
             if granted is not None:
@@ -78,7 +77,6 @@ class Grants:
 
     async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
         """Known digests come back pinned, for comparison."""
-        await self.partitions.known(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
@@ -105,7 +103,6 @@ class Grants:
     async def _reserve_on_device(self, session: Session, request: Request, body: Reserve) -> Body:
         if body.digests:
             raise ProtocolError("nothing is compared on a device")
-        await self.partitions.known(body.partition, body.generation)
         units = [column(unit, U8) for unit in body.units]
         session.waiting += 1
         try:

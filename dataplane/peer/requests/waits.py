@@ -14,12 +14,12 @@ import msgspec
 
 from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Host, Known
+from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
-from dataplane.wire.messages import Body, Request, StatsDone, Wait, Want
+from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait, Want
 from dataplane.wire.peering import Missing
 
 WHY_S = 2.0
@@ -44,21 +44,20 @@ class Waits:
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        entry = await self.partitions.known(body.partition, body.generation)
-        look = self.looks(session, entry, body.stage, body.unit, _wanted(body))
+        look = self.looks(session, body, body.unit, _wanted(body))
         why = self.explain(end, look)
         subject = reasons.Subject(
-            "wait", entry.name, body.stage, (entry.generation, body.unit, str(body.where))
+            "wait", body.partition, body.stage, (body.generation, body.unit, str(body.where))
         )
-        what = f"wait for stage {body.stage!r} of partition {entry.name!r}"
+        what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
         try:
             with Telling(self.host, what, subject, look):
                 done = await self._wait_in_turns(body, end)
         except ClaimTimeout as exc:
             told, details = await why
             raise ClaimTimeout(
-                f"waiting for stage {body.stage!r} of {entry.name!r}, which did not come within "
-                f"{body.timeout_ms / 1000:g} s: {told}",
+                f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
+                f"within {body.timeout_ms / 1000:g} s: {told}",
                 **details,
             ) from exc
         finally:
@@ -94,8 +93,7 @@ class Waits:
     def looks(
         self,
         session: Session,
-        entry: Known,
-        stage: str,
+        body: Claim | Wait,
         unit: str,
         want: Want | None = None,
         claim: Callable[[], int] = lambda: 0,
@@ -105,15 +103,14 @@ class Waits:
         it, and is told."""
 
         def look(limit_s: float = WHY_S) -> Awaitable[Why]:
-            return self._why(session, entry, stage, unit, want, claim(), own, limit_s)
+            return self._why(session, body, unit, want, claim(), own, limit_s)
 
         return look
 
     async def _why(
         self,
         session: Session,
-        entry: Known,
-        stage: str,
+        body: Claim | Wait,
         unit: str,
         want: Want | None,
         claim: int,
@@ -122,8 +119,9 @@ class Waits:
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
         where = None if want is None else want.where
-        asked = Missing(entry.name, entry.generation, stage, unit, where, claim)  # type: ignore[arg-type]
-        home = self.host.roster.home(entry.name)
+        partition, stage = body.partition, body.stage
+        asked = Missing(partition, body.generation, stage, unit, where, claim)  # type: ignore[arg-type]
+        home = self.host.roster.home(partition)
         facts = reasons.Facts(unit)
         try:
             answer: StatsDone = await self.mesh.call(home, asked, timeout_s=limit_s)
@@ -133,7 +131,7 @@ class Waits:
             facts.silent = f"{self.mesh.others.name(home)} at {home}"
         wanted = None if want is None or want.budget_tag is not None else want.count or None
         said = reasons.reason(facts, stage, wanted, session.label)
-        others = (s for s in self.sessions if entry.name in s.partitions)
+        others = (s for s in self.sessions if partition in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)
         own = own and reasons.only_own(facts, stage, session.label, alone)
         details = facts.details | {"only_own": own}

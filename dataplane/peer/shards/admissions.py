@@ -95,14 +95,11 @@ class Admissions:
                 f"this client has {MAX_PERMITS} admissions whose `with` has not ended",
                 limit=MAX_PERMITS,
             )
-        entry = await self.partitions.known(body.partition, body.generation)
         number = next(self._numbers)
-        one = msgspec.structs.replace(
-            body, generation=entry.generation, number=number, label=session.label
-        )
+        one = msgspec.structs.replace(body, number=number, label=session.label)
         call = _Call(self, session, one)
-        limits = entry.generation, body.max_lag, body.per_version
-        subject = reasons.Subject("admit", entry.name, "", limits)
+        limits = body.generation, body.max_lag, body.per_version
+        subject = reasons.Subject("admit", body.partition, "", limits)
         session.waiting += 1
         try:
             with Telling(self.host, str(call), subject, call.look, soon=body.own):
@@ -110,8 +107,9 @@ class Admissions:
         finally:
             session.waiting -= 1
             if not call.settled:
-                self._insist(entry.name, entry.generation, [number])
-        session.permits[number] = Held(entry.name, entry.generation, request.op, admitted.version)
+                self._insist(body.partition, body.generation, [number])
+        of = body.partition, body.generation
+        session.permits[number] = Held(*of, request.op, admitted.version)
         return admitted
 
     async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:

@@ -103,6 +103,11 @@ class ClaimQueues:
         PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge, LimitExceeded;
         LeaseExpired for a claim that is over already; ClaimTimeout for one that does not wait."""
         entry = self.host.shard(body.partition, body.generation)
+        if body.declare is not None and body.stage not in entry.definition.stages:
+            entry.store.declare_stage(body.stage, body.declare)
+            self.settle(entry)
+        if body.fields is None:
+            body.fields = list(entry.store.state.stage(body.stage).fields)  # StageUndefined
         repeated = self._repeated(entry, body)
         if repeated is not None:
             return repeated

@@ -1,9 +1,9 @@
 """Partitions: declaring them and attaching to them, their stages, their seal and their end, and
 which of their rows were lost with a peer.
 
-All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep a handle
-of what they asked about, and are told nothing: every message names the generation that it is
-about, and the shard refuses an old one.
+All of that is state of a partition's shard, and decided there (`Entry`). Other peers keep nothing
+of it, and are told nothing: every message names the generation that it is about, and the shard
+refuses an old one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.peer.host import Caller, Entry, Handle, Host, Known, call_deadline
+from dataplane.peer.host import Caller, Entry, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.appends import Shipping
@@ -42,7 +42,6 @@ from dataplane.wire.messages import (
     Request,
     Seal,
 )
-from dataplane.wire.peering import AddStage
 from dataplane.wire.tables import Definition
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ NEWS_S = 0.2
 """... and whether it has news of lost rows for who waits."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
-MAX_HANDLES = 10_000
-"""Partitions of other peers that are remembered; the oldest are asked about again."""
+MAX_NAMES = 10_000
+"""Partitions that clients here attached to, whose names are remembered: the last ones."""
 
 
 class Partitions:
@@ -71,27 +70,32 @@ class Partitions:
         self.settle = settle
         self.on_phase: list[Callable[[Entry, str], None]] = []
         """called when a partition whose shard is here was sealed or dropped"""
+        self.heard_of: dict[str, None] = {}
+        """partitions that clients here attached to, for people"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
         mesh.handlers |= {
             Define: self._define,
             Seal: self._seal,
-            AddStage: self._add_stage,
             Losses: self._losses_here,
         }
 
     # asked for by clients of this host
 
     async def define(
-        self, partition: str, definition: Definition | None, wait_s: float = 0, generation: int = 0
+        self, partition: str, definition: Definition | None, wait_s: float = 0
     ) -> Defined:
         """Declare or attach, at the shard.
 
         PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
         in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
-        body = Define(partition, definition, int(in_vain_s * 1000), generation)
+        body = Define(partition, definition, int(in_vain_s * 1000))
         reply: Defined = await self.ask_home(partition, body, timeout_s=wait_s + ANSWER_S)
-        self._note(partition, reply)
+        self.heard(reply.generation)
+        self.heard_of.pop(partition, None)
+        self.heard_of[partition] = None
+        if len(self.heard_of) > MAX_NAMES:
+            del self.heard_of[next(iter(self.heard_of))]
         return reply
 
     async def ask_home(
@@ -133,29 +137,6 @@ class Partitions:
                     raise
                 await self.host.another_roster(roster, min(now + RETRY_S, end))
 
-    async def known(self, partition: str, generation: int, stage: str = "") -> Known:
-        """A partition as this peer knows it, with this stage if it has that; asked about where it
-        does not. PartitionGone for an old generation."""
-        found = self.host.known(partition, generation)
-        if found is None or (stage and stage not in found.definition.stages):
-            reply = await self.define(partition, None, generation=generation)
-            found = Handle(partition, generation, reply.definition)
-        return self.host.known(partition, generation) or found
-
-    async def add_stage(self, of: Known, stage: str, fields: list[str]) -> None:
-        """Declare a stage by its first claim; refused under free="acked"."""
-        body = AddStage(of.name, of.generation, stage, fields)
-        self._note(of.name, await self.ask_home(of.name, body))
-
-    def _note(self, partition: str, told: Defined) -> None:
-        self.heard(told.generation)
-        if partition not in self.host.entries:
-            handles = self.host.handles
-            handles.pop(partition, None)
-            handles[partition] = Handle(partition, told.generation, told.definition)
-            if len(handles) > MAX_HANDLES:
-                del handles[next(iter(handles))]
-
     def heard(self, generation: int) -> None:
         """There was such a generation: those made here are newer, whatever the clock says."""
         self._newest = max(self._newest, generation)
@@ -173,8 +154,6 @@ class Partitions:
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
             entry = self._open(body.partition, body.definition)
-        elif body.generation:
-            entry = self.host.shard(body.partition, body.generation)
         elif entry is None:
             raise PartitionUndefined(
                 f"partition {body.partition!r} is not defined: one process must declare it, "
@@ -197,12 +176,6 @@ class Partitions:
         entry = self.serve(store)
         self.shipping.watch(entry)
         return entry
-
-    def _add_stage(self, caller: Caller, body: AddStage) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        entry.store.declare_stage(body.stage, body.fields)
-        self.settle(entry)
-        return _defined(entry)
 
     def _seal(self, caller: Caller, body: Seal) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -278,7 +251,6 @@ class Partitions:
         """From now on this peer has its shard."""
         self.heard(store.generation)
         entry = self.host.entries[store.partition] = Entry(store)
-        self.host.handles.pop(store.partition, None)
         return entry
 
     def turned(self) -> None:

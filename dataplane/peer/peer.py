@@ -50,7 +50,7 @@ from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.peer.watch.deadlock import Standstill
 from dataplane.peer.watch.janitor import Janitor
 from dataplane.peer.watch.stats import Reporting

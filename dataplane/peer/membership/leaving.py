@@ -20,7 +20,7 @@ from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.second_copies import BATCH_BYTES, Copying
+from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

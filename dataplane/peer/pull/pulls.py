@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from operator import gt
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,8 @@ PULL_S = 30.0
 CONTROL = "control"
 """The link between peers, which carries few bytes, beside the transports."""
 FOLLOWS_S = 3600.0
+
+T = TypeVar("T")
 
 
 class Pulls:
@@ -405,16 +407,7 @@ class Pulls:
         sizes = column(body.sizes, U8, len(ranges))
         if sum(sizes.tolist()) > MAX_PULLED_BYTES:
             raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
-        if self.away(ranges):
-            return self._pulled_copies(sizes, ranges)
-        return self._pulled(sizes, ranges)
-
-    async def _pulled_copies(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Body:
-        local, pin = await self._pin_copies(ranges)
-        try:
-            return self._pulled(sizes, local)
-        finally:
-            self.unpin(pin)
+        return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
 
     def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
@@ -431,30 +424,24 @@ class Pulls:
         self, ranges: npt.NDArray[Any]
     ) -> tuple[int, npt.NDArray[Any]] | Awaitable[tuple[int, npt.NDArray[Any]]]:
         """For a transfer that reads here: hold what lives, say where it is."""
-        if self.away(ranges):
-            return self._places_of_copies(ranges)
-        return self._pin(ranges, self.host.space.alive(ranges))
+        return self._of_what_is_here(ranges, self._pin)
 
-    def _pin(
-        self, local: npt.NDArray[Any], alive: npt.NDArray[np.bool_]
-    ) -> tuple[int, npt.NDArray[Any]]:
+    def _pin(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
         space = self.host.space
-        places = np.zeros(len(local), EXTENT)
+        alive, places = space.alive(ranges), np.zeros(len(ranges), EXTENT)
         places["offset"] = GONE
         if alive.any():
-            places[alive] = space.ranges.extents(local[alive])
-        return space.pin(PULLER, local[alive]), places
+            places[alive] = space.ranges.extents(ranges[alive])
+        return space.pin(PULLER, ranges[alive]), places
 
-    async def _places_of_copies(self, ranges: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        local, pin = await self._pin_copies(ranges)
-        try:
-            return self._pin(local, self.host.space.alive(local))
-        finally:
-            self.unpin(pin)
+    def _of_what_is_here(
+        self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]
+    ) -> T | Awaitable[T]:
+        """What `act` makes of these ranges; of copies in place of those that are in the spill file
+        or on a device."""
+        return self._of_copies(ranges, act) if self.away(ranges) else act(ranges)
 
-    async def _pin_copies(self, ranges: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
-        """Copies stand for those that are in the spill file or on a device: the RANGE of each, of
-        none where it is gone, and a pin that holds them."""
+    async def _of_copies(self, ranges: npt.NDArray[Any], act: Callable[[npt.NDArray[Any]], T]) -> T:
         while True:
             alive = self.host.space.alive(ranges)
             keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
@@ -466,9 +453,10 @@ class Pulls:
         try:
             local = np.zeros(len(ranges), RANGE)
             local[alive] = found[inverse]
-            return local, self.host.space.pin(PULLER, local[alive])
+            return act(local)
         finally:
-            self.host.space.unpin(PULLER, pins)
+            if self.host.space.unpin(PULLER, pins):
+                self.room.pump()
 
     def unpin(self, pin: int) -> None:
         if self.host.space.unpin(PULLER, [pin]):

@@ -19,7 +19,7 @@ from dataplane.peer.requests.leases import Lease, Leases
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.peering import Withdraw

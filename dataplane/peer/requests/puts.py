@@ -19,7 +19,7 @@ from dataplane.peer.requests.grants import Committed, Grants
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Body, Put, PutDone, Request
 from dataplane.wire.records import DIGEST, U4, column

@@ -23,7 +23,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.dump import dump
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Op, encode_ops
 from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner

@@ -33,7 +33,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.partitions import Partitions
-from dataplane.peer.shards.second_copies import Copying
+from dataplane.peer.shards.replication import Copying
 from dataplane.wire.messages import Body, Claim, Done, Finish, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table

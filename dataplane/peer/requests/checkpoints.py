@@ -7,7 +7,7 @@ that restores, as if it had put them; so any number of peers will do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from dataplane.errors import ShardFull, StaleEpoch
+from dataplane.errors import StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
@@ -69,14 +69,19 @@ class Checkpoints:
     # out
 
     async def census(self, session: Session, request: Request, body: Census) -> Body:
-        return await self._under_one_roster(self._census)
-
-    async def _census(self, roster: Roster) -> CensusDone:
-        told: list[CensusDone] = await asyncio.gather(
-            *(self.mesh.call(address, Census(), epoch=roster.epoch) for address in roster.hosts)
-        )
-        names = sorted(name for one in told for name in one.partitions)
-        return CensusDone(names, _placement(roster))
+        """All under one roster: once more where it changed on the way."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            asked = [self.mesh.call(a, Census(), epoch=roster.epoch) for a in roster.hosts]
+            try:
+                told: list[CensusDone] = await asyncio.gather(*asked)
+            except StaleEpoch:
+                if not await self.host.another_roster(roster, end):
+                    raise
+            else:
+                names = sorted(name for one in told for name in one.partitions)
+                return CensusDone(names, _placement(roster))
 
     async def _census_here(self, caller: Caller, body: Census) -> Body:
         return CensusDone(list(self.host.entries), 0)
@@ -114,20 +119,11 @@ class Checkpoints:
         sub = msgspec.structs.replace(body, columns=columns, ranges=b"", owners=committed.owners)
         caller = caller_of(self.host, request, session)
 
-        async def hand_over(roster: Roster) -> PutDone:
-            address = roster.home(body.partition)
-            return await self.references.hand_over(
-                address, sub, committed.ranges, caller, roster.epoch
-            )
+        def attempt() -> Awaitable[PutDone]:
+            return self.references.hand_over(sub, committed.ranges, caller)
 
-        tries = 0
         try:
-            while True:
-                try:
-                    return await self._under_one_roster(hand_over)
-                except ShardFull as exc:
-                    tries += 1
-                    await self.share.pause(session, exc, tries)
+            return await self.share.until_taken(session, attempt)
         finally:
             self.references.arrived(committed.ranges, committed.counts, caller)
 
@@ -138,17 +134,6 @@ class Checkpoints:
         entry.store.restore(body)
         self.settle(entry)
         return PutDone()
-
-    async def _under_one_roster(self, act: Callable[[Roster], Awaitable[T]]) -> T:
-        """Once more where the roster changed on the way."""
-        end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            try:
-                return await act(roster)
-            except StaleEpoch:
-                if not await self.host.another_roster(roster, end):
-                    raise
 
 
 def _placement(roster: Roster) -> int:

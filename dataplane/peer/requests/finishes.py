@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from dataplane.errors import LeaseExpired, PartitionGone, StaleEpoch, Unavailable
+from dataplane.errors import LeaseExpired, PartitionGone
 from dataplane.memory.admission import Admission
 from dataplane.metadata.tables.references import by_owner
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.requests.grants import NONE, Committed, Grants
 from dataplane.peer.requests.leases import Lease, Leases
 from dataplane.peer.sessions import Session, caller_of
@@ -94,7 +94,9 @@ class Finishing:
     ) -> Body:
         caller = caller_of(self.host, request, session)
         try:
-            done = await self._hand_over(lease, body, committed, caller)
+            done = await self.references.hand_over(
+                _at_shard(lease, body, committed), committed.ranges, caller
+            )
             self._left(lease, body)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
@@ -104,23 +106,6 @@ class Finishing:
         finally:
             self.references.arrived(committed.ranges, committed.counts, caller)
         return PutDone(self.grants.ahead(session, body.want_bytes), done.kept)
-
-    async def _hand_over(
-        self, lease: Lease, asked: Finish, committed: Committed, caller: Caller
-    ) -> PutDone:
-        """To whoever has the shard; again where another peer took it over."""
-        body = _at_shard(lease, asked, committed)
-        end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            try:
-                return await self.references.hand_over(
-                    roster.home(lease.partition), body, committed.ranges, caller, roster.epoch
-                )
-            except (StaleEpoch, Unavailable) as exc:
-                body.again |= isinstance(exc, Unavailable)
-                if not await self.host.another_roster(roster, end):
-                    raise
 
     def _left(self, lease: Lease, body: Finish) -> None:
         """Rows are finished. The lease ends with its last row, and not before: what the shard did

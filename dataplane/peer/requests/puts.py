@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from dataplane.errors import ProtocolError, ShardFull, StaleEpoch, Unavailable
+from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
-from dataplane.peer.host import Caller, Entry, Host, call_deadline
-from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.requests.grants import Committed, Grants
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.metadata_share import MetadataShare
@@ -107,27 +107,12 @@ class Writing:
             owners=committed.owners,
             inline=body.inline,
         )
-        end, tries = min(self.host.now() + CALL_S, call_deadline.get()), 0
+
+        def attempt() -> Awaitable[PutDone]:
+            return self.references.hand_over(sub, committed.ranges, caller)
+
         try:
-            while True:
-                roster = self.host.roster
-                try:
-                    home = roster.home(body.partition)
-                    done = await self.references.hand_over(
-                        home, sub, committed.ranges, caller, roster.epoch
-                    )
-                    break
-                except ShardFull as exc:
-                    if exc.details.get("values"):
-                        raise
-                    tries += 1
-                    await self.share.pause(session, exc, tries)
-                    end = min(self.host.now() + CALL_S, call_deadline.get())
-                except (StaleEpoch, Unavailable) as exc:
-                    if not await self.host.another_roster(roster, end):
-                        raise
-                    # A peer that was lost may have taken it, and who took it over has it then.
-                    sub.keep |= isinstance(exc, Unavailable) and not body.replace
+            done = await self.share.until_taken(session, attempt)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
             raise

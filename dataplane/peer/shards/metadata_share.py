@@ -9,8 +9,9 @@ counted, but not waited for: they go when others come. The backup of these shard
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from dataplane.errors import ShardFull
 from dataplane.peer.host import Host, call_deadline
@@ -25,6 +26,8 @@ MEASURED_S = 0.1
 """How old the figures of the tables may be; what small values took since is added."""
 AGAIN_S = (0.1, 2.0)
 """New rows that wait are tried again after so long, and then ever later: at first, at most."""
+
+T = TypeVar("T")
 
 
 class MetadataShare:
@@ -92,6 +95,18 @@ class MetadataShare:
         self._since += len(inline)
 
     # for clients of this host
+
+    async def until_taken(self, session: Session, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What a shard answers to new rows, tried again while it has no room for them. ShardFull as
+        for `pause`, and at once for small values, which their writer keeps."""
+        for tries in itertools.count(1):
+            try:
+                return await attempt()
+            except ShardFull as full:
+                if full.details.get("values"):
+                    raise
+                await self.pause(session, full, tries)
+        raise AssertionError("it counts for ever")
 
     async def pause(self, session: Session, full: ShardFull, tries: int) -> None:
         """Before new rows that a shard did not take are tried again, so many times up to now.

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.memory.lent import Lent
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Host
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.host import Caller, Host, call_deadline
+from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.room.admission import Room
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import ABSENT
@@ -69,6 +69,30 @@ class References:
             self.room.pump()
 
     async def hand_over(
+        self, body: Put | Finish | Restore, carried: Ranges, caller: Caller
+    ) -> PutDone:
+        """Carry values of this peer on to the shard that keeps their rows, wherever that is then.
+        What it refuses is let go; what it may have taken, should it not answer, is in doubt.
+        carried: all ranges that the message names, once each."""
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        while True:
+            roster = self.host.roster
+            home = roster.home(body.partition)
+            try:
+                return await self._hand_over(home, body, carried, caller, roster.epoch)
+            except (StaleEpoch, Unavailable) as exc:
+                # A peer that was lost may have taken it, and who took it over has it then.
+                perhaps = isinstance(exc, Unavailable)
+                if perhaps and isinstance(body, Restore):
+                    raise
+                if not await self.host.another_roster(roster, end):
+                    raise
+                if isinstance(body, Finish):
+                    body.again |= perhaps
+                elif isinstance(body, Put):
+                    body.keep |= perhaps and not body.replace
+
+    async def _hand_over(
         self,
         address: str,
         body: Put | Finish | Restore,
@@ -76,9 +100,6 @@ class References:
         caller: Caller,
         epoch: tuple[int, int],
     ) -> PutDone:
-        """Carry values of this peer on to the shard that keeps their rows. What it refuses is let
-        go; what it may have taken, should it not answer, is in doubt. carried: all ranges that it
-        names, once each."""
         if not len(carried):
             taken: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
             return taken

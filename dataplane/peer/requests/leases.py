@@ -1,8 +1,8 @@
 """The leases of this host's clients: who holds which rows of which partition, and until when.
 
-A lease goes by the number under which the partition's shard knows it. It has a set of holders,
-sessions of this host, and goes when it is finished or its last holder ended. A claim that a client
-repeats is answered from its lease, until the client has shown that it has it.
+A lease goes by the number under which the partition's shard knows it, and when it is finished or
+its session has ended. A claim that a client repeats is answered from its lease, until the client
+has shown that it has it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Lease:
     generation: int
     stage: str
     rows: int
-    holders: set[Session]
+    session: Session
     deadline: float | None = None
     finished: set[int] = field(default_factory=set)
     """rows that left, by their place in the claim"""
@@ -51,7 +51,7 @@ class Leases:
         rows: int,
         claim: int = 0,
     ) -> Lease:
-        lease = Lease(number, partition, generation, stage, rows, {session}, claim=claim)
+        lease = Lease(number, partition, generation, stage, rows, session, claim=claim)
         self._leases[number] = lease
         session.leases.add(number)
         return lease
@@ -86,24 +86,16 @@ class Leases:
         return lease
 
     def close(self, lease: Lease) -> None:
-        """The lease is over, for all that hold it."""
-        for holder in lease.holders:
-            holder.leases.discard(lease.number)
-        lease.holders.clear()
+        """The lease is over."""
+        lease.session.leases.discard(lease.number)
         self._heard(lease)
         self._leases.pop(lease.number, None)
 
     def leave(self, session: Session, number: int) -> Lease | None:
-        """The session holds it no more. The lease, where this was its last holder."""
-        if number not in session.leases:
-            return None
-        lease = self._leases[number]
-        session.leases.discard(number)
-        lease.holders.discard(session)
-        if lease.holders:
-            return None
-        self._heard(lease)
-        del self._leases[number]
+        """The session holds it no more. The lease, where it did."""
+        lease = self._leases[number] if number in session.leases else None
+        if lease is not None:
+            self.close(lease)
         return lease
 
     # a claim that is repeated

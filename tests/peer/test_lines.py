@@ -92,7 +92,7 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
         lent=Lent(), serves=lambda partition: True, entry=lambda *partition: None,
     )  # fmt: skip
     room, mesh = Room(host), SimpleNamespace(handlers={})
-    grants = Grants(host, None, room, None)  # type: ignore[arg-type]
+    grants = Grants(host, room, None)  # type: ignore[arg-type]
     leases: Any = SimpleNamespace(
         of=lambda *lease: SimpleNamespace(number=1, partition="p", generation=1),
         close=lambda lease: None,

@@ -94,8 +94,8 @@ class State:
             return self.stages[name]
         except KeyError:
             raise StageUndefined(
-                f"partition {self.partition!r} has no stage {name!r}; it has "
-                f"{sorted(self.stages)}. Declare it in partition(stages=) or by claim(fields=)",
+                f"partition {self.partition!r} has the stages {sorted(self.stages)}, not {name!r}: "
+                "declare it in plane.partition(stages=…) or give this claim fields=[…]",
                 stage=name,
             ) from None
 

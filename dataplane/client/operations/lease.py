@@ -114,8 +114,9 @@ class Claiming:
     ) -> None:
         """timeout: waits so long, or for as long as rows can come. ahead: claims while the caller
         works on what was claimed before, and does not wait."""
-        demand.want(handle.unit)
         self._handle, self._demand, self._ahead = handle, demand, ahead
+        self._unit = handle.unit
+        self._want = demand.want(self._unit)
         self._stage = arguments.text(stage, "a stage")
         self._wanted = arguments.optional_texts(fields, "fields")
         self._timeout = arguments.seconds(timeout, "timeout")
@@ -133,11 +134,13 @@ class Claiming:
         """The request, of a handle that is attached. after: the lease that is finished before."""
         handle = self._handle
         assert handle.defined is not None
+        if self._unit != handle.unit:  # it was attached since
+            self._unit, self._want = handle.unit, self._demand.want(handle.unit)
         body = Claim(
             handle.name,
             handle.defined.generation,
             self._stage,
-            self._demand.want(handle.unit),
+            self._want,
             self._wanted,
             declare=None if self._stage in handle.definition.stages else self._wanted,
             timeout_ms=milliseconds(self._timeout),

@@ -309,10 +309,8 @@ class InHand:
 
 
 def _caller() -> int:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        task = None
+    # `current_task` raises where no loop runs, as in most threads: that costs more than asking
+    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return threading.get_ident() if task is None else id(task)
 
 

@@ -5,11 +5,10 @@ from dataplane.client.operations.changes import Dropped
 from dataplane.client.read.selection import Group
 from dataplane.client.ref import Ref
 from dataplane.client.sync.batch import Batch, Rows
-from dataplane.client.sync.loader import Loader
 from dataplane.client.sync.partition import Partition
 from dataplane.client.sync.plan import Micro, Mini, Plan
 from dataplane.client.sync.plane import Plane, connect
-from dataplane.client.sync.stream import Stream
+from dataplane.client.sync.stream import Loader, Stream
 from dataplane.client.write.values import Kept as object
 from dataplane.metadata.tables.where import Tag, Where, tag
 

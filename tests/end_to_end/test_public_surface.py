@@ -17,7 +17,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Stream, tag
-from dataplane.client.sync.stream import Loop
+from dataplane.client.sync.stream import StreamLoop
 from tests.end_to_end.conftest import until
 from tests.end_to_end.hosts import Hosts, one_and_two
 
@@ -210,7 +210,7 @@ def _raise(part: Partition, stream: Stream) -> None:
             raise RuntimeError
 
 
-def _hold(part: Partition, stream: Stream) -> tuple[Loop, Batch]:
+def _hold(part: Partition, stream: Stream) -> tuple[StreamLoop, Batch]:
     loop = iter(stream)
     return loop, next(loop)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from dataplane.client import arguments
 from dataplane.client.aio.driver import Fetching, Run, conversion
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.reads import read_rows
 from dataplane.client.read import convert
@@ -36,7 +35,11 @@ class Converting(Fetching):
     _run: Run
 
     async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here."""
+        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited; of
+        an aio batch it raises NotFetched. RowsGone where rows without a lease were freed since."""
+        await self._run(self._more(fields, timeout))
+
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         raise NotImplementedError
 
     async def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
@@ -133,9 +136,9 @@ class Rows(Converting):
         super().__init__(handle, table, pin)
         self._run = run
 
-    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Read more fields of these rows. RowsGone where they were freed since."""
-        self._admit(*await self._run(read_rows(self._handle, self._rows, fields, timeout)))
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
+        """RowsGone where the rows were freed since."""
+        self._admit(*(yield from read_rows(self._handle, self._rows, fields, timeout)))
 
 
 class Batch(LeasedRows, Converting):
@@ -150,11 +153,6 @@ class Batch(LeasedRows, Converting):
     def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
         super().__init__(handle, stage, claimed)
         self._run = run
-
-    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited;
-        of an aio batch it raises NotFetched."""
-        await self._run(self._more(fields, timeout))
 
     async def add(
         self,
@@ -209,12 +207,7 @@ class Batch(LeasedRows, Converting):
     async def __aenter__(self) -> Batch:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
         if self.state != "leased":
             return
         if kind is None:

@@ -12,7 +12,6 @@ import inspect
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.client.core import Offload, Operation
@@ -86,12 +85,7 @@ class Connecting(Generic[P]):
         self._opened = await self._open()
         return self._opened
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
         if self._opened is not None:
             await self._opened.close()
 

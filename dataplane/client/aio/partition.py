@@ -7,13 +7,10 @@ from functools import partial
 from typing import Any
 
 from dataplane.client import arguments, core
-from dataplane.client.aio.admission import Admission
 from dataplane.client.aio.batch import Batch, Rows
 from dataplane.client.aio.driver import Run
-from dataplane.client.aio.loader import Loader
-from dataplane.client.aio.lost import Lost
 from dataplane.client.aio.plan import Micro, Plan
-from dataplane.client.aio.stream import Stream
+from dataplane.client.aio.stream import Admission, Loader, Lost, Stream
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
 from dataplane.client.operations import admission, changes, reads
 from dataplane.client.operations.changes import Dropped

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Generator, Mapping
-from types import TracebackType
 from typing import Any
 
 from dataplane.client.aio.batch import Converting
@@ -25,11 +24,6 @@ class Micro(PlannedRows, Converting):
     def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
         super().__init__(part, fetched)
         self._run = run
-
-    async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here. `micro["field"]` does so by itself where nothing is awaited;
-        of an aio one it raises NotFetched."""
-        await self._run(self._more(fields, timeout))
 
     async def add(
         self,
@@ -127,12 +121,7 @@ class Plan(Planned[Micro]):
     async def __aenter__(self) -> Plan:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
         if self.state != "leased":
             await self._stop()
             return

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from dataplane.client import arguments, core
@@ -165,12 +164,7 @@ class Plane(Calls):
     async def __aenter__(self) -> Plane:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """A loader: a stage's batches for a training loop, of which the next is claimed while one trains.
 
 Runs in the client. The rule is that of streams: a batch is acked when the loop asks for the next
-one; whatever else ends the loop releases it, and what was prefetched. Without I/O: `aio.loader` and
-`sync.loader` are what users iterate over, and their drivers claim ahead.
+one; whatever else ends the loop releases it, and what was prefetched. Without I/O: `aio.stream`
+has what users iterate over, and the drivers claim ahead.
 """
 
 from __future__ import annotations

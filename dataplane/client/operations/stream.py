@@ -1,7 +1,7 @@
 """Streams: a stage's batches one after the other, until the partition is sealed and drained.
 
 One rule: a batch is acked when the body asks for the next one, or by `ack()`; whatever else ends
-the loop releases it. Without I/O: `aio.stream` and `sync.stream` are what users iterate over.
+the loop releases it. Without I/O: `aio.stream` has what users iterate over.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Streaming(Generic[B]):
         for lease in left + held:
             yield from lease.give_back(DEFAULT_TIMEOUT_S)
 
-    def _failed(self, failure: DataplaneError, exc: BaseException | None) -> None:
+    def _failed(self, failure: DataplaneError, exc: object) -> None:
         """At the end of a `with`: the body's own exception is the one to see."""
         if exc is None:
             raise failure

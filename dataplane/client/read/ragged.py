@@ -146,11 +146,10 @@ class Offsets:
         offsets = self._made.get(named)
         if offsets is None:
             offsets = self._made[named] = torch.from_numpy(ragged.ends).to(values.device)
-        shortest = int(ragged.lengths.min(initial=0)) if not len(ragged.lengths) else None
         return torch.nested.nested_tensor_from_jagged(
             values,
             offsets,
             jagged_dim=ragged.axis + 1,
-            min_seqlen=int(ragged.lengths.min()) if shortest is None else shortest,
+            min_seqlen=int(ragged.lengths.min()) if len(ragged.lengths) else 0,
             max_seqlen=int(ragged.lengths.max(initial=0)),
         )

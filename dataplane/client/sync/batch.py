@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from dataplane.client import arguments
-from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.operations.leased import LeasedRows
 from dataplane.client.operations.reads import read_rows
 from dataplane.client.read import convert
@@ -39,7 +38,11 @@ class Converting(Fetching):
     _run: Run
 
     def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here."""
+        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited; of
+        an aio batch it raises NotFetched. RowsGone where rows without a lease were freed since."""
+        self._run(self._more(fields, timeout))
+
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
         raise NotImplementedError
 
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
@@ -136,9 +139,9 @@ class Rows(Converting):
         super().__init__(handle, table, pin)
         self._run = run
 
-    def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Read more fields of these rows. RowsGone where they were freed since."""
-        self._admit(*self._run(read_rows(self._handle, self._rows, fields, timeout)))
+    def _more(self, fields: Sequence[str], timeout: float | None) -> Operation[None]:
+        """RowsGone where the rows were freed since."""
+        self._admit(*(yield from read_rows(self._handle, self._rows, fields, timeout)))
 
 
 class Batch(LeasedRows, Converting):
@@ -153,11 +156,6 @@ class Batch(LeasedRows, Converting):
     def __init__(self, run: Run, handle: Handle, stage: str, claimed: Claimed) -> None:
         super().__init__(handle, stage, claimed)
         self._run = run
-
-    def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here. `batch["field"]` does so by itself where nothing is awaited;
-        of an aio batch it raises NotFetched."""
-        self._run(self._more(fields, timeout))
 
     def add(
         self,
@@ -212,12 +210,7 @@ class Batch(LeasedRows, Converting):
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         if self.state != "leased":
             return
         if kind is None:

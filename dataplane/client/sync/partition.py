@@ -17,13 +17,10 @@ from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
 from dataplane.client.operations.put import put
 from dataplane.client.ref import Ref
-from dataplane.client.sync.admission import Admission
 from dataplane.client.sync.batch import Batch, Rows
 from dataplane.client.sync.driver import Run
-from dataplane.client.sync.loader import Loader
-from dataplane.client.sync.lost import Lost
 from dataplane.client.sync.plan import Micro, Plan
-from dataplane.client.sync.stream import Stream
+from dataplane.client.sync.stream import Admission, Loader, Lost, Stream
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.messages import Defined

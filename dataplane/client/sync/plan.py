@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S
@@ -28,11 +27,6 @@ class Micro(PlannedRows, Converting):
     def __init__(self, run: Run, part: Part, fetched: Fetching) -> None:
         super().__init__(part, fetched)
         self._run = run
-
-    def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Bring more fields here. `micro["field"]` does so by itself where nothing is awaited;
-        of an aio one it raises NotFetched."""
-        self._run(self._more(fields, timeout))
 
     def add(
         self,
@@ -130,12 +124,7 @@ class Plan(Planned[Micro]):
     def __enter__(self) -> Plan:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         if self.state != "leased":
             self._stop()
             return

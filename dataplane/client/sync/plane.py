@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from dataplane.client import arguments, core
@@ -168,12 +167,7 @@ class Plane(Calls):
     def __enter__(self) -> Plane:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -1,17 +1,30 @@
-"""What a stream is to its caller: something to iterate over. Its rule is in
-`client/operations/stream.py`.
+"""What a caller holds while rows come and go: a stream, a loader, lost rows, permits.
+
+The rules of each are its namesake's in `client/operations`.
+
 
 Made of dataplane/client/aio/stream.py, which is the one to change.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterator
-from types import TracebackType
+from typing import Any
 
-from dataplane.client.operations.stream import Looping, Streaming
+from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
+from dataplane.client.operations.admission import Admitting
+from dataplane.client.operations.lease import Lease
+from dataplane.client.operations.loader import Loading, refuse_workers
+from dataplane.client.operations.losses import Losing
+from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
 from dataplane.client.sync.batch import Batch
+from dataplane.client.sync.driver import Prefetch, Run
 from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.wire.tables import Name
+
+log = logging.getLogger(__name__)
 
 
 class Stream(Streaming[Batch]):
@@ -26,8 +39,8 @@ class Stream(Streaming[Batch]):
 
     _kind = "Stream"
 
-    def __iter__(self) -> Loop:
-        return Loop(self)
+    def __iter__(self) -> StreamLoop:
+        return StreamLoop(self)
 
     def close(self) -> None:
         """Release what is in hand; the stream has ended."""
@@ -37,19 +50,14 @@ class Stream(Streaming[Batch]):
         self._entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         try:
             self.close()
         except DataplaneError as failure:
             self._failed(failure, exc)
 
 
-class Loop(Looping[Batch], Iterator[Batch]):
+class StreamLoop(Looping[Batch], Iterator[Batch]):
     """What iterating over a stream begins. When it goes, the batch in hand is released."""
 
     def __next__(self) -> Batch:
@@ -57,3 +65,136 @@ class Loop(Looping[Batch], Iterator[Batch]):
             return self._stream._run(self._advance())  # type: ignore[no-any-return]
         except StreamEnd:
             raise StopIteration from None
+
+
+class Loader(Loading[Batch, "LoaderLoop"]):
+    """Iterate over it, in the training process itself. The next batch is claimed, and made what
+    `collate` makes of it, while the body works on this one.
+
+    A batch is acked when the loop asks for the next one, with what was added to it; `break`, an
+    exception or the end of a `with` releases it. `batch` is the one in hand. `state_dict()` says
+    what was given out, so that a loader of a restored plane goes on exactly behind it. InvalidCall
+    inside a DataLoader's worker.
+    """
+
+    _kind = "Loader"
+    _behind: tuple[Prefetch[Batch], list[Lease]] | None = None
+    """of the loop that was left last: the end of a `with` sees that it is back"""
+
+    def __iter__(self) -> LoaderLoop:
+        refuse_workers()
+        if self._loop is not None:
+            self._loop.leave()
+        loop = LoaderLoop(self)
+        self._latest = weakref.ref(loop)
+        return loop
+
+    def close(self) -> None:
+        """Release the batch in hand and what was prefetched; the loop is over."""
+        if self._loop is not None:
+            self._loop.leave()
+        if self._behind is None:
+            return
+        (prefetch, held), self._behind = self._behind, None
+        prefetch.end()
+        for lease in held + prefetch.left():
+            self._run(lease.give_back(DEFAULT_TIMEOUT_S))
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        self.close()
+
+
+class LoaderLoop(Iterator[Any]):
+    """One loop over a loader. When it goes, what it has is released."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.batch: Batch | None = None
+        self.over = False
+        self._loader = loader
+        self._prefetch: Prefetch[Batch] = Prefetch(loader)
+
+    def __next__(self) -> Any:
+        batch, self.batch = self.batch, None
+        if batch is not None and batch.state == "leased":
+            try:
+                batch.ack()
+            except BaseException:
+                self.batch = batch
+                raise
+        if self.over:
+            raise StopIteration
+        try:
+            self.batch, made = self._prefetch.next()
+        except StreamEnd as exc:
+            self.over = True
+            tell_what_is_left(exc)
+            raise StopIteration from None
+        except Exception:
+            self._loader.close()
+            raise
+        self._loader._given += 1
+        return made
+
+    def leave(self) -> None:
+        """Release what is in hand and what was prefetched; the loop is over. Waits for nothing,
+        which the end of the loader's `with` does."""
+        if self.over:
+            return
+        self.over = True
+        batch, self.batch = self.batch, None
+        self._prefetch.stop()
+        held = self._prefetch.left() + ([] if batch is None else [batch.lease])
+        for lease in held:
+            lease.abandon()
+        self._loader._behind = self._prefetch, held
+
+    def __del__(self) -> None:
+        # Left by break, return or an exception.
+        if hasattr(self, "_prefetch"):
+            self.leave()
+
+
+class Lost(Losing, Iterator[list[Name]]):
+    """Lists of keys, one after the other, until no row can be lost any more. `missed`: rows of
+    which the peer had forgotten the names before they were asked for."""
+
+    def __init__(self, run: Run, handle: Handle, timeout: float | None) -> None:
+        super().__init__(handle, timeout)
+        self._run = run
+
+    def __next__(self) -> list[Name]:
+        try:
+            return self._run(self._next())
+        except StreamEnd:
+            raise StopIteration from None
+
+
+class Admission(Admitting):
+    """`part.admit(…)`: waits when its `with` begins, and gives back at its end what no group was
+    opened with. `n` groups may be opened, `version` is the trainer's."""
+
+    def __init__(
+        self,
+        run: Run,
+        handle: Handle,
+        n: int,
+        max_lag: int,
+        per_version: int,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(handle, n, max_lag, per_version, timeout)
+        self._run = run
+
+    def __enter__(self) -> Admission:
+        self._run(self._admit())
+        return self
+
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        try:
+            self._run(self._give_back())
+        except DataplaneError as failure:
+            # The peer gives them back with the session, if it has not heard this.
+            log.warning("%r were not given back: %s", self, failure)

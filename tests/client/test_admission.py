@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from dataplane.client.core import Handle
-from dataplane.client.operations.admission import Admitting, advance
+from dataplane.client.operations.changes import Admitting, advance
 from dataplane.errors import InvalidCall
 
 NOWHERE = cast(Handle, None)

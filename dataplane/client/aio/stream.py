@@ -1,6 +1,6 @@
 """What a caller holds while rows come and go: a stream, a loader, lost rows, permits.
 
-The rules of each are its namesake's in `client/operations`.
+The rules of each are in `client/operations`: `stream`, `loader`, `changes`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 from dataplane.client.aio.batch import Batch
 from dataplane.client.aio.driver import Prefetch, Run
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.operations.admission import Admitting
+from dataplane.client.operations.changes import Admitting, Losing
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
-from dataplane.client.operations.losses import Losing
 from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
 from dataplane.errors import DataplaneError, StreamEnd
 from dataplane.wire.tables import Name

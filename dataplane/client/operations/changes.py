@@ -1,4 +1,8 @@
-"""Changes of rows that move no bytes: tags and drops."""
+"""What is said of rows without moving bytes: tags, drops, permits to open groups, which were lost.
+
+Groups that a session opens use its permits, whichever came first. So at the end of one `with` the
+shard leaves to those that are open what was used of theirs in its place, and takes the rest.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client.core import Deadline, Handle, Operation, ask
+from dataplane.client.core import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    Handle,
+    Operation,
+    ask,
+    milliseconds,
+    wait_for,
+)
 from dataplane.client.write.rows import (
     Index,
     Names,
@@ -19,11 +31,21 @@ from dataplane.client.write.rows import (
     tag_columns,
     take_tags,
 )
-from dataplane.errors import InvalidCall
+from dataplane.errors import InvalidCall, PartitionGone, StreamEnd, counted
 from dataplane.metadata.tables.where import Where
 from dataplane.wire import messages
-from dataplane.wire.messages import Done, Drop, Tag
-from dataplane.wire.tables import Scalar
+from dataplane.wire.messages import (
+    Admit,
+    Admitted,
+    Advance,
+    Done,
+    Drop,
+    Losses,
+    LossesDone,
+    Tag,
+    Unadmit,
+)
+from dataplane.wire.tables import Name, Scalar
 
 
 class Dropped(NamedTuple):
@@ -83,3 +105,91 @@ def drop(
         rows += done.rows
         nbytes += done.bytes
     return Dropped(rows, nbytes)
+
+
+class Admitting:
+    """What an admission is without its methods that wait. `version`: the trainer's, when it was
+    granted: what is begun under it samples from these weights, or newer ones."""
+
+    def __init__(
+        self, handle: Handle, n: int, max_lag: int, per_version: int, timeout: float | None
+    ) -> None:
+        self.n = arguments.count(n, "n")
+        self.version = 0
+        self._handle = handle
+        self._max_lag = arguments.whole(max_lag, "max_lag")
+        self._per_version = arguments.count(per_version, "per_version")
+        self._timeout = arguments.seconds(timeout, "timeout")
+        self._held: Unadmit | None = None
+        """what is to be said at the end"""
+
+    def _admit(self) -> Operation[None]:
+        if self._held is not None:
+            raise InvalidCall("these permits are in use: call admit(…) for each `with`")
+        generation = yield from self._handle.attach_to_wait(self._timeout)
+        name, limit_ms = self._handle.name, milliseconds(self._timeout)
+        permits = self._handle.session.permits
+        body = Admit(
+            name,
+            generation,
+            self.n,
+            self._max_lag,
+            self._per_version,
+            limit_ms,
+            own=permits.mine(name),
+        )
+        admitted = yield from wait_for(body, Admitted, self._timeout)
+        self.version = admitted.version
+        permits.add(admitted.permit, name)
+        self._held = Unadmit(name, generation, [admitted.permit])
+
+    def _give_back(self) -> Operation[None]:
+        held, self._held = self._held, None
+        assert held is not None
+        self._handle.session.permits.discard(held.permits[0])
+        yield from ask(held, Done, Deadline(DEFAULT_TIMEOUT_S))
+
+    def __repr__(self) -> str:
+        state = "not admitted" if self._held is None else f"begun at version {self.version}"
+        return f"<Permits for {counted(self.n, 'group')} of {self._handle.name!r}: {state}>"
+
+
+def advance(handle: Handle, version: int, timeout: float | None) -> Operation[None]:
+    deadline, version = Deadline(timeout), arguments.whole(version, "version")
+    generation = yield from handle.attach(deadline)
+    yield from ask(Advance(handle.name, generation, version), Done, deadline)
+
+
+class Losing:
+    """Keys of lost rows, list after list. `missed`: rows of which the peer had forgotten the names
+    before they were asked for."""
+
+    def __init__(self, handle: Handle, timeout: float | None) -> None:
+        self.missed = 0
+        self._handle = handle
+        self._timeout = timeout
+        self._after = 0
+        self._ended = False
+
+    def _next(self) -> Operation[list[Name]]:
+        """What was lost beyond those told already; StreamEnd when no more can be."""
+        if self._ended:
+            raise StreamEnd("no more rows can be lost")
+        timeout = arguments.seconds(self._timeout, "timeout")
+        generation = yield from self._handle.attach_to_wait(timeout)
+        body = Losses(self._handle.name, generation, self._after, milliseconds(timeout))
+        try:
+            done = yield from wait_for(body, LossesDone, timeout)
+        except PartitionGone as exc:
+            if exc.details.get("reason") == "lost":
+                raise  # with all of its rows, which nobody can name
+            done = LossesDone(self._after, ended=True)
+        self._after, self._ended = done.after, done.ended
+        self.missed += done.missed
+        if done.ended:
+            raise StreamEnd("no more rows can be lost")
+        return done.names
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else f"{self._after} so far"
+        return f"<Lost rows of {self._handle.name!r}: {state}>"

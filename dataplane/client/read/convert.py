@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.read.device_views import DeviceColumn
+from dataplane.client.read.devices import DeviceColumn
 from dataplane.client.read.views import ColumnView
 from dataplane.wire.arrays import Array, is_torch
 

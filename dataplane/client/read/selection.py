@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataplane.client.core import Handle
 from dataplane.client.read import convert
-from dataplane.client.read.device_views import view_of
+from dataplane.client.read.devices import view_of
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.tensors import Form, Layout, padding_mask, to_tensordict, to_torch
 from dataplane.client.read.views import NOWHERE, ColumnView

@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from dataplane.client.read.convert import numbers_of, packed
-from dataplane.client.read.device_tensors import copied, tensors_of
-from dataplane.client.read.device_views import DeviceColumn
+from dataplane.client.read.devices import DeviceColumn, copied, tensors_of
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side, padded
 from dataplane.client.read.views import ColumnView
 from dataplane.client.session.direct import DirectCopies

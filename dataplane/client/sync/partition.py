@@ -11,7 +11,7 @@ from typing import Any
 
 from dataplane.client import arguments, core
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.operations import admission, changes, reads
+from dataplane.client.operations import changes, reads
 from dataplane.client.operations.changes import Dropped
 from dataplane.client.operations.lease import Claiming, Demand
 from dataplane.client.operations.plan import join, shape_of
@@ -306,7 +306,7 @@ class Partition:
         """The trainer is at this version of the weights, 0 in the beginning: `admit` lets groups be
         begun in place of those that it has finished. Ack what it has trained on before. The same
         version again is nothing; InvalidCall for an older one."""
-        self._run(admission.advance(self._handle, version, timeout))
+        self._run(changes.advance(self._handle, version, timeout))
 
     def lost(self, timeout: float | None = None) -> Lost:
         """Keys of rows whose bytes were lost with a peer, so that a producer can put them again.

@@ -1,6 +1,6 @@
 """What a caller holds while rows come and go: a stream, a loader, lost rows, permits.
 
-The rules of each are its namesake's in `client/operations`.
+The rules of each are in `client/operations`: `stream`, `loader`, `changes`.
 
 
 Made of dataplane/client/aio/stream.py, which is the one to change.
@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle
-from dataplane.client.operations.admission import Admitting
+from dataplane.client.operations.changes import Admitting, Losing
 from dataplane.client.operations.lease import Lease
 from dataplane.client.operations.loader import Loading, refuse_workers
-from dataplane.client.operations.losses import Losing
 from dataplane.client.operations.stream import Looping, Streaming, tell_what_is_left
 from dataplane.client.sync.batch import Batch
 from dataplane.client.sync.driver import Prefetch, Run

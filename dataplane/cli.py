@@ -160,8 +160,8 @@ def _probe(arguments: argparse.Namespace) -> int:
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise PeerAmbiguous(f"several runs have peers on this host: {names}; say which, --run NAME")
-    peer = arguments.peer or found[0].peers[0].name
-    report = cli_probe.probe(found[0].name, peer)
+    named = [one for one in found[0].peers if arguments.peer in (None, one.name)]
+    report = cli_probe.probe(named[0])
     return cli_probe.show(report, arguments.require, arguments.json)
 
 
@@ -195,7 +195,7 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
     peers: dict[str, Any] = {}
     for peer in run.peers:
         if name in (None, peer.name):
-            peers[peer.name] = _stats(run.name, peer.name)
+            peers[peer.name] = _stats(peer)
     starter = run.starter
     return {
         "run": run.name,
@@ -206,14 +206,14 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
     }
 
 
-def _stats(run: str, peer: str) -> dict[str, Any]:
+def _stats(peer: rundir.LivingPeer) -> dict[str, Any]:
     """What a peer says of itself; one that is stuck hides no other."""
     # Imported here: `dataplane peer` must not load the client.
-    from dataplane.client.session.opening import open_session
+    from dataplane.client.session.opening import visit
     from dataplane.client.sync.plane import Plane
 
     try:
-        with Plane(open_session(peer, run, visit=True)) as plane:
+        with Plane(visit(peer)) as plane:
             return plane.stats()
     except DataplaneError as error:
         return {"error": error.message}
@@ -228,7 +228,7 @@ def _clean(arguments: argparse.Namespace) -> int:
                 continue
             some = True
             what = f"run {run.name!r}, {runs.age(run.age_s)} old: peer {peer.name!r}"
-            stats = _stats(run.name, peer.name)
+            stats = _stats(peer)
             needed = _needed(stats, peer, arguments.run is not None)
             if needed and not arguments.force:
                 print(f"left {what}, because {needed}; --force ends it", flush=True)

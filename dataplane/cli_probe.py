@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataplane.client import core
-from dataplane.client.session.opening import open_session
+from dataplane.client.session.opening import visit
 from dataplane.client.sync.plane import Plane
+from dataplane.launch.rundir import LivingPeer
 from dataplane.transport import registry
 
 PROBE_S = 300.0
 Report = dict[str, Any]
 
 
-def probe(run: str, peer: str) -> Report:
+def probe(peer: LivingPeer) -> Report:
     """The report of all pairs, from one peer of this host."""
-    with Plane(open_session(peer, run, visit=True)) as connected:
+    with Plane(visit(peer)) as connected:
         report: Report = connected.run(core.probe(PROBE_S))
     return report
 

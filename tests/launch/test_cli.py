@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import cli
+from dataplane.launch import rundir
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,19 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
     told = capsys.readouterr().err
     assert f"no run of yours is on this host, {run_dir} has none: connect() in a program" in told
     assert not list(run_dir.iterdir())
+
+
+@pytest.mark.parametrize("command", ["status", "clean"])
+def test_looking_at_a_peer_that_has_just_left_starts_none(
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    folder = rundir.plane_dir("grpo")
+    left = rundir.LivingPeer("embedded", folder / "embedded.sock", None)
+    seen = [rundir.LivingRun("grpo", folder, [left])]
+    monkeypatch.setattr(rundir, "living_runs", lambda base=None: seen)
+    assert cli.main([command]) == 0
+    assert "does not answer" in capsys.readouterr().out
+    assert not list(folder.iterdir())

@@ -20,6 +20,7 @@ from dataplane.client.session.session import Session
 from dataplane.errors import PeerLost, PeerNotFound
 from dataplane.launch import settings
 from dataplane.launch.embedded import attach
+from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
 
 log = logging.getLogger(__name__)
@@ -34,14 +35,10 @@ def open_session(
     run: str | None,
     fresh: bool = False,
     wish: Wish = AUTO,
-    *,
-    visit: bool = False,
 ) -> Housekeeper:
     """A new session at the peer `name` of this host, or at the run's embedded one. The log says
-    which; processes that this one starts from now on belong to the same run. visit: neither is so,
-    for commands that only look."""
-    if not visit:
-        _warn_of_unknown()
+    which; processes that this one starts from now on belong to the same run."""
+    _warn_of_unknown()
     for attempt in range(_ATTEMPTS):
         attached = attach(run, name, fresh=fresh)
         fresh = fresh and not attached.began
@@ -52,13 +49,17 @@ def open_session(
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
-        if visit:
-            return keeper
         log.log(logging.WARNING if attached.remarks() else logging.INFO, "%s", attached.line())
         if not os.environ.get("DATAPLANE_RUN"):
             os.environ["DATAPLANE_RUN"] = attached.run.name
         return keeper
     raise AssertionError("unreachable")
+
+
+def visit(peer: LivingPeer) -> Housekeeper:
+    """A session for a command that only looks: it starts no peer, also where this one has left
+    meanwhile, which is PeerLost, and its run is nobody else's."""
+    return join(partial(_connected, str(peer.socket)))
 
 
 _reconnected: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()

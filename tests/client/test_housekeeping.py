@@ -14,9 +14,9 @@ import pytest
 import dataplane
 from dataplane import Partition, Plane
 from dataplane.client.session import extents, housekeeping
-from dataplane.client.session.bell import Bell
 from dataplane.client.session.extents import Leftovers
 from dataplane.client.session.housekeeping import undo
+from dataplane.client.session.session import Bell
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Claim,

@@ -22,10 +22,16 @@ from dataplane.client.operations.plan import Feed
 from dataplane.client.read.selection import Selection as Fetching
 from dataplane.client.read.tensors import place_named, settled
 from dataplane.client.session import handshake
-from dataplane.client.session.connection import LOOK_S, Connection, answer, no_answer, unwrap
+from dataplane.client.session.connection import (
+    LOOK_S,
+    Connection,
+    answer,
+    is_stopped,
+    no_answer,
+    unwrap,
+)
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
-from dataplane.client.session.stopped import is_stopped
 from dataplane.errors import StreamEnd
 from dataplane.wire.messages import Body
 

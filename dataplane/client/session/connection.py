@@ -2,7 +2,7 @@
 
 Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
 peer; a connection that breaks is PeerLost, and the shells send the call again on another. The event
-loop's side of the same sockets is in `client/aio.py`.
+loop's side of the same sockets is in `client/aio/driver.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import contextlib
 import logging
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from dataplane.client.session.stopped import is_stopped
 from dataplane.errors import (
     ClientClosed,
     DataplaneError,
@@ -37,6 +38,7 @@ stopped: longer than it needs to say that the time is up."""
 LOOK_S = 10.0
 """After so long, and then less and less often, a call looks whether the peer runs at all. What a
 call waits for the peer says itself (`Notice`)."""
+_CREDENTIALS = struct.Struct("3i")
 
 _BUFFER_BYTES = 64 << 10
 _KEPT_BUFFER_BYTES = 1 << 20
@@ -337,3 +339,17 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._idle)
+
+
+def is_stopped(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a unix socket is stopped, so that it will not answer:
+    a peer that is only busy gets a moment more, for its own answer says more than the client's.
+    False where that cannot be seen from here, as in another pid namespace."""
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(raw)
+        # The name in brackets may contain anything; the state comes behind it.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")

@@ -1,7 +1,7 @@
 """What one client knows and holds: ids, extents, pins, leases, and its connections.
 
 Runs in the client, shared by all its threads and event loops. One short lock guards the counters
-and is never held while waiting. Never talks to the peer itself: the shells do (`plane`, `aio`).
+and is never held while waiting. Never talks to the peer itself: the shells do (`sync`, `aio`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.session.bell import Bell
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
@@ -46,6 +45,40 @@ WAITING = (Claim, Wait, Losses, Admit)
 """Calls that wait for rows. What a claim did is known by its lease, whatever came after it."""
 
 T = TypeVar("T")
+
+
+class Bell:
+    """What wakes the housekeeper: rung from anywhere, also from finalizers, so it takes no lock.
+
+    It wakes once for all that happens until the housekeeper looks: a thread woken for each batch
+    that dies would fight with the caller's over the interpreter, and find nothing, as what is due
+    goes with the next call.
+    """
+
+    __slots__ = ("_rings", "rung")
+
+    def __init__(self) -> None:
+        self._rings: SimpleQueue[None] = SimpleQueue()  # its put is reentrant
+        self.rung = False
+        """and not heard yet"""
+
+    def ring(self) -> None:
+        """Something is there to be seen to. Write it down first."""
+        if not self.rung:
+            self.rung = True
+            self._rings.put(None)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Sleep until it rings; False after `timeout_s`."""
+        try:
+            self._rings.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
+
+    def heard(self) -> None:
+        """It may ring again. To be said before one looks, so that nothing is overlooked."""
+        self.rung = False
 
 
 class Session:

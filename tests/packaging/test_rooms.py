@@ -11,8 +11,7 @@ ORDER = {
     "": ["errors", "version", "wire", "memory", "transport", "metadata", "launch", "peer"],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("deadlines", "rows", "tasks", "threads", "progress", "host"),
-        *("meters", "notices", "sessions"),
+        *("rows", "tasks", "progress", "host", "notices", "sessions"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),
     ],

@@ -109,7 +109,7 @@ class Target:
     pid: int
     path: Path
     address: str
-    bulk: tuple[str, ...]
+    bulk: str
     gate: Gate
     key: bytes
 
@@ -129,7 +129,7 @@ class Target:
             stats["pid"],
             path,
             stats["address"],
-            tuple(stats["bulk"]["addresses"]) if stats["bulk"] else (),
+            stats["bulk"]["address"] if stats["bulk"] else "",
             Gate(token, welcome.plane),
             plane_key(welcome.plane, founding, token and token.key(welcome.plane, "bulk")),
         )
@@ -173,8 +173,8 @@ def _everywhere(target: Target, count: int, seed: int) -> dict[str, int]:
     sent = {"local": at_local_door(target.path, count, seed)}
     if target.address:
         sent["peer"] = at_peer_door(target.address, count, seed, target.gate)
-    for address in target.bulk:
-        sent["bulk"] = at_bulk(address, count, seed, target.key)
+    if target.bulk:
+        sent["bulk"] = at_bulk(target.bulk, count, seed, target.key)
     return sent
 
 

@@ -70,9 +70,8 @@ class UcxEnd:
     """A UCP worker: gets of PIECE_BYTES, as many under way as its shared memory holds."""
 
     def __init__(self, memory: Memory) -> None:
-        from dataplane.transport.libucp import UcpWorker
-        from dataplane.transport.ucx import Card, _binding
-        from dataplane.transport.ucx_settings import settle
+        from dataplane.transport.libucp import UcpWorker, settle
+        from dataplane.transport.ucx import _binding
 
         settle()
         binding = _binding()
@@ -83,10 +82,7 @@ class UcxEnd:
         self._ucp = UcpWorker(int(context.handle), int(worker.handle))
         self._base = memory.ctypes.data
         key = self._ucp.register(self._base, memory.nbytes)
-        self._cards = msgspec.msgpack.Decoder(Card)
-        self.card = msgspec.msgpack.encode(
-            Card(self._ucp.address(), key, self._base, memory.nbytes)
-        )
+        self.card = msgspec.msgpack.encode((self._ucp.address(), key, self._base))
         self._poll = select.poll()
         self._poll.register(self._ucp.event_fd, select.POLLIN)
 
@@ -97,13 +93,12 @@ class UcxEnd:
             self._sleep(1000)
 
     def connect(self, card: bytes) -> None:
-        there = self._cards.decode(card)
-        self._there = there.base
-        self._line = self._ucp.connect(there.worker, there.key)
+        address, key, self._there = msgspec.msgpack.decode(card, type=tuple[bytes, bytes, int])
+        self._line = self._ucp.connect(address, key)
 
     def read(self, count: int, size: int) -> None:
         from dataplane.transport.libucp import PENDING
-        from dataplane.transport.ucx_reads import MEMORY_WINDOW_BYTES, PIECE_BYTES, WINDOW
+        from dataplane.transport.ucx import MEMORY_WINDOW_BYTES, PIECE_BYTES, WINDOW
 
         step = min(size, PIECE_BYTES)
         left = deque(

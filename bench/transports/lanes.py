@@ -72,13 +72,12 @@ def measure(
 def cannot_run(name: str, device: str = "cpu") -> str:
     """What stands in the way of measuring a transport, as far as looking tells; "" for nothing."""
     from dataplane.transport import registry
-    from dataplane.transport.tcp import TcpTransport
 
     if why := registry.missing(name):
         return why
-    engine = TcpTransport if name == registry.TCP else registry.load(name)
-    if _MEMORY[device] not in engine.capabilities.memory:
-        kinds = ", ".join(sorted(engine.capabilities.memory))
+    moves = {"host"} if name == registry.TCP else registry.load(name).capabilities.memory
+    if _MEMORY[device] not in moves:
+        kinds = ", ".join(sorted(moves))
         return f"{name} moves {kinds} memory only, not {device}"
     return ""
 

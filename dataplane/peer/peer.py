@@ -211,11 +211,11 @@ class Peer:
         file = SpillFile(spill.folder(), name, host.arena.view)
         return Spilling(host, self.mesh, self.room, self.credit, file, spill.size_bytes)
 
-    def _bulk(self) -> tuple[list[str], str, list[str]]:
+    def _bulk(self) -> tuple[str, str, str]:
         engine = self.pulls.engine
         if engine is None:
-            return [], "", []
-        return list(engine.address), engine.fingerprint, self.device_pulls.addresses
+            return "", "", ""
+        return engine.address, engine.fingerprint, self.device_pulls.address
 
     # what becomes of everything when peers come and go
 

@@ -25,7 +25,7 @@ from dataplane.errors import (
 )
 from dataplane.testing.hosts import Host, Records, StartHost, hosts, until
 from dataplane.transport import COPY, plane_key
-from dataplane.transport.renewals import MAX_RENEWALS
+from dataplane.transport.reader import MAX_RENEWALS
 from dataplane.wire.tables import Owner
 
 MIB = 1 << 20
@@ -41,8 +41,9 @@ def mebibytes(host: Host, count: int) -> Records:
 
 def _open_in_workers(*peers: Host) -> int:
     """Their descriptors and threads."""
-    pids = [pid for host in peers for pid in host.engine.pids]
-    return sum(len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids for kind in ("fd", "task"))
+    return sum(
+        len(os.listdir(f"/proc/{host.pid}/{kind}")) for host in peers for kind in ("fd", "task")
+    )
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
@@ -201,13 +202,13 @@ class TransportConformance:
 
     async def test_a_first_read_that_is_cancelled_costs_no_worker(self, start: StartHost) -> None:
         a, b = await start("a", 16 * MIB), await start("b", 16 * MIB)
-        before = a.engine.pids, b.engine.pids
+        before = a.pid, b.pid
         read = asyncio.create_task(b.read(a, mebibytes(a, 16)))
         await until(lambda: bool(a.held) or read.done())
         read.cancel()
         await asyncio.gather(read, return_exceptions=True)
         assert (await b.read_in_the_end(a, mebibytes(a, 1))).nbytes == MIB
-        assert (a.engine.pids, b.engine.pids) == before
+        assert (a.pid, b.pid) == before
 
     @pytest.mark.parametrize("victim", ["reader", "owner"])
     async def test_a_worker_killed_in_mid_transfer_is_replaced_and_the_read_may_be_repeated(
@@ -217,15 +218,15 @@ class TransportConformance:
         a.fill()
         dying = b if victim == "reader" else a
         assert (await b.read(a, mebibytes(a, 1))).nbytes == MIB
-        before = dying.engine.pids
+        before = dying.pid
         a.on_pin = once(lambda: dying.signal(signal.SIGKILL))
         (first,) = await asyncio.gather(b.read(a, mebibytes(a, 32)), return_exceptions=True)
         if isinstance(first, BaseException):  # else it was asked again of the new worker
             assert isinstance(first, TransferFailed) and "retried" in str(first)
         outcome = await b.read_in_the_end(a, mebibytes(a, 32))
         assert outcome.nbytes == 32 * MIB and np.array_equal(a.bytes, b.bytes)
-        await until(lambda: dying.engine.stats()["workers"] == 1)
-        assert dying.engine.pids != before
+        await until(lambda: dying.engine.stats()["works"])
+        assert dying.pid != before
         assert dying.engine.transport == self.transport
         await until(lambda: not a.held)
 
@@ -262,7 +263,7 @@ class TransportConformance:
             assert outcome.nbytes == 4 * MIB and np.array_equal(a.bytes, b.bytes)
             a.signal(signal.SIGKILL)
             await until(lambda life=life: a.engine.stats()["restarts"] == life)  # type: ignore[misc]
-            await until(lambda: a.engine.stats()["workers"] == 1)
+            await until(lambda: a.engine.stats()["works"])
             b.engine.forget(a.remote)
 
     async def test_reads_leave_no_descriptor_and_no_thread_open(self, start: StartHost) -> None:
@@ -277,10 +278,10 @@ class TransportConformance:
     async def test_stopping_under_load_ends_every_read_with_a_typed_error(
         self, start: StartHost
     ) -> None:
-        a, b = await start("a", 64 * MIB), await start("b", 64 * MIB, workers=2)
+        a, b = await start("a", 64 * MIB), await start("b", 64 * MIB)
         reads = [asyncio.create_task(b.read(a, mebibytes(a, 64))) for _ in range(8)]
         await until(lambda: a.pins > 2)
-        pids = {*a.engine.pids, *b.engine.pids}
+        pids = {a.pid, b.pid}
         await asyncio.gather(b.engine.stop(), a.engine.stop())
         for outcome in await asyncio.gather(*reads, return_exceptions=True):
             assert isinstance(outcome, DataplaneError) or not isinstance(outcome, BaseException)

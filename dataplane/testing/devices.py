@@ -5,9 +5,11 @@ Two processes take part: this one owns a pool, a child opens it, as a client doe
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -24,11 +26,6 @@ MIB = 1 << 20
 PATIENCE_S = 30.0
 
 
-def device_of(kind: str, identity: str) -> Device:
-    """The same device as another process has it."""
-    return CudaDevice.of(identity) if kind == CudaDevice.kind else TwinDevice(identity)
-
-
 def eventually(condition: Callable[[], bool]) -> None:
     """Waits for something that is bound to happen."""
     until = time.monotonic() + PATIENCE_S
@@ -41,7 +38,7 @@ class Child:
     """Another process of this host, as a client is one; leaving the context kills it."""
 
     def __init__(self, device: Device) -> None:
-        command = [sys.executable, "-m", "dataplane.testing.device_child"]
+        command = [sys.executable, "-m", "dataplane.testing.devices"]
         self.process = subprocess.Popen(
             [*command, device.kind, device.identity], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -176,3 +173,60 @@ def fetched(device: Device, pool: Pool, offset: int, nbytes: int) -> np.ndarray:
     eventually(event.done)
     event.close()
     return out
+
+
+class Told:
+    """What a child may be told to do."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kept: list[object] = []
+
+    def write(
+        self, handle: bytes, at: int, nbytes: int, value: int, times: int, hold: int
+    ) -> bytes:
+        pool = self._device.open(msgspec.msgpack.decode(handle, type=PoolHandle))
+        source, event = np.full(nbytes, value, np.uint8), self._device.event()
+        if hold and isinstance(self._device, TwinDevice):
+            self._go_on = self._device.hold()
+        for _ in range(times):
+            self._device.copy(pool.address + at, source.ctypes.data, nbytes)
+        event.record()
+        self._kept += [pool, source, event]
+        return event.raw
+
+    def go_on(self) -> bytes:
+        self._go_on()
+        return b""
+
+    def read(self, handle: bytes, at: int, nbytes: int) -> bytes:
+        pool = self._device.open(msgspec.msgpack.decode(handle, type=PoolHandle))
+        found = fetched(self._device, pool, at, nbytes).tobytes()
+        pool.close()
+        return found
+
+
+def main(kind: str, identity: str) -> None:
+    """The child."""
+    device = CudaDevice.of(identity) if kind == CudaDevice.kind else TwinDevice(identity)
+    told = Told(device)
+    # whatever else prints here must not get between the answers
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    acts: dict[str, Callable[..., bytes]] = {
+        "write": told.write,
+        "go_on": told.go_on,
+        "read": told.read,
+    }
+    while (asked := receive(sys.stdin.buffer)) is not None:
+        name, arguments = asked
+        failed, answer = "", b""
+        try:
+            answer = acts[name](*arguments)
+        except Exception:
+            failed = traceback.format_exc()
+        send(answers, (failed, answer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -17,8 +17,8 @@ from dataplane.errors import TransferFailed
 from dataplane.memory.device_twin import TwinDevice
 from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.identity import Identity, new_identity
 from dataplane.transport.registry import TCP
+from dataplane.transport.tickets import Identity, new_identity
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
 
@@ -34,7 +34,6 @@ class Host:
         self,
         name: str,
         arena_bytes: int,
-        workers: int,
         key: bytes,
         transport: str,
         identity: Identity | None = None,
@@ -65,8 +64,7 @@ class Host:
             key=key,
             pin=self._pin,
             unpin=self.held.remove,
-            workers=workers,
-            transport=transport,
+            transports=[transport] if transport != TCP else [],
             identity=identity,
             pools=pools,
         )
@@ -105,9 +103,14 @@ class Host:
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), np.uint8)
 
     def signal(self, number: signal.Signals) -> None:
-        """To all bulk workers of this host."""
-        for pid in self.engine.pids:
-            os.kill(pid, number)
+        """To the bulk worker of this host."""
+        os.kill(self.pid, number)
+
+    @property
+    def pid(self) -> int:
+        """Of its bulk worker."""
+        assert self.engine.pid is not None
+        return self.engine.pid
 
     def close(self) -> None:
         del self.bytes
@@ -130,7 +133,6 @@ class StartHost(Protocol):
         self,
         name: str,
         arena_bytes: int = 1 << 20,
-        workers: int = 1,
         key: bytes = KEY,
         tls: bool | None = None,
     ) -> Awaitable[Host]: ...
@@ -151,13 +153,12 @@ async def hosts(
     async def start(
         name: str,
         arena_bytes: int = 1 << 20,
-        workers: int = 1,
         key: bytes = KEY,
         tls: bool | None = None,
     ) -> Host:
         identity = new_identity() if (every if tls is None else tls) else None
         twin = TwinDevice(f"twin:{len(started)}") if device else None
-        host = Host(name, arena_bytes, workers, key, transport, identity, twin)
+        host = Host(name, arena_bytes, key, transport, identity, twin)
         started.append(host)
         await host.engine.start()
         return host

@@ -1,14 +1,15 @@
-"""Moving bytes between hosts: the seam, TCP, and the worker processes that do it.
+"""Moving bytes between hosts: the seam, TCP, engines, and the worker process that runs them.
 
 | idea | file |
 |---|---|
-| what a transport must be able to do | seam |
-| the peer's door to bulk transfer; one worker process and its restart | engine, link, limiter |
-| the worker process; which transports there are | worker, registry |
-| TCP: both sides, its connections, one stream | tcp, tcp_reader, tcp_owner, connections, stream |
-| other engines: the reader holds, reads and confirms; the owner holds | holding, holds |
-| a region as engines register it; two ranks, also of NCCL | stretches, communicators, nccl_gpu |
-| frames and records, tickets, what may be asked, cutting | bulk_frames, tickets, asked, slices |
+| the peer's door to bulk transfer; the process that may crash alone | engine, link, worker |
+| who reads: pulls over TCP, or holds, reads by an engine and confirms | reader, slices |
+| who is read from: sends what is pulled, or holds it for an engine | owner |
+| their connections, one stream, the same inside TLS | connections, stream, secure_stream |
+| frames and records, proofs and tickets | bulk_frames, tickets |
+| what an engine must be able to do, which there are | seam, registry |
+| the engines | nixl, ucx, libucp, cuda_ipc, nccl |
+| a region as they register it; two ranks, also of NCCL | region, communicators |
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ MAX_PULL_ITEMS = 16_384
 MAX_PULL_BYTES = 32 << 20
 """The most that one `Pull` may ask for. Each costs both sides 3 ms of processor time, whatever its
 size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its connections."""
-LEAST_PULL_BYTES = 8 << 20
-"""What every owner takes in one `Pull`, those of earlier releases too."""
 MAX_HOLD_BYTES = 64 << 20
 """The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
 MAX_CARD_BYTES = 64 << 10
@@ -168,20 +166,19 @@ class Refused(Frame, tag=5):
 class Configure(Frame, tag=10):
     """The first frame: who this peer is, and the plane's key for tickets.
 
+    transports: the engines to run beside TCP.
     tls: private key and certificate in PEM of a peer that speaks TLS alone; empty: it speaks none.
     pools: the region is these device arenas, one behind the other up to its end; [] for the arena.
-    beside: more engines to run, of the same region.
     """
 
     owner: Owner
     key: bytes
-    transport: str = "tcp"
+    transports: list[str] = []
     tls: bytes = b""
     pools: list[PoolHandle] = []
-    beside: list[str] = []
 
     def __repr__(self) -> str:
-        return f"<Configure {self.transport} for {self.owner.peer}>"
+        return f"<Configure {self.transports} for {self.owner.peer}>"
 
 
 class Read(Frame, tag=11):
@@ -192,7 +189,7 @@ class Read(Frame, tag=11):
 
     job: int
     owner: Owner
-    addresses: list[str]
+    address: str
     copies: bytes
     timeout_ms: int
     transport: str = "tcp"
@@ -212,10 +209,10 @@ class PinAnswer(Frame, tag=13):
 
 
 class Forget(Frame, tag=14):
-    """The peer at these addresses is gone."""
+    """The peer at this address is gone."""
 
     owner: Owner
-    addresses: list[str]
+    address: str
     fingerprint: str = ""
 
 
@@ -223,15 +220,11 @@ class Forget(Frame, tag=14):
 
 
 class Ready(Frame, tag=20):
-    """The arena is mapped and the worker serves. missing: why not with the engine asked for.
-
-    beside: the same for each engine beside it, "" where it runs.
-    """
+    """The arena is mapped and the worker serves. missing: of the engines that it was asked for
+    those that it does not run, and why."""
 
     pid: int
-    transport: str = "tcp"
-    missing: str = ""
-    beside: dict[str, str] = {}
+    missing: dict[str, str] = {}
 
 
 class PinAsked(Frame, tag=21):

@@ -1,14 +1,16 @@
 """Two ranks that send memory to each other in order: what `nccl` needs of a library.
 
-There are two: `nccl_gpu` over NCCL itself, and `HostRanks`, which moves host memory over a socket
-with the same order of things and runs everywhere. Neither tells one transfer from another: what one
-rank asks for first meets what the other asks for first, in pieces of the same lengths. A rank that
-waits for one that does not come can only be aborted, and a pair that was aborted is made anew.
+There are two: `NcclRanks` over NCCL itself, by way of cupy, and `HostRanks`, which moves host
+memory over a socket with the same order of things and runs everywhere. Neither tells one transfer
+from another: what one rank asks for first meets what the other asks for first, in pieces of the
+same lengths. A rank that waits for one that does not come can only be aborted, and a pair that was
+aborted is made anew.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import secrets
 import socket
@@ -18,16 +20,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from dataplane.errors import DataplaneError, TransferFailed
+import msgspec
 
-Stretches = Sequence[tuple[int, int]]
+from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
+from dataplane.memory.device import Device
+
+Pieces = Sequence[tuple[int, int]]
 """Address and length of each piece, in order."""
 JOIN_S = 30.0
 JOINS = 8
 """Joins under way at once; one whose other rank does not come may never end."""
 CHECK_S = 0.02
+GROUP_PIECES = 256
+"""Pieces that one call of NCCL's is asked for."""
+SHARING_VERSION = 23000
+POLL_S = 0.0002
+_unique_ids = msgspec.msgpack.Decoder(bytes | tuple[int, ...])
+"""bytes, or numbers of cupy before 14"""
 
 
 class Communicator(ABC):
@@ -43,13 +54,13 @@ class Communicator(ABC):
         self._thread = threading.Thread(target=self._run, name="communicator", daemon=True)
         self._thread.start()
 
-    def send(self, stretches: Stretches) -> None:
+    def send(self, pieces: Pieces) -> None:
         """Asks for these bytes to be sent; `done` tells when they were."""
-        self._ask(lambda: self._move(stretches, sends=True))
+        self._ask(lambda: self._move(pieces, sends=True))
 
-    def receive(self, stretches: Stretches) -> None:
+    def receive(self, pieces: Pieces) -> None:
         """Asks for these bytes to be received; `done` tells when they were."""
-        self._ask(lambda: self._move(stretches, sends=False))
+        self._ask(lambda: self._move(pieces, sends=False))
 
     def done(self, timeout_s: float) -> bool:
         """Whether all that was asked for is done, waiting for so long. TransferFailed where the
@@ -81,7 +92,7 @@ class Communicator(ABC):
             self._idle.set()
 
     @abstractmethod
-    def _move(self, stretches: Stretches, sends: bool) -> None:
+    def _move(self, pieces: Pieces, sends: bool) -> None:
         """Blocks until it is done, or `_break` is called."""
 
     @abstractmethod
@@ -211,8 +222,8 @@ class _SocketRank(Communicator):
         self._sock = sock
         super().__init__()
 
-    def _move(self, stretches: Stretches, sends: bool) -> None:
-        for address, nbytes in stretches:
+    def _move(self, pieces: Pieces, sends: bool) -> None:
+        for address, nbytes in pieces:
             left = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             while len(left):
                 moved = self._sock.send(left) if sends else self._sock.recv_into(left)
@@ -236,3 +247,97 @@ def wait(communicator: Communicator, check: Callable[[], None]) -> None:
         if time.monotonic() - looked >= CHECK_S:
             check()
             looked = time.monotonic()
+
+
+def shares_gpus() -> bool:
+    """Whether two ranks may be on one GPU. TransportMissing without NCCL."""
+    allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return int(_nccl().get_version()) >= SHARING_VERSION and allowed
+
+
+class NcclRanks:
+    """Ranks on one GPU, which work with it, and with the memory of others that this one reaches.
+    TransportMissing without NCCL.
+
+    NCCL refuses two ranks on one GPU before 2.30, and from there takes them where
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._nccl = _nccl()
+        self._device = device
+
+    def unique_id(self) -> bytes:
+        return msgspec.msgpack.encode(self._nccl.get_unique_id())
+
+    def join(self, unique_id: bytes, rank: int) -> Communicator:
+        try:
+            pair = _unique_ids.decode(unique_id)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"not a unique id of NCCL: {exc}") from exc
+        self._device.bind()
+        return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
+
+    def forget(self, unique_id: bytes) -> None:
+        """A join that nobody needs ends when the other rank's process does, see `JOINS`."""
+
+
+class _GpuRank(Communicator):
+    def __init__(self, nccl: Any, device: Device, rank: Any, number: int) -> None:
+        self._nccl, self._device = nccl, device
+        self._rank, self._other = rank, 1 - number
+        self._breaking = threading.Lock()
+        self._broken = False
+        from cupy.cuda import Stream
+
+        self._stream = Stream(non_blocking=True)
+        super().__init__()
+
+    def _move(self, pieces: Pieces, sends: bool) -> None:
+        self._device.bind()
+        try:
+            self._ask_for(pieces, sends)
+            while not self._stream.done and self._is_well():
+                time.sleep(POLL_S)
+        except BaseException:
+            self._break()  # else what was asked for before the error goes on
+            raise
+        finally:
+            if self._broken:
+                self._stream.synchronize()  # NCCL's kernels end when their communicator is aborted
+
+    def _ask_for(self, pieces: Pieces, sends: bool) -> None:
+        ask = self._rank.send if sends else self._rank.recv
+        for first in range(0, len(pieces), GROUP_PIECES):
+            self._nccl.groupStart()
+            for address, nbytes in pieces[first : first + GROUP_PIECES]:
+                ask(address, nbytes, self._nccl.NCCL_UINT8, self._other, self._stream.ptr)
+            self._nccl.groupEnd()
+
+    def _is_well(self) -> bool:
+        """Not after `_break`, which frees what is asked here."""
+        with self._breaking:
+            if not self._broken:
+                self._rank.check_async_error()
+            return not self._broken
+
+    def _break(self) -> None:
+        # `_move` may be inside of NCCL, which waits there for the other rank: abort ends that.
+        with self._breaking:
+            if not self._broken:
+                self._broken = True
+                self._rank.abort()
+
+
+def _nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except ImportError as exc:
+        raise TransportMissing(
+            f"nccl needs cupy: pip install 'dataplane-rl[nccl]' ({exc})", transport="nccl"
+        ) from exc
+    if not nccl.available:
+        raise TransportMissing(
+            "cupy finds no NCCL here: pip install 'dataplane-rl[nccl]'", transport="nccl"
+        )
+    return nccl

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,7 +28,7 @@ from dataplane.transport.bulk_frames import (
     decode_from_owner,
     encode,
 )
-from dataplane.transport.seam import Endpoint
+from dataplane.transport.seam import Remote
 from dataplane.transport.secure_stream import dialling
 from dataplane.transport.stream import BulkStream, unconnected
 from dataplane.transport.tickets import nonce_of, proof
@@ -36,8 +36,8 @@ from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
 Lane = Literal["small", "large"]
 
-PARALLEL = {"small": 4, "large": 4}
-"""Connections to one endpoint that may be in use at once, by lane."""
+PARALLEL = 4
+"""Connections of one lane to one peer that may be in use at once."""
 IDLE_S = 60.0
 """Less than the owner's patience, so that a pooled connection is rarely found closed."""
 CONNECT_S = 5.0
@@ -45,14 +45,18 @@ CONNECT_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A joined stream; `nonce` must be taken exactly once per request."""
+    """A joined stream; `nonce` must be taken exactly once per request.
 
-    endpoint: Endpoint
+    clean: nothing that was asked for is still on its way.
+    """
+
+    remote: Remote
     lane: Lane
     stream: BulkStream
     greeting: Greeting
     version: int
     sequence: int = 0
+    clean: bool = False
     idle_since: float = 0.0
 
     def nonce(self) -> bytes:
@@ -81,26 +85,27 @@ class Connections:
     def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
         self._key = key
         self._tls_only = tls_only
-        self._idle: defaultdict[tuple[Endpoint, Lane], list[Connection]] = defaultdict(list)
-        self._used: defaultdict[tuple[Endpoint, Lane], int] = defaultdict(int)
+        self._idle: defaultdict[tuple[Remote, Lane], list[Connection]] = defaultdict(list)
+        self._used: defaultdict[tuple[Remote, Lane], int] = defaultdict(int)
         self._changed = threading.Condition()
 
-    def borrow(self, endpoint: Endpoint, lane: Lane, deadline: float, user: Watch) -> Connection:
+    def borrow(self, remote: Remote, lane: Lane, deadline: float, user: Watch) -> Connection:
         """A connection for one transfer. TimeoutError when none is free before the deadline.
 
         OSError when it cannot be made, or when the user was told to stop.
         """
-        where = (endpoint, lane)
+        where = (remote, lane)
         with self._changed:
             self._await_turn(where, deadline, user)
             self._expire(time.monotonic() - IDLE_S)
             self._used[where] += 1
             if self._idle.get(where):
                 connection = self._idle[where].pop()
+                connection.clean = False
                 user.watch(connection.stream)
                 return connection
         try:
-            return self._joined(endpoint, lane, deadline, user)
+            return self._joined(remote, lane, deadline, user)
         except BaseException:
             self._leave(where)
             raise
@@ -113,57 +118,52 @@ class Connections:
     def give_back(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         with self._changed:
-            self._idle[connection.endpoint, connection.lane].append(connection)
-        self._leave((connection.endpoint, connection.lane))
+            self._idle[connection.remote, connection.lane].append(connection)
+        self._leave((connection.remote, connection.lane))
 
     def discard(self, connection: Connection) -> None:
         """The connection is broken, or nobody knows what is still on its way."""
         connection.stream.reset()
-        self._leave((connection.endpoint, connection.lane))
+        self._leave((connection.remote, connection.lane))
 
-    def forget(self, endpoints: Iterable[Endpoint]) -> None:
+    def forget(self, remote: Remote) -> None:
         """Closes what is idle there; what is in use ends by itself."""
-        gone = set(endpoints)
         with self._changed:
-            for where in [w for w in self._idle if w[0] in gone]:
+            for where in [w for w in self._idle if w[0] == remote]:
                 for connection in self._idle.pop(where):
                     connection.stream.close()
 
-    def close(self) -> None:
-        with self._changed:
-            self._expire(float("inf"))
-
-    def _joined(self, endpoint: Endpoint, lane: Lane, deadline: float, user: Watch) -> Connection:
-        stream, place = unconnected(endpoint.address, self._stream_of(endpoint))
+    def _joined(self, remote: Remote, lane: Lane, deadline: float, user: Watch) -> Connection:
+        stream, place = unconnected(remote.address, self._stream_of(remote))
         try:
             user.watch(stream)
             stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
             stream.handshake(deadline)
             greeting = _opening(stream, deadline)
             if not isinstance(greeting, Greeting) or len(greeting.challenge) != CHALLENGE_BYTES:
-                raise ProtocolError(f"{endpoint} does not greet like a bulk worker")
+                raise ProtocolError(f"{remote.address} does not greet like a bulk worker")
             version = _common_version(greeting.versions)
-            self._join(endpoint, stream, greeting.challenge, version, deadline)
-            return Connection(endpoint, lane, stream, greeting, version)
+            self._join(remote, stream, greeting.challenge, version, deadline)
+            return Connection(remote, lane, stream, greeting, version)
         except BaseException:
             user.unwatch(stream)
             stream.reset()
             raise
 
-    def _stream_of(self, endpoint: Endpoint) -> Callable[[socket.socket], BulkStream]:
-        if endpoint.fingerprint:
-            return dialling(endpoint.fingerprint)
+    def _stream_of(self, remote: Remote) -> Callable[[socket.socket], BulkStream]:
+        if remote.fingerprint:
+            return dialling(remote.fingerprint)
         if self._tls_only:
             raise TransportMissing(
-                f"the peer at {endpoint} speaks no TLS, and this one reads with --bulk-tls: start "
-                "every peer of the plane with --bulk-tls (DATAPLANE_BULK_TLS=1)",
-                address=endpoint.address,
+                f"the peer at {remote.address} speaks no TLS, and this one reads with --bulk-tls: "
+                "start every peer of the plane with --bulk-tls (DATAPLANE_BULK_TLS=1)",
+                address=remote.address,
             )
         return BulkStream
 
     def _join(
         self,
-        endpoint: Endpoint,
+        remote: Remote,
         stream: BulkStream,
         challenge: bytes,
         version: int,
@@ -177,18 +177,18 @@ class Connections:
         expected = proof(self._key, "owner", challenge, mine)
         if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
             raise TicketRefused(
-                f"what listens at {endpoint} cannot prove that it is a peer of this plane",
-                address=endpoint.address,
+                f"what listens at {remote.address} cannot prove that it is a peer of this plane",
+                address=remote.address,
             )
 
-    def _await_turn(self, where: tuple[Endpoint, Lane], deadline: float, user: Watch) -> None:
-        while self._used.get(where, 0) >= PARALLEL[where[1]] and not user.stopped:
+    def _await_turn(self, where: tuple[Remote, Lane], deadline: float, user: Watch) -> None:
+        while self._used.get(where, 0) >= PARALLEL and not user.stopped:
             if not self._changed.wait(deadline - time.monotonic()):
-                raise TimeoutError(f"no connection to {where[0]} became free in time")
+                raise TimeoutError(f"no connection to {where[0].address} became free in time")
         if user.stopped:
             raise ConnectionAbortedError("told to stop")
 
-    def _leave(self, where: tuple[Endpoint, Lane]) -> None:
+    def _leave(self, where: tuple[Remote, Lane]) -> None:
         with self._changed:
             self._used[where] -= 1
             if not self._used[where]:

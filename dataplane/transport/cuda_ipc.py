@@ -168,9 +168,6 @@ class CudaIpcTransport(Transport):
                 if not theirs.users:
                     theirs.close()
 
-    def close(self) -> None:
-        """The process ends: the driver closes what is open."""
-
 
 def this_host() -> str:
     """The same for processes that can open each other's handles: one kernel, one PID namespace."""

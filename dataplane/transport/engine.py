@@ -1,8 +1,8 @@
 """Bulk transfer as the peer uses it: reads from other peers into its arena, and serves theirs.
 
-Runs in the peer's event loop; the bytes move in worker processes. The engine starts them, starts
-them again when they crash, spreads reads over them, and bounds what is under way. It never touches
-the arena itself. When `read` returns or raises, nothing writes into its destinations any more.
+Runs in the peer's event loop; the bytes move in a worker process. The engine starts it, starts it
+again when it crashes, and bounds what is under way. It never touches the arena itself. When `read`
+returns or raises, nothing writes into its destinations any more.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ import numpy as np
 from dataplane.errors import (
     DeadlineExceeded,
     InvalidConfig,
-    LimitExceeded,
     TransferFailed,
     Unavailable,
 )
 from dataplane.transport.bulk_frames import COPY, SMALL_LANE_BYTES, Configure
-from dataplane.transport.identity import Identity
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.transport.slices import Slice, cut
+from dataplane.transport.tickets import Identity
 from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
-"""A larger read is spread over workers in parts of this size."""
+"""A larger read is made in parts of this size, so that others may come in between."""
 PART_ITEMS = 65_536
 LARGE_UNDER_WAY_BYTES = 256 << 20
 SMALL_UNDER_WAY_BYTES = 64 << 20
@@ -49,15 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 class BulkEngine:
-    """k bulk workers of one peer.
+    """The bulk worker of one peer, started again whenever it ends.
 
     arena_rw_fd: the arena's memfd, read-write; the engine borrows it. host: where to listen.
     pin, unpin: called in the event loop, see `link.Pin`. key: the plane's, see `tickets`.
-    transport: what the workers run beside TCP; `transport` and `missing` tell how that went.
-    identity: the workers speak TLS alone, with this certificate, and run nothing beside TCP.
-    pools: the workers move between these device arenas and not in the arena; `arena_bytes` is then
+    transports: what the worker runs beside TCP, if it can: `reasons` tells why not.
+    identity: the worker speaks TLS alone, with this certificate, and runs nothing beside TCP.
+    pools: the worker moves between these device arenas and not in the arena; `arena_bytes` is then
     where the last of them ends, in addresses of the host.
-    beside: more engines for the workers to run; `beside` tells how that went.
     """
 
     def __init__(
@@ -70,19 +68,17 @@ class BulkEngine:
         key: bytes,
         pin: Pin,
         unpin: Unpinned,
-        workers: int = 1,
-        transport: str = TCP,
+        transports: Sequence[str] = (),
         identity: Identity | None = None,
         pools: Sequence[PoolHandle] = (),
-        beside: Sequence[str] = (),
     ) -> None:
-        if identity is not None and transport != TCP:
-            raise InvalidConfig(f"{transport} moves bytes unencrypted: it cannot run with TLS")
+        if identity is not None and transports:
+            raise InvalidConfig(f"{transports[0]} moves bytes unencrypted: it cannot run with TLS")
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
         self._host = host
         pem = identity.pem if identity else b""
-        self._configure = Configure(owner, key, transport, pem, list(pools), list(beside))
+        self._configure = Configure(owner, key, list(transports), pem, list(pools))
         self._identity = identity
         self.left_out = ""
         """why no other engine was tried; said where `missing` is"""
@@ -93,78 +89,68 @@ class BulkEngine:
             "small": ResourceLimiter(SMALL_UNDER_WAY_BYTES),
             "large": ResourceLimiter(LARGE_UNDER_WAY_BYTES),
         }
-        self._listeners: list[socket.socket] = []
-        self._links: list[WorkerLink | None] = [None] * workers
-        self._keepers: list[asyncio.Task[None]] = []
+        self._listener: socket.socket | None = None
+        self._link: WorkerLink | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._stopping = False
 
     def __repr__(self) -> str:
-        return f"<BulkEngine {self.address} {self._links}>"
+        return f"<BulkEngine {self.address} {self._link}>"
 
     @property
-    def address(self) -> tuple[str, ...]:
-        """`host:port` of each worker, the same for as long as the engine lives."""
-        return tuple(_address_of(listener) for listener in self._listeners)
+    def address(self) -> str:
+        """`host:port` of the worker, the same for as long as the engine lives."""
+        return _address_of(self._listener) if self._listener is not None else ""
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """The worker processes that run now."""
-        return tuple(link.pid for link in self._links if link and link.pid)
+    def pid(self) -> int | None:
+        """The worker process that runs now."""
+        return self._link.pid if self._link is not None else None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Of the engines asked for, why the worker does not run them; it runs all others."""
+        return self._link.missing if self._link is not None else {}
 
     @property
     def transport(self) -> str:
-        """What all workers run beside TCP: the engine asked for, or `tcp`."""
-        running = {link.transport for link in self._links if link is not None}
-        return running.pop() if len(running) == 1 else TCP
+        """What the worker runs beside TCP: the first engine asked for, or `tcp`."""
+        asked = self._configure.transports
+        return next((name for name in asked if name not in self.reasons), TCP)
 
     @property
     def missing(self) -> str:
-        """Why the workers do not run the engine asked for; "" where they do."""
-        said = (link.missing for link in self._links if link and link.missing)
-        return next(said, self.left_out)
-
-    @property
-    def beside(self) -> dict[str, str]:
-        """Of each engine beside `transport` why a worker does not run it; "" where they all do."""
-        told = [link.beside for link in self._links if link is not None]
-        return {
-            name: next((one[name] for one in told if one.get(name)), "")
-            for name in self._configure.beside
-        }
+        """Why the worker does not run the first engine asked for; "" where it does."""
+        return next(iter(self.reasons.values()), self.left_out)
 
     @property
     def fingerprint(self) -> str:
-        """Of the certificate that the workers show, see `Remote`; "": they speak no TLS."""
+        """Of the certificate that the worker shows, see `Remote`; "": they speak no TLS."""
         return self._identity.fingerprint if self._identity is not None else ""
 
     async def start(self) -> None:
-        """Starts all workers. Unavailable when one does not get ready."""
-        loop = asyncio.get_running_loop()
+        """Starts the worker. Unavailable when it does not get ready."""
         try:
-            for slot in range(len(self._links)):
-                self._listeners.append(_listen(self._host))
-                await self._open(slot)
-            for slot in range(len(self._links)):
-                await self._until_ready(slot)
+            self._listener = _listen(self._host)
+            await self._open()
         except BaseException:
             await self.stop()
             raise
-        self._keepers = [loop.create_task(self._keep(slot)) for slot in range(len(self._links))]
+        self._keeper = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """Ends all workers; reads under way raise TransferFailed. No process or fd is left."""
+        """Ends the worker; reads under way raise TransferFailed. No process or fd is left."""
         self._stopping = True
         self._changed.set()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers.clear()
-        links = [link for link in self._links if link is not None]
-        await asyncio.gather(*(link.stop() for link in links))
-        self._links = [None] * len(self._links)
-        for listener in self._listeners:
-            listener.close()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._link is not None:
+            await self._link.stop()
+            self._link = None
+        if self._listener is not None:
+            self._listener.close()
 
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
@@ -177,7 +163,6 @@ class BulkEngine:
         it has stopped.
         """
         copies = np.ascontiguousarray(copies, COPY)
-        self._check_inside(copies)
         deadline = asyncio.get_running_loop().time() + timeout_s
         parts = list(cut(copies, PART_BYTES, PART_ITEMS))
         if len(parts) == 1 and len(parts[0].copies) == len(copies):
@@ -199,27 +184,26 @@ class BulkEngine:
 
     def forget(self, remote: Remote) -> None:
         """A peer is gone: connections kept for it are closed."""
-        for link in self._links:
-            if link is not None and link.usable:
-                link.forget(remote)
+        if self._link is not None and self._link.usable:
+            self._link.forget(remote)
 
     def stats(self) -> dict[str, Any]:
-        """Plain figures since the start: bytes, jobs, pins, workers."""
-        links = [link for link in self._links if link is not None]
+        """Plain figures since the start: bytes, jobs, pins."""
+        link = self._link
         return {
             "transport": self.transport,
             "tls": self._identity is not None,
-            "addresses": list(self.address),
+            "address": self.address,
             "bytes_in": self._traffic.bytes_in,
             "bytes_in_over": dict(self._traffic.bytes_in_over),
             "bytes_out": self._traffic.bytes_out,
             "jobs_done": self._traffic.jobs_done,
             "jobs_failed": self._traffic.jobs_failed,
-            "jobs_under_way": sum(link.jobs for link in links),
+            "jobs_under_way": link.jobs if link is not None else 0,
             "bytes_under_way": sum(limit.used_bytes for limit in self._limits.values()),
-            "pins": sum(link.pins for link in links),
+            "pins": link.pins if link is not None else 0,
             "pins_served": self._traffic.pins_served,
-            "workers": sum(link.usable for link in links),
+            "works": link is not None and link.usable,
             "restarts": self._traffic.restarts,
         }
 
@@ -245,39 +229,23 @@ class BulkEngine:
             return future.result()
 
     async def _usable_link(self, deadline: float) -> WorkerLink:
-        """The worker with the least to do; waits for one to be started again."""
+        """Waits for the worker where it is being started again."""
         while not self._stopping:
-            usable = [link for link in self._links if link is not None and link.usable]
-            if usable:
-                return min(usable, key=lambda link: link.outstanding_bytes)
+            if self._link is not None and self._link.usable:
+                return self._link
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                raise Unavailable("no bulk worker of this peer runs; see its log") from None
+                raise Unavailable("this peer's bulk worker does not run; see its log") from None
         raise TransferFailed("bulk transfer is stopping")
 
-    def _check_inside(self, copies: Records) -> None:
-        dest, size = copies["dest"], np.uint64(self._arena_bytes)
-        outside = (dest > size) | (copies["nbytes"] > size - np.minimum(dest, size))
-        if outside.any():
-            raise LimitExceeded(
-                f"{int(outside.sum())} destinations lie outside the arena of {size} bytes",
-                limit=self._arena_bytes,
-            )
-
-    async def _open(self, slot: int) -> None:
-        place = WorkerPlace(
-            self._arena_fd, self._arena_bytes, self._listeners[slot], self._configure
-        )
-        link = WorkerLink(place, self._pin, self._unpin, self._traffic)
-        self._links[slot] = link
+    async def _open(self) -> None:
+        assert self._listener is not None
+        place = WorkerPlace(self._arena_fd, self._arena_bytes, self._listener, self._configure)
+        self._link = link = WorkerLink(place, self._pin, self._unpin, self._traffic)
         await link.start()
-
-    async def _until_ready(self, slot: int) -> None:
-        link = self._links[slot]
-        assert link is not None
         await asyncio.wait(
             {link.ready, link.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -286,12 +254,12 @@ class BulkEngine:
             raise Unavailable("a bulk worker did not start; see the peer's log")
         self._changed.set()
 
-    async def _keep(self, slot: int) -> None:
+    async def _keep(self) -> None:
         """Starts the worker again whenever it ended; slower and slower if it keeps crashing."""
         loop = asyncio.get_running_loop()
         pause, since = RESTART_S[0], loop.time()
         while True:
-            link = self._links[slot]
+            link = self._link
             assert link is not None
             await asyncio.wait({link.ended})
             pause = RESTART_S[0] if loop.time() - since > STABLE_S else pause
@@ -300,19 +268,17 @@ class BulkEngine:
             pause, since = min(pause * 2, RESTART_S[1]), loop.time()
             self._traffic.restarts += 1
             try:
-                await self._open(slot)
-                await self._until_ready(slot)
+                await self._open()
             except (OSError, Unavailable) as exc:
-                logger.error("bulk: a worker could not be started: %s", exc)
+                logger.error("bulk: the worker could not be started: %s", exc)
 
 
 @asynccontextmanager
 async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIterator[None]:
     """The limiter's room, or DeadlineExceeded."""
-    room = limit.room(nbytes)
     try:
         async with asyncio.timeout_at(deadline):
-            await room.__aenter__()
+            await limit.acquire(nbytes)
     except TimeoutError:
         raise DeadlineExceeded(
             f"other transfers held all of {limit!r} until the deadline"
@@ -320,7 +286,7 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
     try:
         yield
     finally:
-        await room.__aexit__(None, None, None)
+        limit.release(nbytes)
 
 
 async def _stop_job(link: WorkerLink, job: int, future: asyncio.Future[ReadOutcome]) -> None:

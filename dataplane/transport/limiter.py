@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 
 class ResourceLimiter:
@@ -22,15 +21,6 @@ class ResourceLimiter:
             f"{len(self._queue)} waiting>"
         )
 
-    @asynccontextmanager
-    async def room(self, nbytes: int) -> AsyncIterator[None]:
-        """Waits for room in order of arrival; leaving the body, or a cancelled wait, frees it."""
-        await self.acquire(nbytes)
-        try:
-            yield
-        finally:
-            self.release(nbytes)
-
     def acquire_now(self, nbytes: int) -> bool:
         """Whether there is room, and nobody waits for it; `release` frees it."""
         if self._queue or not self._fits(nbytes):
@@ -39,7 +29,7 @@ class ResourceLimiter:
         return True
 
     async def acquire(self, nbytes: int) -> None:
-        """Waits for room in order of arrival; `release` frees it."""
+        """Waits for room in order of arrival; `release` frees it, as a cancelled wait does."""
         if self.acquire_now(nbytes):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

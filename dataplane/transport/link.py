@@ -37,7 +37,6 @@ from dataplane.transport.bulk_frames import (
     decode_from_worker,
     encode,
 )
-from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.frames import FrameReader
 from dataplane.wire.records import EXTENT, RANGE, column
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Traffic:
-    """Counted over the life of an engine, across restarts of its workers."""
+    """Counted over the life of an engine, across restarts of its worker."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -94,12 +93,8 @@ class WorkerLink(asyncio.Protocol):
         self.ready: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.outstanding_bytes = 0
-        self.transport = TCP
-        """what the worker runs beside TCP, if it does"""
-        self.missing = ""
-        """why not what it was asked for"""
-        self.beside: dict[str, str] = {}
-        """the same for each engine beside it, "" where it runs"""
+        self.missing: dict[str, str] = {}
+        """why the worker does not run an engine that it was asked for"""
 
     def __repr__(self) -> str:
         state = "ended" if self.ended.done() else "ready" if self.usable else "starting"
@@ -159,25 +154,31 @@ class WorkerLink(asyncio.Protocol):
         )
 
     def read(
-        self, remote: Remote, copies: Records, timeout_s: float, transport: str = TCP
+        self, remote: Remote, copies: Records, timeout_s: float, transport: str
     ) -> tuple[int, asyncio.Future[ReadOutcome]]:
         """Starts a job: its number, and what becomes of it."""
         job, nbytes = next(self._numbers), int(copies["nbytes"].sum())
         future: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
         self._jobs[job] = (future, nbytes, len(copies), transport)
         self.outstanding_bytes += nbytes
-        timeout_ms = max(1, int(timeout_s * 1000))
-        addresses = list(remote.addresses)
-        raw = copies.tobytes()
-        fingerprint = remote.fingerprint
-        self._send(Read(job, remote.owner, addresses, raw, timeout_ms, transport, fingerprint))
+        self._send(
+            Read(
+                job,
+                remote.owner,
+                remote.address,
+                copies.tobytes(),
+                max(1, int(timeout_s * 1000)),
+                transport,
+                remote.fingerprint,
+            )
+        )
         return job, future
 
     def cancel(self, job: int) -> None:
         self._send(Cancel(job))
 
     def forget(self, remote: Remote) -> None:
-        self._send(Forget(remote.owner, list(remote.addresses), remote.fingerprint))
+        self._send(Forget(remote.owner, remote.address, remote.fingerprint))
 
     def kill(self) -> None:
         """Ends the process at once; `ended` says when it has."""
@@ -222,8 +223,8 @@ class WorkerLink(asyncio.Protocol):
                     pinning.cancel()
                 if (pin := self._pins.pop(ask, None)) is not None:
                     self._unpin(pin)
-            case Ready(transport=transport, missing=missing, beside=beside):
-                self.transport, self.missing, self.beside = transport, missing, beside
+            case Ready(missing=missing):
+                self.missing = missing
                 if not self.ready.done():
                     self.ready.set_result(None)
 

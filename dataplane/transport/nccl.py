@@ -3,7 +3,7 @@
 Runs in a bulk worker that has opened its device arenas. The two workers are the two ranks of a
 pair, which is made when it is first needed; its unique id travels in the card of the hold, over our
 authenticated connection. NCCL cannot tell transfers apart, so a reader takes them in turn, one at a
-time from each of the owner's workers. A transfer that breaks off, on whatever side, takes its pair
+time from each owner. A transfer that breaks off, on whatever side, takes its pair
 along: the reader names another with its next hold. Nothing here knows NCCL: the twin's ranks are
 used the same way.
 """
@@ -24,15 +24,16 @@ from dataplane.transport.communicators import (
     CHECK_S,
     Communicator,
     HostRanks,
+    NcclRanks,
     Ranks,
     joined,
+    shares_gpus,
     wait,
 )
 from dataplane.transport.cuda_ipc import this_host
-from dataplane.transport.nccl_gpu import NcclRanks, shares_gpus
+from dataplane.transport.region import OpenRegion
 from dataplane.transport.seam import (
     Capabilities,
-    Endpoint,
     Offsets,
     ReadRequest,
     Region,
@@ -41,7 +42,6 @@ from dataplane.transport.seam import (
     SendRequest,
     Transport,
 )
-from dataplane.transport.stretches import OpenRegion
 from dataplane.wire.tables import Owner
 
 NAME = "nccl"
@@ -63,7 +63,7 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Line:
-    """The pair with one worker of an owner, as its reader has it."""
+    """The pair with an owner's worker, as its reader has it."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -80,7 +80,7 @@ class _Line:
 
 
 class _Sending:
-    """The pair with one worker of a reader, as the owner has it."""
+    """The pair with a reader's worker, as the owner has it."""
 
     def __init__(self, card: Card, pair: Communicator) -> None:
         self.reader, self.number, self.pair = card.reader, card.number, pair
@@ -94,7 +94,7 @@ class NcclTransport(Transport):
         super().__init__(owner)
         self._lock = threading.Lock()
         self._session = secrets.randbits(48)
-        self._lines: OrderedDict[tuple[Owner, str], _Line] = OrderedDict()
+        self._lines: OrderedDict[Owner, _Line] = OrderedDict()
         self._reading: dict[int, _Line] = {}
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
         self._opened: tuple[OpenRegion, Ranks] | None = None
@@ -119,9 +119,9 @@ class NcclTransport(Transport):
     # the reader
 
     @contextmanager
-    def turn(self, request: ReadRequest, endpoint: Endpoint, own: RegionKey) -> Iterator[bytes]:
+    def turn(self, request: ReadRequest, own: RegionKey) -> Iterator[bytes]:
         _, ranks = self._open()
-        line = self._line(request.remote.owner, endpoint)
+        line = self._line(request.remote.owner)
         while not line.turn.acquire(timeout=CHECK_S):
             request.check()
         self._reading[request.job] = line
@@ -158,12 +158,11 @@ class NcclTransport(Transport):
             line.drop()  # nothing of it is written any more
             raise
 
-    def _line(self, owner: Owner, endpoint: Endpoint) -> _Line:
-        """The one for this worker; one that nobody uses goes where there are too many."""
-        key = owner, endpoint.address
+    def _line(self, owner: Owner) -> _Line:
+        """The one to this owner; one that nobody uses goes where there are too many."""
         with self._lock:
-            line = self._lines.setdefault(key, _Line())
-            self._lines.move_to_end(key)
+            line = self._lines.setdefault(owner, _Line())
+            self._lines.move_to_end(owner)
             spare = [] if len(self._lines) <= PAIRS else list(self._lines.items())[:-1]
             for other, idle in spare:
                 if idle.turn.acquire(blocking=False):
@@ -229,18 +228,14 @@ class NcclTransport(Transport):
 
     def forget(self, remote: Remote) -> None:
         with self._lock:
-            lines = [self._lines.pop(key) for key in list(self._lines) if key[0] == remote.owner]
+            line = self._lines.pop(remote.owner, None)
             gone = [key for key, one in self._sending.items() if one.reader == remote.owner]
             pairs = [self._sending.pop(key).pair for key in gone]
-        for line in lines:
-            if line.turn.acquire(blocking=False):  # else its read ends with the connection
-                line.drop()
-                line.turn.release()
+        if line is not None and line.turn.acquire(blocking=False):
+            line.drop()  # else its read ends with the connection
+            line.turn.release()
         for pair in pairs:
             pair.abort()
-
-    def close(self) -> None:
-        """The process ends, and its ranks with it."""
 
 
 def _card(key: RegionKey) -> Card:

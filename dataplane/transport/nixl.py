@@ -1,8 +1,11 @@
 """NIXL as a transport: one-sided reads of the owner's memory by lists of addresses.
 
-Runs in a bulk worker; the thread that calls NIXL is in `nixl_reads`. Between peers of one host the
-reader's processor copies the bytes: there a second thread, with an agent of its own, takes half of
-the pieces of a large read.
+Runs in a bulk worker. NIXL tells nothing of its own accord, so somebody must poll, and an agent is
+then never used from two threads: one makes all of its calls. Large reads go in pieces, in turn, so
+that a small one does not wait for them. A piece that was posted is polled to its end, whatever
+becomes of the read: NIXL cannot promise that a piece given up writes nothing any more. Between
+peers of one host the reader's processor copies the bytes: there a second thread, with an agent of
+its own, takes half of the pieces of a large read.
 
 The region is the arena, or device arenas that this process opened by their handles. Which of them
 a driver lets a network card register, only trying it tells.
@@ -10,20 +13,32 @@ a driver lets a network card register, only trying it tells.
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, ProtocolError, TransportMissing
+from dataplane.errors import (
+    DataplaneError,
+    ProtocolError,
+    TransferFailed,
+    TransportMissing,
+    Unavailable,
+)
 from dataplane.transport.bulk_frames import MAX_PULL_ITEMS
 from dataplane.transport.cuda_ipc import this_host
-from dataplane.transport.nixl_reads import BACKEND, NixlRead, NixlReads, Piece
+from dataplane.transport.libucp import settle
+from dataplane.transport.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
     Held,
@@ -34,32 +49,46 @@ from dataplane.transport.seam import (
     Transport,
 )
 from dataplane.transport.slices import cut
-from dataplane.transport.stretches import OpenRegion, Stretch, Stretches
-from dataplane.transport.ucx_settings import settle
 from dataplane.wire.tables import Owner
 
 PIECE_BYTES = 16 << 20
 HOST_MEMORY, GPU_MEMORY = "DRAM", "VRAM"
 
 
-class Card(msgspec.Struct, array_like=True, frozen=True):
-    """metadata: of the owner's NIXL agent. address: of the arena there; of device memory
-    `stretches` has all, and `on_gpu` says whether NIXL knows it as such. host: of processes that
-    may read each other's memory, see `this_host`; "": not told."""
+SPINS = 200
+"""Polls in a row before the thread sleeps between two."""
+BUSY_S = 0.000_05
+HELD_S = 0.000_5
+"""Between polls while readers hold ranges here: their wire-up needs an answer."""
+AFTERWARDS_S = 0.01
+"""Between polls for `LINGER_S` after that: a reader that was cancelled has left its connection, and
+its piece, which cannot be called back, may still wait for that answer."""
+LINGER_S = 3.0
+"""Longer than a cancelled read may take, see `engine.GRACE_S`."""
+IDLE_S = 0.5
+CHECK_S = 0.05
+SPARE_LIVES = 4
+"""Earlier lives of an owner's worker that are kept loaded."""
+BACKEND = "UCX"
 
-    address: int
-    nbytes: int
+Piece = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""Local and remote rows of address, length, device."""
+
+logger = logging.getLogger(__name__)
+
+
+class Card(msgspec.Struct, array_like=True, frozen=True):
+    """metadata: of the owner's NIXL agent. on_gpu: whether NIXL knows the stretches as memory of a
+    GPU. host: of processes that may read each other's memory, see `this_host`; "": not told."""
+
     metadata: bytes
-    stretches: list[Stretch] = []
-    on_gpu: bool = False
-    host: str = ""
+    stretches: list[Stretch]
+    on_gpu: bool
+    host: str
 
     @property
     def memory(self) -> str:
         return GPU_MEMORY if self.on_gpu else HOST_MEMORY
-
-    def region(self) -> Stretches:
-        return Stretches(self.stretches or [Stretch(0, self.address, self.nbytes)])
 
 
 _cards = msgspec.msgpack.Decoder(Card)
@@ -94,16 +123,15 @@ class NixlTransport(Transport):
             raise TransportMissing(f"nixl cannot describe the memory here: {exc!r}") from exc
         self._reads = NixlReads(self._bound, self._memory)
         self._reads.start()
-        card = Card(region.address, region.nbytes, metadata, host=self._host)
-        if region.pools:
-            card = Card(0, 0, metadata, list(self._own.stretches.all), self._own.on_gpu)
+        host = "" if region.pools else self._host  # only host memory is copied by processors
+        card = Card(metadata, list(self._own.stretches.all), self._own.on_gpu, host)
         return RegionKey(self._generation, msgspec.msgpack.encode(card))
 
     def read(self, request: ReadRequest) -> None:
         held = request.held
         assert held is not None
         card = _card(held.key)
-        pieces = _pieces(request, held, self._own.stretches, card.region())
+        pieces = _pieces(request, held, self._own.stretches, Stretches(card.stretches))
         threads = self._threads(card, len(pieces))
         check = _one_at_a_time(held.check)
         reads = []
@@ -125,11 +153,6 @@ class NixlTransport(Transport):
     def forget(self, remote: Remote) -> None:
         for reads in self._all():
             reads.forget(remote)
-
-    def close(self) -> None:
-        with self._lock:
-            for reads in self._all():
-                reads.close()
 
     def _all(self) -> list[NixlReads]:
         return [self._reads] if self._beside is None else [self._reads, self._beside]
@@ -245,5 +268,207 @@ def _imported() -> Any:
     try:
         from nixl import _api
     except ImportError as exc:
-        raise TransportMissing(f"nixl cannot be imported ({exc}): make nixl") from exc
+        raise TransportMissing(f"nixl cannot be imported ({exc})") from exc
     return _api
+
+
+class NixlRead:
+    """A read on its way: the pieces that are left, and the one that is posted.
+
+    generation, metadata, memory: of the owner's region, its agent, and what NIXL takes it for.
+    check: as `Held.check`.
+    """
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        pieces: Iterable[Piece],
+        generation: int,
+        metadata: bytes,
+        memory: str,
+        check: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.pieces = deque(pieces)
+        self.generation = generation
+        self.metadata = metadata
+        self.memory = memory
+        self.handle: Any = None
+        self.error: DataplaneError | None = None
+        self.done = threading.Event()
+        self._check = check
+        self._checked = time.monotonic()
+
+    def check(self) -> None:
+        """Notes that nobody needs the bytes any more; seldom, as it asks the kernel."""
+        if self.error is None and time.monotonic() - self._checked > CHECK_S:
+            self._checked = time.monotonic()
+            try:
+                self._check()
+            except DataplaneError as exc:
+                self.error = exc
+
+
+class NixlReads(threading.Thread):
+    """The thread that makes all of an agent's calls.
+
+    opened: called in this thread, gives an agent that has the region registered. memory: what NIXL
+    takes the region for. Where there is no agent `ready` stays False and nothing is read.
+    """
+
+    def __init__(self, opened: Callable[[], Any], memory: str, name: str = "nixl") -> None:
+        super().__init__(name=name, daemon=True)
+        self._opened = opened
+        self._memory = memory
+        self._agent: Any = None
+        self.ready = False
+        self._arrivals: queue.SimpleQueue[NixlRead | Remote | None] = queue.SimpleQueue()
+        self._reads: list[NixlRead] = []
+        self._known: dict[Owner, OrderedDict[int, str]] = {}
+        self._holds = 0
+        self._answers_until = 0.0
+
+    # from any thread
+
+    def submit(self, read: NixlRead) -> None:
+        self._arrivals.put(read)
+
+    def holding(self, count: int) -> None:
+        self._holds = count
+        self._answers_until = time.monotonic() + LINGER_S
+        self._arrivals.put(None)
+
+    def forget(self, remote: Remote) -> None:
+        self._arrivals.put(remote)
+
+    # the thread
+
+    def run(self) -> None:
+        try:
+            self._agent = self._opened()
+        except TransportMissing as exc:
+            logger.warning("%s: %s", self.name, exc.message)
+            return
+        self.ready = True
+        logger.info("%s: ready", self.name)
+        try:
+            self._serve()
+        except BaseException:
+            # Reads would wait for ever. The peer starts another worker.
+            logger.exception("nixl: its thread failed, the bulk worker ends")
+            os._exit(1)
+
+    def _serve(self) -> None:
+        spins = 0
+        while True:
+            moved = self._take(self._patience(spins))
+            for read in list(self._reads):
+                moved |= self._advance(read)
+            spins = 0 if moved else spins + 1
+            if self._is_answering() or (self._reads and not moved):
+                self._agent.get_new_notifs()  # nobody sends any; this makes UCX go on
+
+    def _patience(self, spins: int) -> float:
+        if self._reads:
+            return 0 if spins < SPINS else BUSY_S
+        if self._holds:
+            return HELD_S
+        return AFTERWARDS_S if self._is_answering() else IDLE_S
+
+    def _is_answering(self) -> bool:
+        """Whether readers may need this side to go on."""
+        return bool(self._holds) or time.monotonic() < self._answers_until
+
+    def _take(self, patience_s: float) -> bool:
+        try:
+            arrived = self._arrivals.get(timeout=patience_s) if patience_s else self._at_once()
+        except queue.Empty:
+            return False
+        if isinstance(arrived, NixlRead):
+            self._reads.append(arrived)
+        elif isinstance(arrived, Remote):
+            for generation in list(self._known.get(arrived.owner, ())):
+                self._unload(arrived.owner, generation)
+        return True
+
+    def _at_once(self) -> NixlRead | Remote | None:
+        return self._arrivals.get_nowait()
+
+    def _advance(self, read: NixlRead) -> bool:
+        """Posts or polls one piece. Whether anything happened."""
+        try:
+            read.check()
+            if read.handle is not None:
+                return self._poll(read, self._agent.check_xfer_state(read.handle))
+            if read.error is None and read.pieces:
+                return self._post(read)
+        except DataplaneError as exc:
+            read.error = exc
+        except Exception as exc:
+            read.error = self._failed(read, repr(exc))
+        if read.handle is None:
+            self._reads.remove(read)
+            read.done.set()
+        return True
+
+    def _post(self, read: NixlRead) -> bool:
+        local, remote = read.pieces.popleft()
+        name = self._loaded(read)
+        sides = (local, self._memory), (remote, read.memory)
+        descriptors = (self._agent.get_xfer_descs(*side) for side in sides)
+        read.handle = self._agent.initialize_xfer("READ", *descriptors, name, b"", [BACKEND])
+        return self._poll(read, self._agent.transfer(read.handle))
+
+    def _poll(self, read: NixlRead, state: str) -> bool:
+        if state == "PROC":
+            return False
+        handle, read.handle = read.handle, None
+        handle.release()
+        if state != "DONE" and read.error is None:
+            read.error = self._failed(read, "the engine reports an error")
+        if read.error is not None or not read.pieces:
+            self._reads.remove(read)
+            read.done.set()
+        return True
+
+    def _failed(self, read: NixlRead, why: str) -> DataplaneError:
+        owner = read.request.remote.owner
+        self._unload(owner, read.generation)
+        logger.warning("nixl: a read from peer %r failed: %s", owner.peer, why)
+        return TransferFailed(
+            f"the transfer from peer {owner.peer!r} over nixl broke off: {why}; it may be retried",
+            peer=owner.peer,
+        )
+
+    def _loaded(self, read: NixlRead) -> str:
+        """The remote agent of this generation; the oldest of too many is let go."""
+        remote, generation = read.request.remote, read.generation
+        known = self._known.setdefault(remote.owner, OrderedDict())
+        if generation not in known:
+            while len(known) > SPARE_LIVES:
+                self._unload(remote.owner, next(iter(known)))
+            known[generation] = self._load(remote, read.metadata)
+        known.move_to_end(generation)
+        return known[generation]
+
+    def _load(self, remote: Remote, metadata: bytes) -> str:
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as exc:
+            raise Unavailable(
+                f"nixl does not reach peer {remote.owner.peer!r}: {exc!r}; its UCX may share no "
+                "network with this host's",
+                peer=remote.owner.peer,
+            ) from exc
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def _unload(self, owner: Owner, generation: int) -> None:
+        known = self._known.get(owner, OrderedDict())
+        loaded = known.pop(generation, None)
+        if not known:
+            self._known.pop(owner, None)
+        if loaded is not None:
+            try:
+                self._agent.remove_remote_agent(loaded)
+            except Exception as exc:
+                logger.debug("nixl: %s could not be let go: %r", loaded, exc)

@@ -1,8 +1,8 @@
-"""The seam that every way of moving bytes between hosts implements; `tcp` is the one always there.
+"""The seam that every engine implements which moves bytes between hosts; TCP needs none of it.
 
 A transport runs inside a bulk worker, a child process of the peer that maps the peer's arena. It
 registers the arena once and moves bytes between registered regions. It never decides what may be
-read: pins, tickets and the confirmation (`holding`, `holds`) lie above it. Another engine is one
+read: pins, tickets and the confirmation (`reader`, `owner`) lie above it. Another engine is one
 file with a subclass of `Transport`, named in the entry point group `dataplane.transports`.
 """
 
@@ -81,30 +81,15 @@ class RegionKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """`host:port` of a bulk worker. fingerprint: of its certificate; "": it speaks no TLS."""
-
-    address: str
-    fingerprint: str = ""
-
-    def __str__(self) -> str:
-        return self.address
-
-
-@dataclass(frozen=True, slots=True)
 class Remote:
-    """A peer in one life of its process, and where its bulk workers listen.
+    """A peer in one life of its process, and `host:port` where its bulk worker listens.
 
-    fingerprint: SHA-256 in hex of the certificate that they show; "": they speak no TLS.
+    fingerprint: SHA-256 in hex of the certificate that it shows; "": it speaks no TLS.
     """
 
     owner: Owner
-    addresses: tuple[str, ...]
+    address: str
     fingerprint: str = ""
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        return tuple(Endpoint(address, self.fingerprint) for address in self.addresses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,8 +113,8 @@ class Held:
 class ReadRequest:
     """COPY records to bring from `remote` into the local region before `deadline` (monotonic).
 
-    `cancelled` is set before `Transport.cancel` is called, which may be before `read` began.
-    check: as `Held.check`, for whoever waits before anything is held.
+    `cancelled` may be set before `read` began. check: as `Held.check`, for whoever waits before
+    anything is held.
     """
 
     job: int
@@ -193,8 +178,8 @@ class PinDesk(Protocol):
 class Transport(ABC):
     """Moves bytes between registered regions. `read` and `send` come from several threads at once.
 
-    Made as `cls(owner)` with the peer that it works for (`tcp` apart). TransportMissing where
-    something that it needs is not installed or does not work here: the message says what.
+    Made as `cls(owner)` with the peer that it works for. TransportMissing where something that it
+    needs is not installed or does not work here: the message says what. It ends with its process.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -207,20 +192,17 @@ class Transport(ABC):
         """Makes the region readable for others and the destination of `read`. Called once."""
 
     @abstractmethod
-    def read(self, request: ReadRequest) -> Mask | None:
+    def read(self, request: ReadRequest) -> None:
         """Blocks until every copy is in place; copies lie inside the region, none is empty.
 
         When it returns or raises, nothing of this request writes into the region any more. Where
-        that cannot be had it does not return: the peer then ends the worker. A mask marks copies
-        whose ranges are gone (only where its own request pins them at the owner, as tcp does).
-        Raises TransferFailed, Unavailable, DeadlineExceeded, or what the owner refused with.
+        that cannot be had it does not return: the peer then ends the worker. Whoever waits looks at
+        `Held.check`. Raises TransferFailed, Unavailable, DeadlineExceeded.
         """
 
-    def turn(
-        self, request: ReadRequest, endpoint: Endpoint, own: RegionKey
-    ) -> AbstractContextManager[bytes]:
-        """Around one two-sided transfer, from before its ranges are held at that worker of the
-        owner until that one has confirmed it. Gives the card that the owner will send by.
+    def turn(self, request: ReadRequest, own: RegionKey) -> AbstractContextManager[bytes]:
+        """Around one two-sided transfer, from before its ranges are held at the owner until that
+        one has confirmed it. Gives the card that the owner will send by.
 
         An engine that cannot tell transfers apart lets them through one by one. `read` is called
         inside, in the same thread, or not at all.
@@ -234,13 +216,6 @@ class Transport(ABC):
     def holding(self, count: int) -> None:  # noqa: B027
         """So many reads of this worker's region are under way; for engines that must poll then."""
 
-    def cancel(self, job: int) -> None:  # noqa: B027
-        """Makes the `read` of this job raise soon. Not needed where it looks at `Held.check`."""
-
     @abstractmethod
     def forget(self, remote: Remote) -> None:
         """Drops what is kept for a peer that is gone: connections, keys, descriptors."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stops serving and wakes every call that waits."""

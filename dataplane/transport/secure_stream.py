@@ -3,7 +3,7 @@
 The owner shows a certificate that nobody vouches for. The reader knows its digest beforehand, and
 says not a word to whoever shows another one; it proves itself by the join, as without TLS. OpenSSL
 takes bytes straight out of the arena and puts them straight into it, except for small ranges, which
-go through a `Staging`.
+are gathered first.
 """
 
 from __future__ import annotations
@@ -11,21 +11,33 @@ from __future__ import annotations
 import ctypes
 import functools
 import hmac
+import mmap
 import os
 import socket
 import ssl
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from dataplane.errors import ProtocolError, TicketRefused
-from dataplane.transport.identity import fingerprint_of
 from dataplane.transport.seam import Records
-from dataplane.transport.staging import Staging, runs
-from dataplane.transport.stream import BulkStream, Expired
+from dataplane.transport.stream import IOV_MAX, BulkStream, Expired, advance
+from dataplane.transport.tickets import fingerprint_of
 
 SEND_BYTES = 256 << 10
 """In one call, so that the deadline is looked at in between."""
+RUN_BYTES = 256 << 10
+"""Small ranges are gathered up to this."""
+DIRECT_BYTES = 64 << 10
+"""A range this long is worth calls of its own: several TLS records."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.pwritev, _libc.preadv):
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    _call.restype = ctypes.c_ssize_t
 
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -47,7 +59,6 @@ class SecureStream(BulkStream):
         )
         self._sock = self._tls
         self._fingerprint = fingerprint
-        self._staging: Staging | None = None
 
     def handshake(self, deadline: float) -> None:
         """TicketRefused when the owner shows another certificate; ProtocolError for a reader that
@@ -75,30 +86,30 @@ class SecureStream(BulkStream):
     def readable(self, timeout_s: float) -> bool:
         return self._tls.pending() > 0 or super().readable(timeout_s)
 
-    def close(self) -> None:
-        super().close()
-        self._unstage()
-
-    def reset(self) -> None:
-        super().reset()
-        self._unstage()
-
     def send_from(self, vectors: Records, deadline: float) -> None:
         begun = False
-        for run in runs(vectors):
-            data = _memory(run) if len(run) == 1 else self._staged().gather(run)
+        for run in _runs(vectors):
+            data = _memory(run) if len(run) == 1 else self._gathered(run)
             self._send(data, deadline, begun)
             begun = True
 
     def receive_into(self, vectors: Records, deadline: float) -> None:
         begun = False
-        for run in runs(vectors):
-            if len(run) == 1:
-                self._fill(_memory(run), deadline, begun)
-            else:
-                self._fill(self._staged().room(run), deadline, begun)
-                self._staged().scatter(run)
+        for run in _runs(vectors):
+            room = _memory(run) if len(run) == 1 else self._staging.view[: int(run["length"].sum())]
+            self._fill(room, deadline, begun)
             begun = True
+            if len(run) > 1:
+                self._staging.move(_libc.preadv, run)
+
+    def _gathered(self, run: Records) -> memoryview:
+        nbytes = int(run["length"].sum())
+        self._staging.move(_libc.pwritev, run)
+        return self._staging.view[:nbytes]
+
+    @functools.cached_property
+    def _staging(self) -> _Staging:
+        return _Staging()
 
     def _shut(self, how: int) -> None:
         # Not SSLSocket's own: that first forgets TLS, and another thread would go on in the clear.
@@ -131,15 +142,6 @@ class SecureStream(BulkStream):
             yield
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as exc:
             raise ConnectionResetError(f"the connection ended: {exc}") from exc
-
-    def _staged(self) -> Staging:
-        self._staging = self._staging or Staging()
-        return self._staging
-
-    def _unstage(self) -> None:
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.close()
 
 
 def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
@@ -180,3 +182,40 @@ def _memory(run: Records) -> memoryview:
     """What the one vector of a run points at."""
     view: memoryview = _view_of(int(run["base"][0]), int(run["length"][0]), _WRITABLE)
     return view
+
+
+class _Staging:
+    """RUN_BYTES of memory that are a file as well: one pwritev gathers a thousand ranges there, one
+    preadv scatters them, without a Python call for each."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("bulk-staging", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, RUN_BYTES)
+        self.view = memoryview(mmap.mmap(self._fd, RUN_BYTES))
+
+    def move(self, call: Callable[..., int], vectors: Records) -> None:
+        """Copies from or to where the vectors point, and uses them up."""
+        at = 0
+        while len(vectors):
+            moved = call(self._fd, vectors.ctypes.data, min(len(vectors), IOV_MAX), at)
+            if moved <= 0:
+                code = ctypes.get_errno()
+                raise OSError(code, f"ranges could not be staged: {os.strerror(code)}")
+            at += moved
+            vectors = advance(vectors, moved)
+
+
+def _runs(vectors: Records) -> Iterator[Records]:
+    """The vectors in order: each large one alone, small ones in groups that fit into a staging."""
+    ends = np.cumsum(vectors["length"])
+    large = vectors["length"] >= DIRECT_BYTES
+    begin = done = 0
+    while begin < len(vectors):
+        end = begin + 1
+        if not large[begin]:
+            fitting = int(np.searchsorted(ends, np.uint64(done + RUN_BYTES), side="right"))
+            alone = large[begin:fitting].nonzero()[0]
+            end = begin + int(alone[0]) if len(alone) else fitting
+        yield vectors[begin:end]
+        begin, done = end, int(ends[end - 1])

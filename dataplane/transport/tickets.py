@@ -1,4 +1,5 @@
-"""Proofs in bulk transfer: that both sides are of the plane, and what a read may read.
+"""Proofs in bulk transfer: that both sides are of the plane, what a read may read, who shows which
+certificate.
 
 A connection begins with a proof of each side: an HMAC of its role and of both sides' challenges.
 A ticket then names the owner in one life of its process, binds the pieces by digest and the
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -103,3 +106,50 @@ def _mac(
 ) -> bytes:
     signed = msgspec.msgpack.encode((_CONTEXT, peer, incarnation, expiry_ms, nonce, digest))
     return hmac.digest(key, signed, "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a peer's bulk workers show to whoever connects with TLS: a key and a certificate.
+
+    Made anew by each life of a peer, never written to a disk, and vouched for by nobody: readers
+    know the certificate's digest from the control channel, which is authenticated.
+    pem: private key and certificate. fingerprint: SHA-256 of the certificate's DER, in hex.
+    """
+
+    pem: bytes = field(repr=False)
+    fingerprint: str
+
+
+def new_identity() -> Identity:
+    """A fresh P-256 key and a certificate that it signed itself. ImportError without `[tls]`."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dataplane bulk worker")])
+    # Nobody looks at the dates: it lasts as long as the process, whatever the clocks say.
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
+        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
+        .sign(key, hashes.SHA256())
+    )
+    private: bytes = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    public: bytes = certificate.public_bytes(serialization.Encoding.PEM)
+    der: bytes = certificate.public_bytes(serialization.Encoding.DER)
+    return Identity(private + public, fingerprint_of(der))
+
+
+def fingerprint_of(der: bytes) -> str:
+    """SHA-256 of a certificate, in hex."""
+    return hashlib.sha256(der).hexdigest()

@@ -1,21 +1,32 @@
 """UCX as a transport: one-sided reads of registered arenas, through ucxx (or ucx-py's `ucp`).
 
 Runs in a bulk worker. One thread makes all of UCX's calls, in its blocking progress mode; the
-threads that read wait for it. A read has an end point of its own while it lasts: closed by force,
-it stops at once and surely, whether the owner is stopped, dead or well. Worker addresses and keys
-travel in the region's card, over our own authenticated connections.
+threads that read wait for it. A read is cut into pieces, so that a small one never waits for a
+large one to end, and has an end point of its own while it lasts: closed by force, it stops at once
+and surely, whether the owner is stopped, dead or well; one that ended well is kept for the next.
+Worker addresses and keys travel in the region's card, over our own authenticated connections.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
 import secrets
-from typing import Any
+import select
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from dataplane.errors import ProtocolError, TransportMissing
-from dataplane.transport.libucp import UcpWorker
+from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
+from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
+from dataplane.transport.libucp import PENDING, UcpLine, UcpWorker, settle
+from dataplane.transport.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
     Held,
@@ -25,33 +36,41 @@ from dataplane.transport.seam import (
     Remote,
     Transport,
 )
-from dataplane.transport.stretches import OpenRegion, Stretch, Stretches
-from dataplane.transport.ucx_reads import Fetch, Target, UcxReads
-from dataplane.transport.ucx_settings import settle
 from dataplane.wire.tables import Owner
 
 CHECK_S = 0.1
 START_S = 20.0
 
 
+PIECE_BYTES = 256 << 10
+"""The longest single get; a copy of this size stays in cache, and asking for one takes 4 us."""
+WINDOW = 64
+"""Gets of one read that are under way at once."""
+WINDOW_BYTES = 16 << 20
+MEMORY_WINDOW_BYTES = 1 << 20
+"""Under way through shared memory in all. Its queue, one a worker, holds 2 MiB, and an owner that
+finds it full spins: with 2 MiB under way reads were four times slower on busy cores."""
+TURNS = 4
+"""Steps of progress before reads are looked at again. One moves some 128 KiB through shared memory:
+after many of them all that was asked for is here, and nothing is on its way."""
+OWNERS_TURNS = 64
+"""The same while this worker reads nothing itself: others wait for every step."""
+IDLE_LINES = 8
+"""End points kept per owner: as many as reads of it may run at once."""
+NAPS_MS = (1000, 50)
+"""The longest sleeps, without and with reads under way, should an event be missed."""
+
+logger = logging.getLogger(__name__)
+
+Column = npt.NDArray[np.uint64]
+
+
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """What a reader needs of an owner's region. base: the arena's address in the owner's worker;
-    of device memory `stretches` and their `keys` have all."""
+    """What a reader needs of an owner's region. keys: the remote key of each stretch."""
 
     worker: bytes
-    key: bytes
-    base: int
-    nbytes: int
-    stretches: list[Stretch] = []
-    keys: list[bytes] = []
-
-    def region(self) -> tuple[Stretches, list[bytes]]:
-        """Its stretches, and the remote key of each."""
-        if not self.stretches:
-            return Stretches([Stretch(0, self.base, self.nbytes)]), [self.key]
-        if len(self.keys) != len(self.stretches):
-            raise ProtocolError("an owner's card has not one key for each device arena")
-        return Stretches(self.stretches), self.keys
+    stretches: list[Stretch]
+    keys: list[bytes]
 
 
 class UcxTransport(Transport):
@@ -66,7 +85,7 @@ class UcxTransport(Transport):
 
     def register(self, region: Region) -> RegionKey:
         self._own = OpenRegion(region)
-        self._reads = UcxReads(lambda: self._opened(region))
+        self._reads = UcxReads(self._opened)
         self._reads.start()
         if not self._reads.opened.wait(START_S):
             raise TransportMissing(f"UCX did not start within {START_S:g} s")
@@ -93,38 +112,27 @@ class UcxTransport(Transport):
                 fetch.done.wait()  # nothing is written any more
             raise
 
-    def cancel(self, job: int) -> None:
-        """`read` sees it within CHECK_S."""
-
     def forget(self, remote: Remote) -> None:
         self._reads.forget(remote.owner)
 
-    def close(self) -> None:
-        self._reads.close()
-
-    def _opened(self, region: Region) -> UcpWorker:
+    def _opened(self) -> UcpWorker:
         """In the thread that will use it."""
-        context = self._binding.UCXContext({}, feature_flags=self._features())
+        features = self._binding.Feature.RMA, self._binding.Feature.WAKEUP
+        context = self._binding.UCXContext({}, feature_flags=features)
         worker = self._binding.UCXWorker(context)
         ucp = UcpWorker(int(context.handle), int(worker.handle))
         self._alive = context, worker  # for as long as there is anything of them
         self._own.bind()
         own = self._own.stretches.all
         keys = [ucp.register(one.address, one.nbytes, self._own.on_gpu) for one in own]
-        card = Card(ucp.address(), keys[0], region.address, region.nbytes)
-        if region.pools:
-            card = Card(ucp.address(), b"", 0, 0, list(own), keys)
+        card = Card(ucp.address(), list(own), keys)
         self._card = msgspec.msgpack.encode(card)
         return ucp
-
-    def _features(self) -> tuple[Any, ...]:
-        feature = self._binding.Feature
-        return feature.RMA, feature.WAKEUP
 
     def _fetches(self, request: ReadRequest, held: Held) -> list[Fetch]:
         """One for the copies between each two stretches, of which an arena has one."""
         card = _card(held.key.card)
-        theirs, keys = card.region()
+        theirs, keys = Stretches(card.stretches), card.keys
         copies, own = request.copies, self._own.stretches
         sources = theirs.descriptors(held.sources, copies["nbytes"])[:, 0]
         dests = own.descriptors(copies["dest"], copies["nbytes"])[:, 0]
@@ -144,9 +152,12 @@ class UcxTransport(Transport):
 
 def _card(raw: bytes) -> Card:
     try:
-        return msgspec.msgpack.decode(raw, type=Card)
+        card = msgspec.msgpack.decode(raw, type=Card)
     except msgspec.MsgspecError as exc:
         raise ProtocolError(f"not the card of a region of ucx: {exc}") from exc
+    if len(card.keys) != len(card.stretches):
+        raise ProtocolError("an owner's card has not one key for each stretch of its region")
+    return card
 
 
 def _binding() -> Any:
@@ -165,3 +176,241 @@ def _binding() -> Any:
         raise TransportMissing(
             f"neither ucxx nor ucp can be imported ({reasons}; ucp: {exc})"
         ) from exc
+
+
+class Target(NamedTuple):
+    """generation: of the owner's region. worker, key: its UCX worker's address, the remote key of
+    the stretch that is read. into: the number of the stretch here."""
+
+    generation: int
+    worker: bytes
+    key: bytes
+    into: int = 0
+
+
+class Fetch:
+    """One read. `done` is set when it has ended, `error` says how; then nothing writes any more."""
+
+    def __init__(
+        self, owner: Owner, target: Target, dests: Column, sources: Column, sizes: Column
+    ) -> None:
+        self.owner = owner
+        self.target = target
+        self.done = threading.Event()
+        self.error: DataplaneError | None = None
+        self.large = int(sizes.sum()) > SMALL_LANE_BYTES
+        pieces = _pieces(dests, sources, sizes)
+        self.left = deque(zip(*(column.tolist() for column in pieces), strict=True))
+        self.under_way: deque[tuple[int, int]] = deque()
+        self.bytes_under_way = 0
+        self.line: UcpLine | None = None
+        self.in_memory = False
+
+    @property
+    def follows(self) -> bool:
+        """Through shared memory large reads of one owner follow each other: side by side they gain
+        nothing, and took a third longer. Small ones wait for none, nor for a slow owner."""
+        return self.in_memory and self.large and bool(self.left)
+
+
+class UcxReads(threading.Thread):
+    """The thread that makes all of UCX's calls: it reads what others submit. A failure in it ends
+    the bulk worker: nobody else could say what UCX still writes.
+
+    open_worker: called in this thread; what it raises is in `failure` when `opened` is set."""
+
+    def __init__(self, open_worker: Callable[[], UcpWorker]) -> None:
+        super().__init__(name="ucx", daemon=True)
+        self._open_worker = open_worker
+        self.opened = threading.Event()
+        self.failure: BaseException | None = None
+        self._asked: queue.SimpleQueue[Callable[[UcpWorker], None]] = queue.SimpleQueue()
+        self._live: list[Fetch] = []
+        self._moving: list[Fetch] = []
+        """of them those whose turn it is"""
+        self._memory_bytes = 0
+        """under way through shared memory"""
+        self._idle: defaultdict[Owner, list[tuple[Target, UcpLine]]] = defaultdict(list)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # from any thread
+
+    def submit(self, fetch: Fetch) -> None:
+        self._ask(lambda ucp: self._begin(ucp, fetch))
+
+    def stop(self, fetch: Fetch) -> None:
+        """It ends soon, with an error unless it has ended."""
+        self._ask(lambda ucp: self._stop(ucp, fetch))
+
+    def forget(self, owner: Owner) -> None:
+        """Closes what is kept for an owner."""
+        self._ask(lambda _: self._forget(owner))
+
+    def _ask(self, what: Callable[[UcpWorker], None]) -> None:
+        self._asked.put(what)
+        os.eventfd_write(self._wake, 1)
+
+    # the thread
+
+    def run(self) -> None:
+        try:
+            ucp = self._open_worker()
+        except BaseException as exc:
+            self.failure = exc
+            self.opened.set()
+            return
+        self.opened.set()
+        try:
+            self._serve(ucp)
+        except BaseException:
+            logger.exception("ucx: the worker cannot go on")
+            os._exit(1)
+
+    def _serve(self, ucp: UcpWorker) -> None:
+        """Runs thousands of times a GB: what Python does here counts as much as UCX's copies."""
+        poll = select.poll()
+        poll.register(ucp.event_fd, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            while not self._asked.empty():
+                self._asked.get_nowait()(ucp)  # nobody else takes any
+            moved = False
+            for fetch in self._moving:
+                moved |= self._advance(ucp, fetch)
+            turns = TURNS if self._live else OWNERS_TURNS
+            while turns and ucp.progress():
+                turns -= 1
+                moved = True
+            if not moved and self._asked.empty() and ucp.arm():
+                self._sleep(poll)
+
+    def _sleep(self, poll: select.poll) -> None:
+        for fd, _ in poll.poll(NAPS_MS[bool(self._live)]):
+            if fd == self._wake:
+                os.eventfd_read(fd)
+
+    def _begin(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        self._live.append(fetch)
+        try:
+            fetch.line = self._line(ucp, fetch)
+        except DataplaneError as exc:
+            self._end(ucp, fetch, exc)
+            return
+        fetch.in_memory = fetch.line.in_memory
+        self._take_turns()
+
+    def _stop(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        if fetch in self._live:
+            self._end(ucp, fetch, TransferFailed("the read was stopped"))
+
+    def _forget(self, owner: Owner) -> None:
+        for _, line in self._idle.pop(owner, []):
+            line.close()
+
+    def _take_turns(self) -> None:
+        moving, led = [], set()
+        for fetch in self._live:
+            if not fetch.follows or fetch.owner not in led:
+                moving.append(fetch)
+            if fetch.follows:
+                led.add(fetch.owner)
+        self._moving = moving
+
+    def _advance(self, ucp: UcpWorker, fetch: Fetch) -> bool:
+        """Whether anything of it has come."""
+        try:
+            came = bool(fetch.under_way) and self._reap(ucp, fetch)
+            if fetch.left and (came or not fetch.under_way):
+                self._post(fetch)
+        except DataplaneError as exc:
+            self._end(ucp, fetch, exc)
+            return True
+        if not fetch.left and not fetch.under_way:
+            self._end(ucp, fetch, None)
+            return True
+        return came
+
+    def _reap(self, ucp: UcpWorker, fetch: Fetch) -> bool:
+        under_way, came = fetch.under_way, 0
+        while under_way and (status := ucp.status(under_way[0][0])) != PENDING:
+            came += under_way.popleft()[1]
+            if status:
+                raise TransferFailed(
+                    f"a read from peer {fetch.owner.peer!r} broke off: {ucp.text(status)}; it may "
+                    "be retried",
+                    status=status,
+                )
+        if came:
+            self._count(fetch, -came)
+        return came > 0
+
+    def _post(self, fetch: Fetch) -> None:
+        """A read may always have one get under way, whatever others have."""
+        assert fetch.line is not None
+        left, under_way, get, asked = fetch.left, fetch.under_way, fetch.line.get, 0
+        room = WINDOW_BYTES - fetch.bytes_under_way
+        if fetch.in_memory:
+            room = MEMORY_WINDOW_BYTES - self._memory_bytes
+        while left and len(under_way) < WINDOW and (room > asked or not under_way):
+            dest, source, nbytes = left.popleft()
+            if request := get(dest, nbytes, source):
+                under_way.append((request, nbytes))
+                asked += nbytes
+        self._count(fetch, asked)
+        if not left:
+            self._take_turns()
+
+    def _count(self, fetch: Fetch, nbytes: int) -> None:
+        fetch.bytes_under_way += nbytes
+        if fetch.in_memory:
+            self._memory_bytes += nbytes
+
+    def _line(self, ucp: UcpWorker, fetch: Fetch) -> UcpLine:
+        """One kept for these stretches; those for earlier lives of the owner's worker, and others
+        that were used later, are closed."""
+        target = fetch.target
+        kept = self._idle[fetch.owner]
+        while kept:
+            of, line = kept.pop()
+            if of == target:
+                return line
+            line.close()
+        line = ucp.connect(target.worker, target.key, target.into)
+        logger.info("ucx: peer %r is read over %s", fetch.owner.peer, ", ".join(line.lanes))
+        return line
+
+    def _end(self, ucp: UcpWorker, fetch: Fetch, error: DataplaneError | None) -> None:
+        """Nothing of it writes afterwards."""
+        self._live.remove(fetch)
+        self._count(fetch, -fetch.bytes_under_way)
+        line, fetch.line, fetch.error = fetch.line, None, error
+        if line is not None:
+            kept = self._idle[fetch.owner]
+            if error is None and len(kept) < IDLE_LINES:
+                kept.append((fetch.target, line))
+            else:
+                line.close()
+                self._drain(ucp, fetch)
+        self._take_turns()
+        fetch.done.set()
+
+    def _drain(self, ucp: UcpWorker, fetch: Fetch) -> None:
+        """Requests of a closed end point end with the next steps, whoever is at its other end."""
+        while fetch.under_way:
+            ucp.progress()
+            if ucp.status(fetch.under_way[0][0]) != PENDING:
+                fetch.under_way.popleft()
+
+
+def _pieces(dests: Column, sources: Column, sizes: Column) -> tuple[Column, Column, Column]:
+    """Neighbours on both sides joined, then cut to PIECE_BYTES."""
+    apart = (sources[1:] != sources[:-1] + sizes[:-1]) | (dests[1:] != dests[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    sizes = np.add.reduceat(sizes, first)
+    dests, sources = dests[first], sources[first]
+    limit = np.uint64(PIECE_BYTES)
+    count = ((sizes + limit - np.uint64(1)) // limit).astype(np.int64)
+    of = np.repeat(np.arange(len(sizes)), count)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    offset = nth.astype(np.uint64) * limit
+    return dests[of] + offset, sources[of] + offset, np.minimum(sizes[of] - offset, limit)

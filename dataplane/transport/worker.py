@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 
@@ -49,8 +49,8 @@ from dataplane.transport.bulk_frames import (
     decode_to_worker,
     encode,
 )
-from dataplane.transport.holding import HeldReads
-from dataplane.transport.holds import Holds
+from dataplane.transport.owner import Holds, RangeServer
+from dataplane.transport.reader import HeldReads, Reads, TcpReads
 from dataplane.transport.registry import TCP, load
 from dataplane.transport.seam import (
     Mask,
@@ -61,7 +61,8 @@ from dataplane.transport.seam import (
     Region,
     Remote,
 )
-from dataplane.transport.tcp import TcpTransport
+from dataplane.transport.secure_stream import door
+from dataplane.transport.stream import BulkStream
 from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.records import EXTENT, column
 
@@ -130,16 +131,6 @@ class PeerDesk:
             waiting.put(answer)
 
 
-class Reads(Protocol):
-    """What the worker needs of each engine: TCP itself, or another one with holds."""
-
-    def read(self, request: ReadRequest) -> Mask | None: ...
-
-    def cancel(self, job: int) -> None: ...
-
-    def forget(self, remote: Remote) -> None: ...
-
-
 class Worker:
     """Takes operations until the peer is gone."""
 
@@ -203,15 +194,12 @@ class Worker:
 
 
 def _remote(frame: Read | Forget) -> Remote:
-    return Remote(frame.owner, tuple(frame.addresses), frame.fingerprint)
+    return Remote(frame.owner, frame.address, frame.fingerprint)
 
 
-def _finished(request: ReadRequest, gone: Mask | None, seconds: float) -> Finished:
-    nbytes = request.copies["nbytes"]
-    if gone is None or not gone.any():
-        return Finished(request.job, b"", int(nbytes.sum()), seconds)
-    mask = gone.astype(np.uint8).tobytes()
-    return Finished(request.job, mask, int(nbytes[~gone].sum()), seconds)
+def _finished(request: ReadRequest, gone: Mask, seconds: float) -> Finished:
+    nbytes = int(request.copies["nbytes"][~gone].sum())
+    return Finished(request.job, gone.tobytes() if gone.any() else b"", nbytes, seconds)
 
 
 def check_destinations(region: Region, copies: Records) -> None:
@@ -232,22 +220,19 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     # held here: the region is its address
     arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
     region, desk = _region(first, arena, arena_fd, arena_bytes), PeerDesk(control)
-    tcp = TcpTransport(socket.socket(fileno=listen_fd), first.owner, first.key, desk, first.tls)
-    tcp.register(region if not region.pools else NOTHING)
-    reads: dict[str, Reads] = {TCP: tcp}
+    by_tcp = region if arena is not None else NOTHING
+    reads: dict[str, Reads] = {TCP: TcpReads(by_tcp, first.key, tls_only=bool(first.tls))}
     holds: dict[str, Holds] = {}
     missing: dict[str, str] = {}
-    for name in (first.transport, *first.beside):
-        missing[name] = ""
+    for name in first.transports:
         try:
-            if name != TCP:
-                reads[name], holds[name] = _engine(name, first, region, desk)
+            reads[name], holds[name] = _engine(name, first, region, desk)
         except TransportMissing as exc:
             missing[name] = exc.message
-    tcp.serve(holds)
-    runs = first.transport if first.transport in holds else TCP
-    beside = {name: missing[name] for name in first.beside}
-    control.send(Ready(os.getpid(), runs, missing[first.transport], beside))
+    listener = socket.socket(fileno=listen_fd)
+    stream_of = door(first.tls) if first.tls else BulkStream
+    RangeServer(listener, first.owner, first.key, by_tcp, desk, holds, stream_of).start()
+    control.send(Ready(os.getpid(), missing))
     Worker(control, region, desk, reads).serve()
 
 

@@ -52,9 +52,9 @@ from dataplane.wire.tables import Definition, Laid, Owner, RosterTable, Table, W
 class PeerHello(Body, tag=100):
     """Both directions: who one is. Anything that must be equal is compared before anything else.
 
-    epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of each bulk
-    worker. bulk_fingerprint: SHA-256 in hex of the certificate that they show; "": they speak no
-    TLS. device_bulk: as `bulk`, of the workers that move device memory within a host."""
+    epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of the bulk
+    worker; "": there is none. bulk_fingerprint: SHA-256 in hex of the certificate that it shows;
+    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory."""
 
     versions: tuple[int, int]
     plane: str
@@ -63,10 +63,10 @@ class PeerHello(Body, tag=100):
     address: str
     epoch: tuple[int, int]
     shards: int
-    bulk: list[str]
+    bulk: str
     max_frame_bytes: int = MAX_FRAME_BYTES
     bulk_fingerprint: str = ""
-    device_bulk: list[str] = []
+    device_bulk: str = ""
 
 
 class Withdraw(Body, tag=112):

@@ -50,7 +50,7 @@ async def measure(name: str, rounds: int) -> None:
             owner, reader = await start("owner", ARENA_BYTES), await start("reader", ARENA_BYTES)
             owner.fill()
             reader.bytes[:] = 0
-            pids = {"loop": loop.pids, "read": (*owner.engine.pids, *reader.engine.pids)}
+            pids = {"loop": loop.pids, "read": (owner.pid, reader.pid)}
             for shape in SHAPES:
                 taken: dict[str, list[float]] = {"loop": [], "read": []}
                 await read(reader, owner, shape)

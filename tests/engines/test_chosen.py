@@ -32,10 +32,9 @@ async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: 
         a, b = await start("a", 8 * MIB), await start("b", 8 * MIB)
         await b.read(a, a.place(np.array([0]), np.array([8 * MIB])))
         for host in (a, b):
-            (pid,) = host.engine.pids
-            inet = psutil.Process(pid).net_connections(kind="inet")
+            inet = psutil.Process(host.pid).net_connections(kind="inet")
             doors = {f"{c.laddr.ip}:{c.laddr.port}" for c in inet if c.status == psutil.CONN_LISTEN}
-            assert doors == set(host.engine.address)
+            assert doors == {host.engine.address}
             assert not [c for c in inet if c.status == psutil.CONN_NONE], "a datagram socket"
 
 

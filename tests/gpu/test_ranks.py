@@ -10,7 +10,7 @@ import pytest
 import dataplane
 from dataplane.errors import TransportMissing
 from dataplane.memory.device_cuda import CudaDevice
-from dataplane.transport.nccl_gpu import NcclRanks
+from dataplane.transport.communicators import NcclRanks
 from tests.end_to_end.conftest import PLANE, Cluster
 from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
 

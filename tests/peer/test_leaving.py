@@ -40,7 +40,7 @@ class Plane:
         self.host.now = lambda: self.now
         self.host.progress = SimpleNamespace(settled=self._done)
         mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0))
-        self.others = mesh.others = Acquaintances(self.host, lambda: ([], "", []))
+        self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
         for owner in (HEIR, DEAD):
             self.meet(owner)
         door: Any = SimpleNamespace(close=self._done, under_way=0)

@@ -21,11 +21,12 @@ from dataplane.client.session import handshake
 from dataplane.testing import hosts
 from dataplane.transport import connections
 from dataplane.transport.connections import Connections
-from dataplane.transport.seam import Endpoint
+from dataplane.transport.seam import Remote
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.tickets import plane_key, proof
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello
+from dataplane.wire.tables import Owner
 from tests.client.conftest import peer
 from tests.client.scripted_peer import ScriptedPeer
 
@@ -71,7 +72,7 @@ def test_a_client_and_a_peer_without_a_common_version_part(
 # what bulk workers settle on
 
 
-class Owner:
+class OwnersPort:
     """An owner's port that greets with these versions, and tells what joins."""
 
     def __init__(self, versions: tuple[int, int]) -> None:
@@ -125,10 +126,10 @@ class Transfer:
 
 def joins(versions: tuple[int, int]) -> tuple[int, list[Any]]:
     """The version of a connection to such an owner, and the `Join` that it was sent."""
-    owner, pool = Owner(versions), Connections(KEY)
+    owner, pool = OwnersPort(versions), Connections(KEY)
     try:
         connection = pool.borrow(
-            Endpoint(owner.address), "small", time.monotonic() + 20, Transfer()
+            Remote(Owner("a", 1), owner.address), "small", time.monotonic() + 20, Transfer()
         )
         pool.discard(connection)
     finally:
@@ -161,7 +162,7 @@ def test_a_reader_and_an_owner_without_a_common_version_part(versions: tuple[int
 @pytest.mark.parametrize("version", [N - 1, N, N + 1])
 async def test_an_owner_takes_readers_of_its_own_version_only(version: int) -> None:
     async with hosts() as start:
-        address = (await start("a")).engine.address[0]
+        address = (await start("a")).engine.address
         answer = await asyncio.to_thread(_join, address, version)
     assert (answer[0] == 7) if version == N else (answer[1] == "VersionMismatch"), answer
 

@@ -32,7 +32,7 @@ class SimulatedEngine:
         self.network = network
         self.machine = network.loop.current
         self.owner = owner
-        self.address = (f"{owner.peer}/bulk",)
+        self.address = f"{owner.peer}/bulk"
 
     async def start(self) -> None:
         pass

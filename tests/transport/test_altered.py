@@ -16,7 +16,8 @@ from dataplane.errors import TicketRefused
 from dataplane.testing import hosts
 from dataplane.testing.hosts import Host
 from dataplane.transport import Remote
-from dataplane.transport.bulk_frames import HEADER_BYTES, Held, decode_from_owner, encode
+from dataplane.transport.bulk_frames import Held, decode_from_owner, encode
+from dataplane.wire.frames import HEADER_BYTES
 
 THEIRS = Path(__file__).parent / "third_party"
 Altering = Callable[[Held], Held]
@@ -57,7 +58,7 @@ async def test_an_owners_answer_is_taken_as_it_was_given_or_not_at_all(
 @asynccontextmanager
 async def _between(owner: Host, altering: Altering) -> AsyncIterator[Remote]:
     """A door to the owner's worker behind which somebody alters its answers: to one connection."""
-    host, port = owner.engine.address[0].rsplit(":", 1)
+    host, port = owner.engine.address.rsplit(":", 1)
     came: asyncio.Queue[Streams] = asyncio.Queue()
 
     async def pass_on() -> None:
@@ -78,7 +79,7 @@ async def _between(owner: Host, altering: Altering) -> AsyncIterator[Remote]:
     between = asyncio.create_task(pass_on())
     try:
         door = "{}:{}".format(*server.sockets[0].getsockname()[:2])
-        yield dataclasses.replace(owner.remote, addresses=(door,))
+        yield dataclasses.replace(owner.remote, address=door)
     finally:
         between.cancel()
         await asyncio.gather(between, return_exceptions=True)

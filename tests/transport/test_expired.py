@@ -20,11 +20,9 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.connections import Connections
-from dataplane.transport.holds import Holds
-from dataplane.transport.identity import new_identity
+from dataplane.transport.owner import Holds, RangeServer
 from dataplane.transport.seam import (
     Capabilities,
-    Endpoint,
     Pinned,
     ReadRequest,
     Records,
@@ -36,8 +34,7 @@ from dataplane.transport.seam import (
 from dataplane.transport.secure_stream import door
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
-from dataplane.transport.tcp_owner import RangeServer
-from dataplane.transport.tickets import held_bytes, issue
+from dataplane.transport.tickets import held_bytes, issue, new_identity
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
 
@@ -73,11 +70,7 @@ class Engine(Transport):
 
     def read(self, request: ReadRequest) -> None: ...
 
-    def cancel(self, job: int) -> None: ...
-
     def forget(self, remote: Remote) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Asking:
@@ -98,13 +91,11 @@ class Served:
         self.arena = np.zeros(NBYTES, np.uint8)
         region, engine = Region(self.arena.ctypes.data, NBYTES), Engine(OWNER)
         listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = Endpoint(
-            f"127.0.0.1:{listener.getsockname()[1]}", identity.fingerprint if identity else ""
-        )
+        fingerprint = identity.fingerprint if identity else ""
+        self.remote = Remote(OWNER, f"127.0.0.1:{listener.getsockname()[1]}", fingerprint)
         stream_of = door(identity.pem) if identity else BulkStream
-        self.server = RangeServer(listener, OWNER, KEY, region, self.desk, stream_of)
-        holds = Holds(engine, engine.register(region), region, self.desk, KEY)
-        self.server.start({"engine": holds})
+        holds = {"engine": Holds(engine, engine.register(region), region, self.desk, KEY)}
+        RangeServer(listener, OWNER, KEY, region, self.desk, holds, stream_of).start()
         self.listener = listener
 
 
@@ -112,7 +103,7 @@ class Served:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served = Served(request.param)
     yield served
-    served.server.close()
+    served.listener.shutdown(socket.SHUT_RDWR)
     served.listener.close()
 
 
@@ -121,7 +112,7 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
     served: Served, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 30
-    connection = Connections(KEY).borrow(served.endpoint, "small", deadline, Asking())
+    connection = Connections(KEY).borrow(served.remote, "small", deadline, Asking())
     pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
     bound = held_bytes(pieces, engine, b"") if engine else pieces
     ticket = issue(KEY, OWNER, 50, connection.nonce(), bound)

@@ -66,12 +66,13 @@ async def test_a_pin_comes_back_soon_after_a_reader_with_a_full_window_gave_up(
 ) -> None:
     a = await start_host("a", MAX_PULL_BYTES)
     copies = a.place(np.zeros(1), np.full(1, MAX_PULL_BYTES))
-    (address,) = a.remote.endpoints
     connections, deadline = Connections(KEY), time.monotonic() + 60
-    connection = await asyncio.to_thread(connections.borrow, address, "large", deadline, Transfer())
+    connection = await asyncio.to_thread(
+        connections.borrow, a.remote, "large", deadline, Transfer()
+    )
     await asyncio.to_thread(ask, connection, a.remote, copies)
     async with asyncio.timeout(30):
-        while not waits_for_room(int(str(address).rsplit(":", 1)[1])):
+        while not waits_for_room(int(a.remote.address.rsplit(":", 1)[1])):
             await asyncio.sleep(0.01)
     assert a.held
     await asyncio.to_thread(drain_and_discard, connections, connection)

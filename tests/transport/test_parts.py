@@ -102,9 +102,10 @@ async def test_the_limiter_admits_in_order_of_arrival() -> None:
     limiter, order = ResourceLimiter(100), list[str]()
 
     async def take(name: str, nbytes: int, hold: asyncio.Event) -> None:
-        async with limiter.room(nbytes):
-            order.append(name)
-            await hold.wait()
+        await limiter.acquire(nbytes)
+        order.append(name)
+        await hold.wait()
+        limiter.release(nbytes)
 
     hold = asyncio.Event()
     tasks = [

@@ -30,7 +30,7 @@ from dataplane.transport.bulk_frames import (
     decode_join,
     encode,
 )
-from dataplane.transport.tcp_owner import MAX_INBOUND
+from dataplane.transport.owner import MAX_INBOUND
 from dataplane.transport.tickets import issue, nonce_of, plane_key, proof
 from dataplane.wire.limits import PROTOCOL_VERSION
 
@@ -75,7 +75,7 @@ def join(greeting: Greeting, version: int = PROTOCOL_VERSION, key: bytes = KEY) 
 
 @asynccontextmanager
 async def connected(host: Any) -> AsyncIterator[tuple[Stranger, Greeting]]:
-    name, port = host.engine.address[0].rsplit(":", 1)
+    name, port = host.engine.address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(name, int(port))
     stranger = Stranger(reader, writer)
     try:
@@ -171,7 +171,7 @@ async def test_an_impostor_at_an_owners_address_is_found_out(start_host: StartHo
     a, b = await start_host("a"), await start_host("b")
     async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        remote = Remote(a.owner, (f"{host}:{port}",))
+        remote = Remote(a.owner, f"{host}:{port}")
         with pytest.raises(TicketRefused, match="cannot prove"):
             await b.engine.read(remote, a.place(np.array([0]), np.array([4096])))
     assert not b.bytes[:4096].any()
@@ -180,7 +180,7 @@ async def test_an_impostor_at_an_owners_address_is_found_out(start_host: StartHo
 async def test_strangers_make_room_for_members(start_host: StartHost) -> None:
     a = await start_host("a")
     async with joined(a) as (member, greeting):
-        name, port = a.engine.address[0].rsplit(":", 1)
+        name, port = a.engine.address.rsplit(":", 1)
         crowd = [await asyncio.open_connection(name, int(port)) for _ in range(3 * MAX_INBOUND)]
         for reader, _ in crowd:  # all were let in, one after another
             await asyncio.wait_for(reader.readexactly(4), 20)
@@ -273,7 +273,7 @@ async def test_idle_members_make_room_for_new_ones(start_host: StartHost) -> Non
 
 async def test_idle_connections_make_room_for_new_ones(start_host: StartHost) -> None:
     a = await start_host("a")
-    name, port = a.engine.address[0].rsplit(":", 1)
+    name, port = a.engine.address.rsplit(":", 1)
     idle = [await asyncio.open_connection(name, int(port)) for _ in range(MAX_INBOUND + 8)]
     await still_serves(a, start_host)
     closed = [await asyncio.wait_for(reader.readexactly(4), 20) for reader, _ in idle]

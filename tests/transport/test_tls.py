@@ -19,9 +19,9 @@ import pytest
 
 from dataplane.errors import DataplaneError, TicketRefused, TransferFailed, TransportMissing
 from dataplane.transport.bulk_frames import Greeting, Join, Refused, decode_from_owner, encode
-from dataplane.transport.identity import Identity, new_identity
+from dataplane.transport.owner import MAX_INBOUND
 from dataplane.transport.secure_stream import SecureStream, door
-from dataplane.transport.tcp_owner import MAX_INBOUND
+from dataplane.transport.tickets import Identity, new_identity
 from dataplane.wire.limits import PROTOCOL_VERSION
 
 pytest.importorskip("cryptography")
@@ -32,7 +32,7 @@ StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
 
 
 def endpoint(host: Any) -> tuple[str, int]:
-    name, port = host.engine.address[0].rsplit(":", 1)
+    name, port = host.engine.address.rsplit(":", 1)
     return name, int(port)
 
 
@@ -77,7 +77,7 @@ async def recorded(host: Any) -> AsyncIterator[tuple[Any, bytearray]]:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         name, port = server.sockets[0].getsockname()
-        yield replace(host.remote, addresses=(f"{name}:{port}",)), heard
+        yield replace(host.remote, address=f"{name}:{port}"), heard
 
 
 @pytest.mark.parametrize("tls", [True, False])
@@ -116,7 +116,7 @@ async def test_another_certificate_is_refused_before_a_word_is_said(
     context.load_cert_chain(pem_file(new_identity(), tmp_path))
     async with await asyncio.start_server(impostor, "127.0.0.1", 0, ssl=context) as server:
         name, port = server.sockets[0].getsockname()
-        remote = replace(a.remote, addresses=(f"{name}:{port}",))
+        remote = replace(a.remote, address=f"{name}:{port}")
         with pytest.raises(TicketRefused, match="another certificate"):
             await b.engine.read(remote, a.place(np.array([0]), np.array([4096])))
         async with asyncio.timeout(20):
@@ -208,7 +208,7 @@ async def test_a_crowd_that_never_shakes_hands_keeps_no_member_out(start_host: S
 
 async def test_the_key_is_seen_nowhere_outside_the_processes(start_host: StartHost) -> None:
     a = await start_host("a", tls=True)
-    (pid,) = a.engine.pids
+    pid = a.pid
     for name in ("cmdline", "environ"):
         with open(f"/proc/{pid}/{name}", "rb") as told:
             assert b"PRIVATE KEY" not in told.read()

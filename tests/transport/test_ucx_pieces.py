@@ -10,7 +10,7 @@ import pytest
 
 from dataplane.errors import ProtocolError, TransportMissing
 from dataplane.transport import ucx
-from dataplane.transport.ucx_reads import PIECE_BYTES, _pieces
+from dataplane.transport.ucx import PIECE_BYTES, _pieces
 
 
 def columns(*triples: tuple[int, int, int]) -> list[np.ndarray]:

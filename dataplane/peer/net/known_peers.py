@@ -18,7 +18,7 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 
-Bulk = Callable[[], tuple[list[str], str, list[str]]]
+Bulk = Callable[[], tuple[str, str, str]]
 """Where this peer's bulk workers listen, the fingerprint of their certificate, and where its device
 workers do; see `PeerHello`."""
 
@@ -41,7 +41,7 @@ class Acquaintances:
 
     def introduction(self) -> PeerHello:
         """Who this peer is."""
-        addresses, fingerprint, device_addresses = self._bulk()
+        bulk, fingerprint, device_bulk = self._bulk()
         return PeerHello(
             versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
             plane=self.host.plane,
@@ -50,9 +50,9 @@ class Acquaintances:
             address=self.host.address,
             epoch=self.host.founding,
             shards=limits.SHARDS,
-            bulk=addresses,
+            bulk=bulk,
             bulk_fingerprint=fingerprint,
-            device_bulk=device_addresses,
+            device_bulk=device_bulk,
         )
 
     def meet(self, hello: PeerHello) -> None:

@@ -51,9 +51,9 @@ class DevicePulls:
         mesh.others.on_away.append(self._gone)
 
     @property
-    def addresses(self) -> list[str]:
-        """Where other peers ask for what is on the devices here."""
-        return list(self.engine.address) if self.engine is not None else []
+    def address(self) -> str:
+        """Where other peers ask for what is on the devices here; "": nowhere."""
+        return self.engine.address if self.engine is not None else ""
 
     def stats(self) -> dict[str, Any]:
         """What was asked for, what the worker runs, why not more, and by peer what is used."""
@@ -90,7 +90,7 @@ class DevicePulls:
             arena_bytes=last.base + last.size_bytes,
             pin=self._pin,
             unpin=self._unpin,
-            beside=names,
+            transports=names,
             pools=self.host.pools,
         )
         try:
@@ -98,7 +98,7 @@ class DevicePulls:
         except Unavailable as exc:
             self._missing = dict.fromkeys(names, exc.message)
         else:
-            self._missing = {name: why for name, why in engine.beside.items() if why}
+            self._missing = engine.reasons
         self.paths.runs = [name for name in names if name not in self._missing]
         for name, why in self._missing.items():
             log.warning("transport %s does not bring values from devices: %s", name, why)
@@ -168,8 +168,8 @@ class DevicePulls:
         """The owner's device worker, where it has one, and the one for its host arena."""
         hello = await self.mesh.hello(owner.peer)
         there = hello.incarnation == owner.incarnation and bool(hello.device_bulk)
-        source = Remote(owner, tuple(hello.device_bulk)) if there else None
-        return source, Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+        source = Remote(owner, hello.device_bulk) if there else None
+        return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     async def _transfer(
         self,

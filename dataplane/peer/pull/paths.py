@@ -23,9 +23,9 @@ from dataplane.peer.pull.sampling import ROUNDS, Sampling, Trial
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.identity import new_identity
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
+from dataplane.transport.tickets import new_identity
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ async def start_engine(
     if tls:
         return await _encrypted(choice, made)
     for name in candidates(choice):
-        engine = made(transport=name)
+        engine = made(transports=[name] if name != TCP else [])
         try:
             await engine.start()
         except Unavailable as exc:
@@ -313,7 +313,7 @@ async def start_engine(
 
 
 async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -> BulkEngine:
-    engine = made(transport=TCP, identity=new_identity())
+    engine = made(identity=new_identity())
     others = ", ".join(name for name in candidates(choice) if name != TCP)
     if others:
         engine.left_out = f"values move unencrypted over {others}, and --bulk-tls is set"

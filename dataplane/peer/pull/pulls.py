@@ -398,7 +398,7 @@ class Pulls:
         hello = await self.mesh.hello(owner.peer)
         if hello.incarnation != owner.incarnation:
             raise _went(owner)
-        return Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+        return Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     # serving others
 

@@ -134,7 +134,7 @@ class Reporting:
         try:
             hello = await self.mesh.hello(address)
             owner = Owner(address, hello.incarnation)
-            source = Remote(owner, tuple(hello.bulk), hello.bulk_fingerprint)
+            source = Remote(owner, hello.bulk, hello.bulk_fingerprint)
             path, about = await self.peer.pulls.paths.tried(source)
             between_devices = await self.peer.device_pulls.ways(owner)
         except DataplaneError as exc:

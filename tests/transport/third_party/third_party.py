@@ -108,9 +108,6 @@ class Shelf(Transport):
     def forget(self, remote: Remote) -> None:
         self._theirs.clear()
 
-    def close(self) -> None:
-        pass
-
 
 class Post(Transport):
     capabilities = Capabilities("post", HOST, one_sided=False)
@@ -159,9 +156,6 @@ class Post(Transport):
 
     def forget(self, remote: Remote) -> None:
         pass
-
-    def close(self) -> None:
-        self._door.close()
 
 
 class Stranger:

@@ -32,9 +32,11 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Stretches:
-    """Of one region, ours or another's."""
+    """Of one region, ours or another's. ProtocolError where there are none."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
+        if not stretches:
+            raise ProtocolError("a region without memory")
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T

@@ -1,8 +1,10 @@
-"""The owner's side of TCP bulk transfer: answers other peers' pulls out of the arena's map.
+"""The owner's side of bulk transfer: answers pulls out of the region, and holds ranges for engines.
 
-Runs in a bulk worker, one thread per inbound connection, a bounded number of them. The request
-takes the pin and the last frame confirms it. What a stranger sends ends that connection only, and
-strangers take no member's place.
+Runs in a bulk worker, one thread per inbound connection, a bounded number of them. A pull's request
+takes the pin and the last frame confirms it; for another engine the ranges are held while it moves
+them. What a stranger sends ends that connection only, and strangers take no member's place. What is
+asked for is checked before anything is pinned or moved: addresses behind these checks are raw, so
+nothing here trusts a reader's column or a peer's answer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +27,22 @@ from dataplane.errors import (
     LimitExceeded,
     ProtocolError,
     TicketRefused,
+    TransferFailed,
     TransportMissing,
+    VersionMismatch,
 )
-from dataplane.transport.asked import check_inside, check_version, checked_pieces
 from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
     GONE,
+    MAX_CARD_BYTES,
+    MAX_HOLD_BYTES,
     MAX_JOIN_FRAME_BYTES,
     MAX_PULL_BYTES,
     MAX_PULL_FRAME_BYTES,
     MAX_PULL_ITEMS,
+    PIECE,
     Greeting,
+    Held,
     Hold,
     Joined,
     Pull,
@@ -48,12 +54,20 @@ from dataplane.transport.bulk_frames import (
     decode_to_owner,
     encode,
 )
-from dataplane.transport.holds import Holds
-from dataplane.transport.seam import Mask, PinDesk, Records, Region
+from dataplane.transport.seam import (
+    Offsets,
+    PinDesk,
+    Records,
+    Region,
+    RegionKey,
+    SendRequest,
+    Transport,
+)
 from dataplane.transport.slices import ranges_of
 from dataplane.transport.stream import BulkStream, Expired, iovecs
-from dataplane.transport.tickets import held_bytes, nonce_of, proof, verify
+from dataplane.transport.tickets import held_bytes, held_mac, nonce_of, proof, verify
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.wire.records import column
 from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
 
@@ -80,7 +94,7 @@ class _Inbound:
 
 
 class RangeServer:
-    """Accepts on a listening socket and serves pulls until closed."""
+    """Accepts on a listening socket and serves pulls, for as long as that is open."""
 
     def __init__(
         self,
@@ -89,8 +103,10 @@ class RangeServer:
         key: bytes,
         region: Region,
         desk: PinDesk,
+        holds: Mapping[str, Holds],
         stream_of: Callable[[socket.socket], BulkStream] = BulkStream,
     ) -> None:
+        """holds: for the worker's other engines. stream_of: what an accepted socket becomes."""
         self._listener = listener
         self._stream_of = stream_of
         self._owner = owner
@@ -99,33 +115,23 @@ class RangeServer:
         self._desk = desk
         self._inbound: set[_Inbound] = set()
         self._changed = threading.Condition()
-        self._closed = False
-        self._holds: Mapping[str, Holds] = {}
+        self._holds = holds
         self._refusals = Refusals(logger, "bulk transfer")
 
     def __repr__(self) -> str:
         busy = sum(inbound.busy for inbound in list(self._inbound))
         return f"<RangeServer {len(self._inbound)} connections, {busy} busy>"
 
-    def start(self, holds: Mapping[str, Holds]) -> None:
-        self._holds = holds
+    def start(self) -> None:
         threading.Thread(target=self._accept, name="bulk-accept", daemon=True).start()
 
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            for inbound in self._inbound:
-                inbound.stream.abort()
-            self._changed.notify_all()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-
     def _accept(self) -> None:
-        while self._await_room():
+        while True:
+            self._await_room()
             try:
                 sock, _ = self._listener.accept()
             except OSError as exc:
-                if self._closed:
+                if self._listener.fileno() < 0:
                     return
                 logger.warning("bulk: a connection could not be accepted: %s", exc)
                 with self._changed:  # out of descriptors: until one is free, or a moment
@@ -133,13 +139,12 @@ class RangeServer:
                 continue
             self._admit(sock)
 
-    def _await_room(self) -> bool:
+    def _await_room(self) -> None:
         """Waits until one more may come in that has not joined; the oldest such makes room."""
         with self._changed:
-            while len(strangers := self._of(member=False)) >= MAX_STRANGERS and not self._closed:
+            while len(strangers := self._of(member=False)) >= MAX_STRANGERS:
                 _evict(strangers)
                 self._changed.wait()
-            return not self._closed
 
     def _of(self, member: bool) -> list[_Inbound]:
         return [inbound for inbound in self._inbound if inbound.member is member]
@@ -240,7 +245,7 @@ class RangeServer:
 
     def _begin(self, inbound: _Inbound) -> bool:
         with self._changed:
-            inbound.busy = not (inbound.evicted or self._closed)
+            inbound.busy = not inbound.evicted
             return inbound.busy
 
     def _end(self, inbound: _Inbound) -> None:
@@ -287,16 +292,15 @@ class RangeServer:
             self._desk.unpin(pinned.ask, sent)
 
     def _send(self, stream: BulkStream, pieces: Records, places: Records, deadline: float) -> int:
-        gone = places["offset"] == GONE
+        sources, lengths = sources_of(self._region, pieces, places), pieces["nbytes"]
+        gone, mask = sources == GONE, b""
         if gone.any():
-            pieces, places = pieces[~gone], places[~gone]
-        check_inside(self._region, pieces, places)
-        nbytes = int(pieces["nbytes"].sum())
-        base = np.uint64(self._region.address)
-        body = iovecs(base + places["offset"] + pieces["start"], pieces["nbytes"])
+            sources, lengths, mask = sources[~gone], lengths[~gone], gone.tobytes()
+        nbytes = int(lengths.sum())
+        body = iovecs(np.uint64(self._region.address) + sources, lengths)
         # One call may carry all three: the confirmation is copied out after the last byte, and
         # the pin lasts until the call is back.
-        head = encode(Sending(_packed(gone), nbytes))
+        head = encode(Sending(mask, nbytes))
         stream.send_around(head, body, encode(Sent(nbytes)), deadline)
         return nbytes
 
@@ -309,5 +313,129 @@ def _evict(idle: list[_Inbound]) -> None:
         oldest.stream.abort()
 
 
-def _packed(gone: Mask) -> bytes:
-    return gone.astype(np.uint8).tobytes() if gone.any() else b""
+class Holds:
+    """Serves one engine. own: what it registered the region as.
+
+    The pin lasts until the reader releases it on the same connection, which confirms the read;
+    until the ticket expires; or until the connection ends.
+    """
+
+    def __init__(
+        self, transport: Transport, own: RegionKey, region: Region, desk: PinDesk, key: bytes
+    ) -> None:
+        self._transport = transport
+        self._own = own
+        self._region = region
+        self._desk = desk
+        self._key = key
+        self._under_way = 0
+        self._lock = threading.Lock()
+
+    def answer(
+        self, stream: BulkStream, hold: Hold, pieces: Records, nonce: bytes, deadline: float
+    ) -> None:
+        """From a request whose ticket holds to the confirmation."""
+        if len(hold.card) > MAX_CARD_BYTES:
+            raise ProtocolError(f"a card of {len(hold.card)} bytes, the limit is {MAX_CARD_BYTES}")
+        pinned = self._desk.pin(ranges_of(pieces), deadline)
+        nbytes = 0
+        self._count(1)
+        try:
+            sources = sources_of(self._region, pieces, pinned.places)
+            stream.send(encode(self._held(nonce, sources)), deadline)
+            if not self._transport.capabilities.one_sided:
+                self._send(stream, hold, pieces, sources, deadline)
+            nbytes = _released(stream, int(pieces["nbytes"][sources != GONE].sum()), deadline)
+        finally:
+            self._count(-1)
+            self._desk.unpin(pinned.ask, nbytes)
+        stream.send(encode(Sent(nbytes)), deadline)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._under_way += change
+            self._transport.holding(self._under_way)
+
+    def _held(self, nonce: bytes, sources: Offsets) -> Held:
+        own, raw = self._own, sources.tobytes()
+        mac = held_mac(self._key, nonce, own.generation, own.card, raw)
+        return Held(raw, own.generation, own.card, mac)
+
+    def _send(
+        self, stream: BulkStream, hold: Hold, pieces: Records, sources: Offsets, deadline: float
+    ) -> None:
+        def check() -> None:
+            if stream.ended():
+                raise TransferFailed("the reader is gone")
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded("the ticket expired before the bytes were sent")
+
+        there = (sources != GONE) & (pieces["nbytes"] > 0)
+        nbytes = np.ascontiguousarray(pieces["nbytes"][there])
+        reader = RegionKey(0, hold.card)
+        request = SendRequest(reader, hold.tag, sources[there], nbytes, deadline, check)
+        self._transport.send(request)
+
+
+def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
+    """Waits for the reader's word that it has them all."""
+    try:
+        frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
+    except TimeoutError as exc:
+        raise DeadlineExceeded("the ticket expired before the reader released the ranges") from exc
+    if frame is None:
+        raise ConnectionResetError("the reader left without a word")
+    release = decode_to_owner(frame)
+    if not isinstance(release, Release) or release.nbytes != nbytes:
+        raise ProtocolError(f"ranges of {nbytes} bytes are held, and the reader does not say so")
+    return nbytes
+
+
+def check_version(version: int) -> None:
+    """VersionMismatch unless this peer speaks it."""
+    if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"bulk protocol {version} is asked for, this peer speaks "
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
+            version=version,
+        )
+
+
+def checked_pieces(asked: Pull | Hold) -> Records:
+    """The PIECE records of a request. LimitExceeded, ProtocolError, VersionMismatch."""
+    check_version(asked.version)
+    what, most = ("pull", MAX_PULL_BYTES) if isinstance(asked, Pull) else ("hold", MAX_HOLD_BYTES)
+    pieces: Records = column(asked.pieces, PIECE)
+    if len(pieces) > MAX_PULL_ITEMS:
+        raise LimitExceeded(
+            f"{len(pieces)} pieces in one {what}, the limit is {MAX_PULL_ITEMS}",
+            size=len(pieces),
+            limit=MAX_PULL_ITEMS,
+        )
+    # Piece by piece first: a sum of huge claims could wrap around.
+    largest = int(pieces["nbytes"].max(initial=0))
+    nbytes = largest if largest > most else int(pieces["nbytes"].sum())
+    if nbytes > most:
+        raise LimitExceeded(
+            f"one {what} asks for {nbytes} bytes, the limit is {most}", size=nbytes, limit=most
+        )
+    if nbytes != asked.nbytes:
+        raise ProtocolError(f"a {what} announces {asked.nbytes} bytes, its pieces have {nbytes}")
+    return pieces
+
+
+def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
+    """Where each piece begins in the region; GONE where its range is. Neither a reader's piece nor
+    a peer's answer may reach outside."""
+    start, nbytes = pieces["start"], pieces["nbytes"]
+    offset, length = places["offset"], places["length"]
+    there = offset != GONE
+    beyond = (start > length) | (nbytes > length - np.minimum(start, length))
+    if (beyond & there).any():
+        raise ProtocolError("a pull asks for bytes beyond the end of a range")
+    size = np.uint64(region.nbytes)
+    outside = (offset > size) | (length > size - np.minimum(offset, size))
+    if (outside & there).any():
+        raise InternalError("the peer answered with a place outside its arena")
+    sources: Offsets = np.where(there, offset + start, GONE)
+    return sources

@@ -1,0 +1,467 @@
+"""The reader's side of bulk transfer: pulls over TCP, and reads by engines that take no pins.
+
+Runs in a bulk worker. A read is cut into slices. Over TCP a few threads take one after another,
+each on a connection of its own, straight into the arena. For another engine the ranges of a slice
+are held at the owner, read, and confirmed: that conversation goes over a joined connection, the
+bytes over the engine, and nothing counts before the owner confirmed that it held them to the end.
+
+The first error stops the whole read, and it returns only when none of its threads can write any
+more: that is what lets the peer reuse the destination.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+import numpy as np
+
+from dataplane.errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    InternalError,
+    ProtocolError,
+    TicketRefused,
+    TransferFailed,
+    Unavailable,
+)
+from dataplane.transport.bulk_frames import (
+    GONE,
+    MAX_HOLD_BYTES,
+    MAX_PULL_BYTES,
+    MAX_PULL_FRAME_BYTES,
+    MAX_PULL_ITEMS,
+    SMALL_LANE_BYTES,
+    FromOwner,
+    Hold,
+    Pull,
+    Refused,
+    Release,
+    Sending,
+    Sent,
+    decode_from_owner,
+    encode,
+)
+from dataplane.transport.bulk_frames import Held as HeldFrame
+from dataplane.transport.connections import Connection, Connections, Lane
+from dataplane.transport.seam import (
+    Held,
+    Mask,
+    Offsets,
+    ReadRequest,
+    Records,
+    Region,
+    RegionKey,
+    Remote,
+    Transport,
+)
+from dataplane.transport.slices import Slice, cut, pieces_of
+from dataplane.transport.stream import BulkStream, iovecs
+from dataplane.transport.tickets import held_bytes, held_mac, issue
+from dataplane.wire.records import U8, column
+
+MAX_RENEWALS = 2
+"""Of one read's tickets: an owner that lets every one expire is too slow for it."""
+RUNNERS = 32
+RUNS_PER_READ = 2
+"""Connections that one large read uses at once. On loopback with 2 cores 1 and 2 are equally fast
+(about 0.9 of a bare socket); with more cores the second
+keeps one core's copy from being the ceiling."""
+LEAST_SLICE_BYTES = 8 << 20
+"""For less, the second connection is not worth its exchange."""
+EARLY_ITEMS = 512
+"""A request this short fits into socket buffers even while the owner is busy sending; a longer one
+could leave both sides sending and nobody receiving."""
+
+logger = logging.getLogger(__name__)
+
+
+class Reading:
+    """One read under way: the slices that are left, its streams, and the error that stopped it."""
+
+    def __init__(self, request: ReadRequest, slices: Iterator[Slice]) -> None:
+        self.request = request
+        self.gone = np.zeros(len(request.copies), bool)
+        self.nbytes = 0
+        total = int(request.copies["nbytes"].sum())
+        self.lane: Lane = "small" if total <= SMALL_LANE_BYTES else "large"
+        self._left = deque(slices)
+        self.slices = len(self._left)
+        self._renewals = MAX_RENEWALS
+        self._streams: set[BulkStream] = set()
+        self._lock = threading.Lock()
+        self._error: DataplaneError | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._error is not None
+
+    def next(self) -> Slice | None:
+        with self._lock:
+            return None if self._error or not self._left else self._left.popleft()
+
+    def renew(self) -> bool:
+        """Whether a fresh ticket may follow one that ran out at the owner: a ticket lives on the
+        owner's clock, from its arrival, this read on our own."""
+        with self._lock:
+            if not self._renewals or time.monotonic() >= self.request.deadline:
+                return False
+            self._renewals -= 1
+            return True
+
+    def watch(self, stream: BulkStream) -> None:
+        with self._lock:
+            self._streams.add(stream)
+            if self._error:
+                stream.abort()
+
+    def unwatch(self, stream: BulkStream) -> bool:
+        """Whether the stream is still good for others."""
+        with self._lock:
+            self._streams.discard(stream)
+            return not self._error
+
+    def arrived(self, part: Slice, gone: Mask, nbytes: int) -> None:
+        with self._lock:
+            self.gone[part.index[gone]] = True
+            self.nbytes += nbytes
+
+    def stop(self, error: DataplaneError) -> None:
+        """The first error counts: those that follow come from the aborted streams."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            for stream in self._streams:
+                stream.abort()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Reads(ABC):
+    """All reads of one worker over TCP, or by one engine, with a pool of connections."""
+
+    def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
+        self._key = key
+        self._connections = Connections(key, tls_only=tls_only)
+        self._live: dict[int, Reading] = {}
+
+    def read(self, request: ReadRequest) -> Mask:
+        """As `Transport.read`, for any number of copies."""
+        reading = self._live[request.job] = Reading(request, self._cut(request.copies))
+        try:
+            if request.cancelled.is_set():
+                self.cancel(request.job)
+            self._carry_out(reading)
+        finally:
+            del self._live[request.job]
+        reading.raise_error()
+        return reading.gone
+
+    def cancel(self, job: int) -> None:
+        """Makes the `read` of this job raise soon."""
+        if (reading := self._live.get(job)) is not None:
+            reading.stop(TransferFailed("the read was cancelled"))
+            self._connections.wake()
+
+    def forget(self, remote: Remote) -> None:
+        """See `Transport.forget`."""
+        self._connections.forget(remote)
+
+    def _carry_out(self, reading: Reading) -> None:
+        """Takes slices until none is left or the read stopped. Never raises."""
+        try:
+            part = reading.next()
+            while part is not None:
+                part = self._take(reading, part)
+        except BaseException as exc:
+            reading.stop(_typed(exc, reading))
+            self._connections.wake()
+
+    @contextmanager
+    def _connection(self, reading: Reading) -> Iterator[Connection]:
+        """For one transfer. It is for others too where the body has left it `clean`."""
+        request = reading.request
+        connection = self._connections.borrow(
+            request.remote, reading.lane, request.deadline, reading
+        )
+        try:
+            yield connection
+        finally:
+            if reading.unwatch(connection.stream) and connection.clean:
+                self._connections.give_back(connection)
+            else:
+                self._connections.discard(connection)
+
+    @abstractmethod
+    def _cut(self, copies: Records) -> Iterator[Slice]: ...
+
+    @abstractmethod
+    def _take(self, reading: Reading, part: Slice) -> Slice | None:
+        """Brings a slice, and perhaps more of them: the one to go on with. That is this one again
+        where a pooled connection was closed for being idle, or the ticket ran out."""
+
+
+class TcpReads(Reads):
+    """Straight into the region."""
+
+    def __init__(self, region: Region, key: bytes, *, tls_only: bool = False) -> None:
+        super().__init__(key, tls_only=tls_only)
+        self._base = np.uint64(region.address)
+        self._runners = ThreadPoolExecutor(RUNNERS, "bulk-runner")
+
+    def _cut(self, copies: Records) -> Iterator[Slice]:
+        each = -(-int(copies["nbytes"].sum()) // RUNS_PER_READ)
+        return cut(copies, min(max(each, LEAST_SLICE_BYTES), MAX_PULL_BYTES), MAX_PULL_ITEMS)
+
+    def _carry_out(self, reading: Reading) -> None:
+        others: list[Future[None]] = []
+        with suppress(RuntimeError):  # no more threads: this one does it alone
+            for _ in range(1, min(RUNS_PER_READ, reading.slices)):
+                others.append(self._runners.submit(super()._carry_out, reading))
+        super()._carry_out(reading)
+        # Those that have not started are not needed any more; no thread waits for a queue.
+        wait([run for run in others if not run.cancel()])
+
+    def _take(self, reading: Reading, part: Slice) -> Slice | None:
+        """Slices one after another on one connection."""
+        with self._connection(reading) as connection:
+            answered, deadline = connection.sequence > 0, reading.request.deadline
+            self._ask(connection, part, reading)
+            while (answer := _answer(connection.stream, deadline)) is not None:
+                answered = True
+                if _is_over(answer) and reading.renew():
+                    return part
+                following = reading.next()
+                # Asked before the bytes are taken, so that the owner never waits for the reader.
+                early = following is not None and len(following.copies) <= EARLY_ITEMS
+                if following is not None and early:
+                    self._ask(connection, following, reading)
+                self._receive(connection.stream, part, reading, answer)
+                if following is None:
+                    connection.clean = True
+                    return None
+                if not early:
+                    self._ask(connection, following, reading)
+                part = following
+            if not answered or reading.stopped:
+                raise ConnectionResetError("the connection ended before the answer")
+            return part
+
+    def _ask(self, connection: Connection, part: Slice, reading: Reading) -> None:
+        request = reading.request
+        pieces = pieces_of(part.copies).tobytes()
+        ticket = issue(
+            self._key, request.remote.owner, _expiry_ms(request), connection.nonce(), pieces
+        )
+        pull = Pull(connection.version, ticket, pieces, part.nbytes)
+        with suppress(ConnectionError):  # then there is no answer
+            connection.stream.send(encode(pull), request.deadline)
+
+    def _receive(
+        self, stream: BulkStream, part: Slice, reading: Reading, answer: FromOwner
+    ) -> None:
+        if isinstance(answer, Refused):
+            raise answer.error()
+        if not isinstance(answer, Sending):
+            raise ProtocolError(f"a pull was answered by {type(answer).__name__}")
+        copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
+        if answer.gone and len(answer.gone) != count:
+            raise ProtocolError(f"an answer for {len(answer.gone)} pieces, {count} were asked for")
+        gone = np.frombuffer(answer.gone or bytes(count), bool)
+        copies = copies[~gone] if gone.any() else copies
+        if answer.nbytes != int(copies["nbytes"].sum()):
+            raise ProtocolError(f"the owner announces {answer.nbytes} bytes, not what was asked")
+        stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
+        _confirm(stream, answer.nbytes, deadline)
+        reading.arrived(part, gone, answer.nbytes)
+
+
+class HeldReads(Reads):
+    """Through one engine, while the owner holds the ranges.
+
+    own: what the engine registered the local region as. While it moves bytes the connection is
+    watched: an owner that died is noticed, whatever the engine notices.
+    """
+
+    def __init__(self, transport: Transport, own: RegionKey, key: bytes) -> None:
+        super().__init__(key)
+        self._transport = transport
+        self._own = own
+
+    def forget(self, remote: Remote) -> None:
+        super().forget(remote)
+        self._transport.forget(remote)
+
+    def _cut(self, copies: Records) -> Iterator[Slice]:
+        return cut(copies, MAX_HOLD_BYTES, MAX_PULL_ITEMS)
+
+    def _take(self, reading: Reading, part: Slice) -> Slice | None:
+        try:
+            with self._turn(reading.request) as card:
+                done = self._bring(reading, part, card)
+        except DeadlineExceeded:
+            if reading.stopped or not reading.renew():
+                raise
+            return part
+        return reading.next() if done else part
+
+    def _turn(self, request: ReadRequest) -> AbstractContextManager[bytes]:
+        if self._transport.capabilities.one_sided:
+            return nullcontext(b"")
+        return self._transport.turn(request, self._own)
+
+    def _bring(self, reading: Reading, part: Slice, card: bytes) -> bool:
+        """False where a pooled connection was closed."""
+        with self._connection(reading) as connection:
+            fresh = connection.sequence == 0
+            held = self._hold(connection, part, reading.request, card)
+            if held is None:
+                if fresh or reading.stopped:
+                    raise ConnectionResetError("the connection ended before the answer")
+                return False
+            self._move(connection.stream, part, reading, *held)
+            connection.clean = True
+            return True
+
+    def _hold(
+        self, connection: Connection, part: Slice, request: ReadRequest, card: bytes
+    ) -> tuple[RegionKey, Offsets, int] | None:
+        """What the owner holds: its region, the offsets there, this transfer's tag."""
+        engine = self._transport.capabilities
+        tag = 0 if engine.one_sided else secrets.randbits(48)
+        pieces, nonce = pieces_of(part.copies).tobytes(), connection.nonce()
+        bound = held_bytes(pieces, engine.name, card)
+        ticket = issue(self._key, request.remote.owner, _expiry_ms(request), nonce, bound)
+        hold = Hold(connection.version, ticket, pieces, part.nbytes, engine.name, tag, card)
+        with suppress(ConnectionError):  # then there is no answer
+            connection.stream.send(encode(hold), request.deadline)
+        answer = _answer(connection.stream, request.deadline)
+        if answer is None:
+            return None
+        if isinstance(answer, Refused):
+            raise answer.error()
+        if not isinstance(answer, HeldFrame):
+            raise ProtocolError(f"a hold was answered by {type(answer).__name__}")
+        mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
+        if not hmac.compare_digest(mac, answer.mac):
+            raise TicketRefused("the owner's answer to a hold was altered on its way")
+        sources = column(answer.sources, U8, len(part.copies))
+        return RegionKey(answer.generation, answer.card), sources, tag
+
+    def _move(
+        self,
+        stream: BulkStream,
+        part: Slice,
+        reading: Reading,
+        key: RegionKey,
+        sources: Offsets,
+        tag: int,
+    ) -> None:
+        request = reading.request
+        gone: Mask = sources == GONE
+        moved = ~gone & (part.copies["nbytes"] > 0)
+        nbytes = int(part.copies["nbytes"][moved].sum())
+        if nbytes:
+            held = Held(key, sources[moved], tag, _checking(reading, stream))
+            copies = part.copies[moved]
+            self._transport.read(
+                ReadRequest(
+                    request.job, request.remote, copies, request.deadline, held, request.cancelled
+                )
+            )
+        stream.send(encode(Release(nbytes)), request.deadline)
+        _confirm(stream, nbytes, request.deadline)
+        reading.arrived(part, gone, nbytes)
+
+
+def _expiry_ms(request: ReadRequest) -> int:
+    return max(1, int((request.deadline - time.monotonic()) * 1000))
+
+
+def _answer(stream: BulkStream, deadline: float) -> FromOwner | None:
+    """None: closed without an answer, as an owner does with idle connections."""
+    with suppress(ConnectionError):
+        frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+        return None if frame is None else decode_from_owner(frame)
+    return None
+
+
+def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
+    """The owner's word that so many bytes were pinned until now."""
+    frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+    sent = None if frame is None else decode_from_owner(frame)
+    if isinstance(sent, Refused):
+        raise sent.error()
+    if not isinstance(sent, Sent) or sent.nbytes != nbytes:
+        raise TransferFailed("the owner did not confirm that it held the ranges to the end")
+
+
+def _is_over(answer: FromOwner) -> bool:
+    """Whether the owner says that the ticket's time is over."""
+    return isinstance(answer, Refused) and answer.code == DeadlineExceeded.__name__
+
+
+def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
+    """See `Held.check`. The owner says nothing while bytes move, unless it gives up."""
+    deadline = reading.request.deadline
+
+    def check() -> None:
+        reading.raise_error()
+        if time.monotonic() >= deadline:
+            raise _late(reading)
+        if stream.readable(0):
+            try:
+                frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+            except OSError as exc:
+                raise _broken(reading, exc) from exc
+            said = None if frame is None else decode_from_owner(frame)
+            if isinstance(said, Refused):
+                raise said.error()
+            raise _broken(reading, "it ended" if said is None else f"it said {said!r}")
+
+    return check
+
+
+def _late(reading: Reading) -> DataplaneError:
+    remote, nbytes = reading.request.remote, reading.nbytes
+    return DeadlineExceeded(
+        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes in time; it may be "
+        f"stopped or cut off ({nbytes} bytes arrived)",
+        peer=remote.owner.peer,
+        nbytes=nbytes,
+    )
+
+
+def _broken(reading: Reading, why: object) -> DataplaneError:
+    remote = reading.request.remote
+    return TransferFailed(
+        f"the transfer from peer {remote.owner.peer!r} at {remote.address} broke off: {why}; it "
+        "may be retried",
+        peer=remote.owner.peer,
+    )
+
+
+def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
+    """The one place where what sockets raise becomes an error of ours."""
+    remote = reading.request.remote
+    peer = remote.owner.peer
+    if isinstance(exc, DataplaneError):
+        return exc
+    if isinstance(exc, TimeoutError) and time.monotonic() >= reading.request.deadline:
+        return _late(reading)
+    if isinstance(exc, (ConnectionRefusedError, TimeoutError)):
+        return Unavailable(f"peer {peer!r} does not answer at {remote.address}: {exc}", peer=peer)
+    if isinstance(exc, (OSError, EOFError)):
+        return _broken(reading, exc)
+    logger.error("bulk: a transfer from peer %r failed", peer, exc_info=exc)
+    return InternalError(f"the reading bulk worker failed: {exc!r}; the peer's log has more")

@@ -36,7 +36,7 @@ def test_a_promise_is_kept_under_damage(scenario: str, tmp_path: Path) -> None:
         "rows_left",
         "rows_delivered_twice",
         "accepted_at_peer_ports",
-        "accepted_at_bulk_ports",
+        "accepted_at_bulk_port",
     ):
         if kept in outcome:
             assert outcome[kept] == 0, outcome

@@ -301,6 +301,7 @@ def test_a_sampler_of_the_users_own_is_asked(
         transfer_queue.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_who_began_the_queue_ends_it(plane: None) -> None:
     with pytest.raises(RuntimeError, match="call init"):
         transfer_queue.kv_list()
@@ -312,6 +313,12 @@ def test_who_began_the_queue_ends_it(plane: None) -> None:
         assert conf is not None and conf.unheard.of == 1
         assert transfer_queue.kv_list() == {}
         transfer_queue.kv_put("a", "train", {"x": torch.tensor([1])})
+    child = os.fork()
+    if not child:
+        told = transfer_queue.kv_list()
+        transfer_queue.close()
+        os._exit(told != {"train": {"a": {}}})
+    assert os.waitpid(child, 0)[1] == 0 and list(transfer_queue.kv_list()["train"]) == ["a"]
     transfer_queue.close()
 
 

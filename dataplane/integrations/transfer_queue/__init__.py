@@ -88,18 +88,21 @@ _DEFAULTS = {
 
 
 class _Here:
-    """This process's client. A forked child makes its own."""
+    """This process's client, and whether it began the queue. A forked child begins without."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self.lock = threading.RLock()
         self.client: TransferQueueClient | None = None
         self.store: Store | None = None
-        self.pid = 0
         self.began = False
         self.peers: Any = None
 
 
 _here = _Here()
+os.register_at_fork(after_in_child=_here.forget)
 
 
 def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[str, Any] | None:
@@ -146,12 +149,12 @@ def attach(config: Any = None) -> TransferQueueClient:
 
 
 def _store(conf: Any) -> Store:
-    if _here.store is None or _here.pid != os.getpid():
+    if _here.store is None:
         if _several_nodes():
             from dataplane.integrations import ray as on_ray
 
             _here.peers = on_ray.started()
-        _here.store, _here.client, _here.pid = Store(dataplane.connect()), None, os.getpid()
+        _here.store = Store(dataplane.connect())
     return _here.store
 
 
@@ -192,7 +195,7 @@ def close() -> None:
     with _here.lock:
         store, began, peers = _here.store, _here.began, _here.peers
         _here.store, _here.client, _here.began, _here.peers = None, None, False, None
-        if store is None or _here.pid != os.getpid():
+        if store is None:
             return
         try:
             if began:
@@ -205,7 +208,7 @@ def close() -> None:
 
 def get_client() -> TransferQueueClient:
     """This process's client. RuntimeError before `init`."""
-    if _here.client is None or _here.pid != os.getpid():
+    if _here.client is None:
         raise RuntimeError("this process is in no queue: call init() first")
     return _here.client
 
@@ -213,7 +216,7 @@ def get_client() -> TransferQueueClient:
 def joined() -> TransferQueueClient:
     """This process's client; it joins the job's queue where there is one, else RuntimeError."""
     with _here.lock:
-        if _here.client is None or _here.pid != os.getpid():
+        if _here.client is None:
             store = _store(None)
             if store.told("config") is None:
                 _here.store = None

@@ -324,8 +324,9 @@ class Store:
     def clear(self, name: str, keys: Sequence[str | int]) -> None:
         """Free rows and their bytes. Absent ones are passed over."""
         here = [row.key for row in self.find(name, keys) if row is not None]
-        if here:
-            self._on(name, lambda part: part.drop(keys=here))
+        with contextlib.suppress(StorageKeyNotFoundError):  # all of it was cleared meanwhile
+            if here:
+                self._on(name, lambda part: part.drop(keys=here))
 
     def clear_partition(self, name: str) -> None:
         """Free all of it. Its number stays its own."""

@@ -527,6 +527,7 @@ class Sealer(Role):
         while not all(one.done for one in self.others):
             await asyncio.sleep(0.2)
             anew = self.ledger.beginnings != sealed or self.client.owner in self.ledger.gone
+            anew = anew or not self.client.alive  # its peer may be of a plane that began since
             if anew and all(one.done for one in self.producers):
                 sealed = self.ledger.beginnings
                 self.doing = "seals"

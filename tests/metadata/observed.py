@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dataplane.metadata.shard.blocks import Rows
+from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.leases import Plan
-from dataplane.metadata.shard.replay import apply
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import rows_of

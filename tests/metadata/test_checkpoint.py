@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant
 
 from dataplane.errors import DataplaneError, PartitionConflict, ProtocolError
 from dataplane.metadata.shard import checkpoint
-from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
 from dataplane.wire.journal import Op, decode_ops, encode_ops

@@ -12,7 +12,7 @@ from dataplane.errors import (
     RowsDropped,
     StageUndefined,
 )
-from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store, check_definition
 from dataplane.metadata.tables import names
 from dataplane.wire.journal import Op, Sealed, Wrote

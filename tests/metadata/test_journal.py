@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DataplaneError, FieldExists, LimitExceeded, ProtocolError
-from dataplane.metadata.shard.dump import MAX_OP_BYTES, dump
-from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import (
     Buried,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
-from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
 from dataplane.wire.journal import Op, Wrote

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import PartitionSealed, RowsDropped
-from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.puts import PutOutcome
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names

@@ -22,8 +22,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS
-from dataplane.metadata.shard.dump import dump
-from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards import claim_queues

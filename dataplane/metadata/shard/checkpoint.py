@@ -14,19 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import PartitionConflict, ProtocolError
-from dataplane.metadata.shard.blocks import SPLIT, UNKNOWN_SIZE, Block, Group, Rows, names_of
+from dataplane.metadata.shard.blocks import ACKED, SPLIT, UNKNOWN_SIZE, Block, Group, Rows, names_of
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.puts import PutPlan, enter_rows, new_parts, note_added
 from dataplane.metadata.shard.rows_out import group_names, tags_held, tags_of, values_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of, rows_of
-from dataplane.metadata.tables.incoming import RowsIn, keys_in, rows_in
+from dataplane.metadata.tables.incoming import RowsIn, different, keys_in, rows_in
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
+from dataplane.wire.journal import Sized
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Table
@@ -125,15 +126,31 @@ def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:
         for name, values in tags_held(rows).items()
         if any(value is MISSING for value in values)
     }
-    return Progress(
+    return Progress(*sizes_of(groups), acked, split, tagged)
+
+
+def sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
+    """As columns: how many rows each expects, how many of them are gone, how many of those were
+    dropped (u4), and whether it is closed (a byte)."""
+    return (
         np.array([one.expected & _U4_MAX for one in groups], U4).tobytes(),
         np.array([one.seen - one.live for one in groups], U4).tobytes(),
         np.array([one.dropped for one in groups], U4).tobytes(),
         bytes(one.closed for one in groups),
-        acked,
-        split,
-        tagged,
     )
+
+
+def sizes_in(told: Progress | Sized, count: int) -> list[tuple[int, int, int, int]]:
+    """The same, group by group. ProtocolError where they contradict each other."""
+    columns = [
+        column(raw, U4, count).astype(np.int32).tolist()
+        for raw in (told.expected, told.gone, told.dropped)
+    ]
+    closed = column(told.closed, _BYTE, count).tolist()
+    found = list(zip(*columns, closed, strict=True))
+    if not all(0 <= dropped <= gone for _, gone, dropped, _ in found):
+        raise ProtocolError("more rows of a group were dropped than are gone")
+    return found
 
 
 # in
@@ -171,7 +188,7 @@ def restore(state: State, op: Restore) -> None:
     for name, raw in op.progress.split.items():
         for at, group in enumerate(groups):
             if raw[at]:
-                state.stage(name).enter_as(group, SPLIT)
+                state.stage(name).move_group(group, SPLIT)
     made = len(closed) - sum([one.all_dropped for one in closed])
     state.closed_groups += made + op.closed_groups
     state.written(blocks, groups)
@@ -195,7 +212,7 @@ def _enter_rows(
             note_added(block, name, everything, block.values)
             done = op.progress.acked.get(name, b"")
             if bits := bits_of(row for row, place in enumerate(places) if done and done[place]):
-                stage.enter_acked(block, bits)
+                stage.enter(block, bits, ACKED)
         for name, told in op.tags.items():
             raw = op.progress.tagged.get(name)
             having = [r for r, place in enumerate(places) if raw is None or raw[place]]
@@ -224,25 +241,17 @@ def _checked(state: State, op: Restore) -> _Plan:
         (told.tagged, len(keys), None),
     ):
         _check_marks(marks, count, known)
-    columns = [
-        column(raw, U4, len(group_keys)).astype(np.int32).tolist()
-        for raw in (told.expected, told.gone, told.dropped)
-    ]
-    closed = column(told.closed, _BYTE, len(group_keys)).tolist()
     live = Counter(rows.group if rows is not None and rows.group is not None else [])
-    sizes = list(zip(*columns, closed, strict=True))
-    for at, (expected, gone, dropped, is_closed) in enumerate(sizes):
-        wrong = not 0 <= dropped <= gone or (is_closed and not live[at])
-        full = not is_closed and expected != UNKNOWN_SIZE and expected <= gone + live[at]
-        if wrong or full:
+    sizes = sizes_in(told, len(group_keys))
+    for at, (expected, gone, _, closed) in enumerate(sizes):
+        full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
+        if (closed and not live[at]) or (full and not closed):
             raise ProtocolError("a group whose sizes contradict each other")
     return _Plan(rows, values, group_keys, sizes)
 
 
 def _new(index: Mapping[bytes, object], raw: bytes, what: str, partition: str) -> list[bytes]:
-    keys = keys_in(raw)
-    if len(set(keys)) != len(keys):
-        raise ProtocolError(f"a {what} is named twice")
+    keys = different(raw, what)
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from dataplane.wire.limits import PACK_LIMIT_BYTES
 from dataplane.wire.tables import INLINE, Where
 
 SHOWN_RANKS = 16
+
+Holder = tuple[int, str, int, float]
+"""(session, stage, rows, seconds)"""
 
 
 def missing(
@@ -51,13 +55,19 @@ def missing(
     }
 
 
-def holders(state: State, now: float) -> list[tuple[int, str, int, float]]:
+def holders(state: State, now: float) -> list[Holder]:
     """Who has rows leased, of which stage, how many and for how many seconds."""
+    return _holders(((lease, lease.many_left) for lease in state.leases), now)
+
+
+def _holders(leases: Iterable[tuple[Lease, int]], now: float) -> list[Holder]:
+    """leases: each with its rows that count."""
     held: dict[tuple[int, str], tuple[int, float]] = {}
-    for lease in state.leases:
-        one = _holder(lease), lease.stage.name
-        rows, age = held.get(one, (0, 0.0))
-        held[one] = rows + lease.many_left, max(age, now - lease.started)
+    for lease, many in leases:
+        if many:
+            one = _holder(lease), lease.stage.name
+            rows, age = held.get(one, (0, 0.0))
+            held[one] = rows + many, max(age, now - lease.started)
     return [(holder, stage, rows, age) for (holder, stage), (rows, age) in held.items()]
 
 
@@ -80,20 +90,14 @@ def _adder(state: State, field: str) -> str:
     )
 
 
-def _in_the_way(
-    state: State, stage: Stage, pending: dict[int, int], now: float
-) -> list[tuple[int, str, int, float]]:
-    held: dict[tuple[int, str], tuple[int, float]] = {}
-    for lease in state.leases:
-        rows = sum(
-            (bits & (-1 if lease.stage is stage else pending.get(block.number, 0))).bit_count()
-            for block, bits in lease.held.parts
-        )
-        if rows:
-            one = _holder(lease), lease.stage.name
-            before, age = held.get(one, (0, 0.0))
-            held[one] = (before + rows, max(age, now - lease.started))
-    found = [(holder, of, rows, age) for (holder, of), (rows, age) in held.items()]
+def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float) -> list[Holder]:
+    def wanted(lease: Lease) -> int:
+        if lease.stage is stage:
+            return len(lease.held)
+        parts = lease.held.parts
+        return sum([(bits & pending.get(block.number, 0)).bit_count() for block, bits in parts])
+
+    found = _holders(((lease, wanted(lease)) for lease in state.leases), now)
     return sorted(found, key=lambda one: -one[3])
 
 

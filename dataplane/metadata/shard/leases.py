@@ -144,7 +144,6 @@ class Member:
 class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
-        self._held: dict[int, set[int]] = {}
         self._by_claim: dict[int, Lease] = {}
         self._finished: dict[int, None] = {}
         self._plans: dict[str, Plan] = {}
@@ -160,7 +159,6 @@ class Leases:
 
     def add(self, lease: Lease) -> None:
         self._leases[lease.number] = lease
-        self._held.setdefault(lease.holder, set()).add(lease.number)
         if lease.claim:
             self._by_claim[lease.claim] = lease
 
@@ -193,14 +191,10 @@ class Leases:
     def end(self, lease: Lease) -> None:
         del self._leases[lease.number]
         self._by_claim.pop(lease.claim, None)
-        held = self._held[lease.holder]
-        held.discard(lease.number)
-        if not held:
-            del self._held[lease.holder]
 
     def of(self, holder: int) -> list[Lease]:
         """A holder's leases, oldest first."""
-        return [self._leases[number] for number in sorted(self._held.get(holder, ()))]
+        return [one for one in self._leases.values() if one.holder == holder]
 
     # plans
 
@@ -255,6 +249,5 @@ class Leases:
     @property
     def holders(self) -> set[int]:
         """All who have rows in hand. A plan's lease is nobody's: its members have it."""
-        return set(self._held) - {0} | {
-            one.holder for one in self._members.values() if not one.acked
-        }
+        members = {one.holder for one in self._members.values() if not one.acked}
+        return {one.holder for one in self._leases.values()} - {0} | members

@@ -56,31 +56,19 @@ class Units:
         self.counts[PENDING] += count
         self.changed = True
 
-    def move(self, unit: Unit, bits: int, was: int, to: int, front: bool = False) -> None:
-        """Give units another state; those that become ready enter the lanes."""
+    def move(self, unit: Unit, bits: int, was: int, to: int | None, front: bool = False) -> None:
+        """Give units another state, None: they are no more. Ready ones are in the lanes."""
         self.changed = True
         many = bits.bit_count()
         self.counts[was] -= many
-        self.counts[to] += many
+        if to is not None:
+            self.counts[to] += many
         if was == READY:
-            self.plain.leave(unit, bits)
-            if self._filtered:
-                for lane in self._filtered.values():
-                    lane.leave(unit, bits)
-        if to == READY:
-            self.plain.enter(unit, bits, front)
-            if self._filtered:
-                for lane in self._filtered.values():
-                    lane.enter(unit, bits, front)
-
-    def forget(self, unit: Unit, bits: int, was: int) -> None:
-        """Units that are no more."""
-        self.changed = True
-        self.counts[was] -= bits.bit_count()
-        if was == READY:
-            self.plain.leave(unit, bits)
-            for lane in self._filtered.values():
+            for lane in (self.plain, *self._filtered.values()):
                 lane.leave(unit, bits)
+        elif to == READY:
+            for lane in (self.plain, *self._filtered.values()):
+                lane.enter(unit, bits, front)
 
     def retest(self, unit: Unit, ready: int) -> None:
         """The tags of a unit changed, of which so much is ready."""
@@ -157,11 +145,6 @@ class Stage:
                 mine.ready |= pending
                 self.rows.move(block, pending, PENDING, READY)
 
-    def make_ready(self, block: Block, bits: int) -> None:
-        """These were pending."""
-        self.of(block).ready |= bits
-        self.rows.move(block, bits, PENDING, READY)
-
     def lease(self, block: Block, bits: int) -> None:
         """Ready rows are taken."""
         mine = self.of(block)
@@ -184,52 +167,49 @@ class Stage:
         self.rows.move(block, bits, LEASED, ACKED)
         self.acked_rows += bits.bit_count()
 
-    def hold(self, block: Block, bits: int) -> None:
-        """Pending rows were leased where they come from."""
-        self.of(block).leased |= bits
-        self.rows.move(block, bits, PENDING, LEASED)
-
-    def enter_acked(self, block: Block, bits: int) -> None:
-        """Pending rows were done where they come from."""
-        self.of(block).acked |= bits
-        self.rows.move(block, bits, PENDING, ACKED)
-        self.acked_rows += bits.bit_count()
+    def enter(self, block: Block, bits: int, to: int) -> None:
+        """Pending rows were this already where they come from."""
+        mine = self.of(block)
+        if to == READY:
+            mine.ready |= bits
+        elif to == LEASED:
+            mine.leased |= bits
+        else:
+            mine.acked |= bits
+            self.acked_rows += bits.bit_count()
+        self.rows.move(block, bits, PENDING, to)
 
     def forget(self, block: Block, bits: int) -> None:
         """Rows are no more."""
         mine = block.standings[self.number]
         left = bits
         if acked := mine.acked & bits:
-            self.rows.forget(block, acked, ACKED)
+            self.rows.move(block, acked, ACKED, None)
             mine.acked ^= acked
             left ^= acked
         if ready := mine.ready & left:
-            self.rows.forget(block, ready, READY)
+            self.rows.move(block, ready, READY, None)
             mine.ready ^= ready
             left ^= ready
         if leased := mine.leased & left:
-            self.rows.forget(block, leased, LEASED)
+            self.rows.move(block, leased, LEASED, None)
             mine.leased ^= leased
             left ^= leased
         if left:
-            self.rows.forget(block, left, PENDING)
+            self.rows.move(block, left, PENDING, None)
 
     # groups
 
-    def split(self, group: Group) -> None:
-        """Rows of it are leased singly: it is not offered whole any more."""
-        self._move(group, SPLIT)
-
     def lease_group(self, group: Group) -> list[tuple[Block, int]]:
         """Lease a ready group whole. Returns its rows."""
-        self._move(group, LEASED)
+        self.move_group(group, LEASED)
         parts = [(block, block.live) for block in group.blocks]
         for block, bits in parts:
             self.lease(block, bits)
         return parts
 
     def forget_group(self, group: Group) -> None:
-        self.groups.forget(group, 1, group.states[self.number])
+        self.groups.move(group, 1, group.states[self.number], None)
 
     def settle(self, group: Group, front: bool = False) -> None:
         """Give a group the state that follows from its rows."""
@@ -251,13 +231,9 @@ class Stage:
             # a leased group stays so until its rows are all back, or all acked
             then = LEASED if now == LEASED else PENDING
         if then != now:
-            self._move(group, then, front)
+            self.move_group(group, then, front)
 
-    def enter_as(self, group: Group, state: int) -> None:
-        """A group stands so where it comes from."""
-        self._move(group, state)
-
-    def _move(self, group: Group, to: int, front: bool = False) -> None:
+    def move_group(self, group: Group, to: int, front: bool = False) -> None:
         was = group.states[self.number]
         if was != to:
             group.states[self.number] = to
@@ -275,7 +251,7 @@ class Stage:
         rows = 0
         for group in groups:
             if group.states[self.number] in (SPLIT, ACKED) and group.live:
-                self._move(group, PENDING)
+                self.move_group(group, PENDING)
         for block in blocks:
             mine = self.of(block)
             if again := mine.acked:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dataplane.errors import LimitExceeded, StageUndefined
 from dataplane.metadata.shard.blocks import (
+    SPLIT,
     Block,
     Group,
     Rows,
@@ -162,16 +163,7 @@ class State:
             self._known[fields] = fields, values.specs, values.owners
             return values
         fields, specs, owners = seen
-        return Values(
-            values.count,
-            fields,
-            values.records,
-            specs,
-            owners,
-            values.inline,
-            values.holes,
-            values.leaves,
-        )
+        return msgspec.structs.replace(values, fields=fields, specs=specs, owners=owners)
 
     # what is where
 
@@ -580,7 +572,7 @@ class State:
         for block, bits in parts:
             stage.lease(block, bits)
         for group in self.groups_of(parts):
-            stage.split(group)
+            stage.move_group(group, SPLIT)
         return Rows(parts)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:

@@ -210,13 +210,10 @@ def _largest(values: Values, fields: Sequence[str]) -> tuple[list[str], list[int
         there = to_mask(values.having([name]), values.count)
         nbytes = np.where(there, records["nbytes"].astype(np.int64), 0)
         owner = records["owner"].astype(np.int64)
-        if values.leaves and name in values.leaves:
-            counts, raw = values.leaves[name]
-            leaves = np.frombuffer(raw, VALUE)
-            of = np.repeat(np.arange(values.count), np.frombuffer(counts, U4))
-            some, first = np.unique(of, return_index=True)
-            nbytes[some] = np.bincount(of, leaves["nbytes"], values.count)[some].astype(np.int64)
-            owner[some] = leaves["owner"][first]
+        for row, raw in enumerate(values.arrays(name) if values.leaves else ()):
+            if raw:
+                leaves = np.frombuffer(raw, VALUE)
+                nbytes[row], owner[row] = leaves["nbytes"].sum(), leaves["owner"][0]
         larger = (nbytes > most) & (owner != here)
         most[larger], owners[larger] = nbytes[larger], owner[larger]
     peers = [INLINE.peer if n < 0 else values.owners[n].peer for n in owners.tolist()]

@@ -47,6 +47,14 @@ def keys_in(raw: bytes | memoryview) -> list[bytes]:
     return [bytes(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
 
 
+def different(raw: bytes, what: str) -> list[bytes]:
+    """The same, each once. ProtocolError for one that is there twice."""
+    keys = keys_in(raw)
+    if len(set(keys)) != len(keys):
+        raise ProtocolError(f"a {what} is named twice")
+    return keys
+
+
 def rows_in(rows: Rows, *, many: int = MAX_ROWS_PER_MESSAGE) -> RowsIn:
     """Check the rows of a message. InvalidRows when there are none, or one twice."""
     keys = keys_in(rows.keys)

@@ -10,9 +10,12 @@ for its owner to be told.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.memory.extents import every
@@ -29,8 +32,8 @@ from dataplane.wire.limits import (
 from dataplane.wire.records import U4, VALUE, column
 from dataplane.wire.tables import INLINE, Column, Owner, Spec
 
-Leaves = dict[str, tuple[bytes, bytes]]
-"""Field → u4 a row, how many arrays its value has; and their VALUE records."""
+Leaves = dict[str, tuple[bytes, ...]]
+"""Field → for each row VALUE records of the arrays inside of its value."""
 Loose = tuple[Sequence[Owner], bytes]
 """VALUE records that are in no row any more, and their owners."""
 
@@ -64,7 +67,7 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         """All records, those of arrays inside of objects too."""
         if self.leaves is None:
             return self.records
-        return b"".join([self.records, *(raw for _, raw in self.leaves.values())])
+        return b"".join([self.records, *chain.from_iterable(self.leaves.values())])
 
     @property
     def loose(self) -> Loose:
@@ -75,7 +78,9 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         """What it takes, without the small values."""
         if self.leaves is None:
             return len(self.records)
-        return len(self.records) + sum([len(c) + len(r) for c, r in self.leaves.values()])
+        return len(self.records) + sum(
+            [8 + len(raw) for one in self.leaves.values() for raw in one]
+        )
 
     def having(self, fields: Iterable[str]) -> int:
         """The rows that have all of these fields."""
@@ -96,16 +101,24 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         for field, records in zip(self.fields, self.grid(), strict=True):
             there = (records["owner"] != ABSENT).nonzero()[0]
             yield field, there, records[there]
-        for field, (counts, leaves) in (self.leaves or {}).items():
-            rows = np.repeat(np.arange(self.count), np.frombuffer(counts, U4))
-            yield field, rows, np.frombuffer(leaves, VALUE)
+        for field, arrays in (self.leaves or {}).items():
+            rows = np.repeat(np.arange(self.count), [len(raw) // _SIZE for raw in arrays])
+            yield field, rows, np.frombuffer(b"".join(arrays), VALUE)
 
     def columns(self) -> list[Column]:
         width, found = self.count * _SIZE, []
         for at, field in enumerate(self.fields):
-            counts, leaves = (self.leaves or {}).get(field, (b"", b""))
-            found.append(Column(field, self.records[at * width : (at + 1) * width], counts, leaves))
+            one = Column(field, self.records[at * width : (at + 1) * width])
+            if self.leaves is not None and field in self.leaves:
+                arrays = self.leaves[field]
+                one.leaf_counts = np.array([len(raw) // _SIZE for raw in arrays], U4).tobytes()
+                one.leaves = b"".join(arrays)
+            found.append(one)
         return found
+
+    def arrays(self, field: str) -> Sequence[bytes]:
+        """The leaf records of each row."""
+        return (self.leaves or {}).get(field) or (b"",) * self.count
 
     # parts of it
 
@@ -124,15 +137,12 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
                 parts.append(_NONE * self.count)
                 holes[field] = all_of(self.count)
         leaves = {f: one for f, one in (self.leaves or {}).items() if f in fields}
-        found = Values(
-            self.count,
-            tuple(fields),
-            b"".join(parts),
-            self.specs,
-            self.owners,
-            self.inline,
-            holes or None,
-            leaves or None,
+        found = replace(
+            self,
+            fields=tuple(fields),
+            records=b"".join(parts),
+            holes=holes or None,
+            leaves=leaves or None,
         )
         return _cut([found])[0] if self.inline else found
 
@@ -151,26 +161,17 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         for rows in parts:
             at = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
             holes = {f: some for f, h in (self.holes or {}).items() if (some := picked(h, rows))}
+            leaves = {f: tuple([one[r] for r in rows]) for f, one in (self.leaves or {}).items()}
             found.append(
-                Values(
-                    len(rows),
-                    self.fields,
-                    grid[:, at].tobytes(),
-                    self.specs,
-                    self.owners,
-                    self.inline,
-                    holes or None,
-                    self._leaves_of(rows) if self.leaves is not None else None,
+                replace(
+                    self,
+                    count=len(rows),
+                    records=grid[:, at].tobytes(),
+                    holes=holes or None,
+                    leaves=_there(leaves),
                 )
             )
         return _cut(found) if self.inline else found
-
-    def _leaves_of(self, rows: Sequence[int]) -> Leaves | None:
-        found: Leaves = {}
-        for field, one in (self.leaves or {}).items():
-            lists = _listed(one, self.count)
-            found |= _leaves_from(field, [lists[row] for row in rows])
-        return found or None
 
     # what changes
 
@@ -197,14 +198,13 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         old[:, at] = target
         leaves: Leaves = {}
         for place, field in enumerate(mine.fields):
-            held = _listed((mine.leaves or {}).get(field), self.count)
-            coming = _listed((new.leaves or {}).get(field), other.count)
+            held, coming = list(mine.arrays(field)), new.arrays(field)
             for i, row in enumerate(at):
                 if clash[place, i]:
                     lost.append(coming[i] if keep else held[row])
                 if written[place, i]:
                     held[row] = coming[i]
-            leaves |= _leaves_from(field, held)
+            leaves[field] = tuple(held)
         inline = _padded(mine.inline) + new.inline
         found = _of_grid(mine.fields, old, mine.specs, mine.owners, inline, leaves)
         gone = b"".join(lost)
@@ -221,17 +221,13 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         specs, owners = _union(self.specs, other.specs), _union(self.owners, other.owners)
         base = len(_padded(self.inline)) if other.inline else 0
         other = other._numbered(specs, owners, base)
-        holes, leaves = (self.holes or {}) | (other.holes or {}), dict(self.leaves or {})
-        leaves |= other.leaves or {}
-        return Values(
-            self.count,
-            self.fields + other.fields,
-            self.records + other.records,
-            specs,
-            owners,
-            (_padded(self.inline) + other.inline) if other.inline else self.inline,
-            holes or None,
-            leaves or None,
+        return replace(
+            other,
+            fields=self.fields + other.fields,
+            records=self.records + other.records,
+            inline=_padded(self.inline) + other.inline if other.inline else self.inline,
+            holes=(self.holes or {}) | (other.holes or {}) or None,
+            leaves=(self.leaves or {}) | (other.leaves or {}) or None,
         )
 
     def without(
@@ -242,14 +238,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         leaves: Leaves = {}
         at = list(rows)
         for place, field in enumerate(self.fields):
-            held = _listed((self.leaves or {}).get(field), self.count)
+            held = list(self.arrays(field))
             if fields is None or field in fields:
                 lost.append(grid[place, at].tobytes())
                 lost += [held[row] for row in at]
                 grid[place, at] = _NO_VALUE[0]
                 for row in at:
                     held[row] = b""
-            leaves |= _leaves_from(field, held)
+            leaves[field] = tuple(held)
         found = _of_grid(self.fields, grid, self.specs, self.owners, self.inline, leaves)
         return found.trimmed(), (self.owners, b"".join(lost))
 
@@ -273,13 +269,11 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         """By these tables, which have all that is used; small values lie `base` further back."""
         same = _starts(specs, self.specs) and _starts(owners, self.owners)
         if same and not (base and self.inline):
-            return self._of_blob(self.blob, specs=specs, owners=owners)
+            return replace(self, specs=specs, owners=owners)
         records = np.frombuffer(bytearray(self.blob), VALUE)
         if base and self.inline:
             here = records["owner"] == self.owners.index(INLINE)
-            records["range"] += (
-                np.uint32(base) if every(here) else np.where(here, np.uint32(base), 0)
-            )
+            records["range"] += here * np.uint32(base)
         if not same:
             there = records["owner"] != ABSENT
             # an ABSENT record may have any number: what is looked up is bounded first
@@ -289,30 +283,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
             records["owner"] = np.where(there, of_owner, ABSENT)
         return self._of_blob(records.tobytes(), specs=specs, owners=owners)
 
-    def _of_blob(
-        self,
-        blob: bytes,
-        specs: list[Spec] | None = None,
-        owners: list[Owner] | None = None,
-        inline: bytes | None = None,
-    ) -> Values:
-        records, leaves = blob, self.leaves
-        if leaves is not None:
-            at, records, told = len(self.records), blob[: len(self.records)], {}
-            for field, (counts, raw) in leaves.items():
-                told[field] = counts, blob[at : at + len(raw)]
-                at += len(raw)
-            leaves = told
-        return Values(
-            self.count,
-            self.fields,
-            records,
-            self.specs if specs is None else specs,
-            self.owners if owners is None else owners,
-            self.inline if inline is None else inline,
-            self.holes,
-            leaves,
-        )
+    def _of_blob(self, blob: bytes, **changed: Any) -> Values:
+        """With these records, leaves included, as many as there were."""
+        leaves, at = Leaves(), len(self.records)
+        for field, arrays in (self.leaves or {}).items():
+            ends = list(accumulate(map(len, arrays), initial=at))
+            leaves[field] = tuple([blob[a:b] for a, b in pairwise(ends)])
+            at = ends[-1]
+        return replace(self, records=blob[: len(self.records)], leaves=leaves or None, **changed)
 
 
 # several together
@@ -350,23 +328,20 @@ def joined(parts: Sequence[Values]) -> Values:
         table["range"] += np.where(here, np.repeat(bases, counts), 0).astype(np.uint32)
         records, inline = table.tobytes(), b"".join(pieces)
     holes: dict[str, int] = {}
-    lists: dict[str, list[bytes]] = {}
     at = 0
     for one in parts:
         for field, rows in (one.holes or {}).items():
             holes[field] = holes.get(field, 0) | rows << at
         at += one.count
-    with_leaves = {field for one in parts for field in one.leaves or {}}
-    for field in first.fields:
-        if field in with_leaves:
-            lists[field] = [
-                row for one in parts for row in _listed((one.leaves or {}).get(field), one.count)
-            ]
-    leaves: Leaves = {}
-    for field, rows_of_field in lists.items():
-        leaves |= _leaves_from(field, rows_of_field)
-    return Values(
-        at, first.fields, records, first.specs, first.owners, inline, holes or None, leaves or None
+    with_leaves = {field for one in parts for field in one.leaves or ()}
+    leaves = {f: tuple(chain.from_iterable([p.arrays(f) for p in parts])) for f in with_leaves}
+    return replace(
+        first,
+        count=at,
+        records=records,
+        inline=inline,
+        holes=holes or None,
+        leaves=leaves or None,
     )
 
 
@@ -412,31 +387,17 @@ def _alike(parts: Sequence[Values], inline: bool = True) -> list[Values]:
         base += len(_padded(one.inline)) if inline else 0
         missing = [field for field in fields if field not in one.fields]
         if missing:
-            holes = dict(wide.holes or {}) | dict.fromkeys(missing, all_of(one.count))
-            blank = _NONE * (one.count * len(missing))
-            wide = Values(
-                one.count,
-                one.fields + tuple(missing),
-                wide.records + blank,
-                specs,
-                owners,
-                one.inline,
-                holes,
-                wide.leaves,
+            wide = replace(
+                wide,
+                fields=one.fields + tuple(missing),
+                records=wide.records + _NONE * (one.count * len(missing)),
+                holes=(wide.holes or {}) | dict.fromkeys(missing, all_of(one.count)),
             )
         if wide.fields != fields:
             width = one.count * _SIZE
             at = [wide.fields.index(field) * width for field in fields]
-            wide = Values(
-                one.count,
-                fields,
-                b"".join([wide.records[start : start + width] for start in at]),
-                specs,
-                owners,
-                one.inline,
-                wide.holes,
-                wide.leaves,
-            )
+            records = b"".join([wide.records[start : start + width] for start in at])
+            wide = replace(wide, fields=fields, records=records)
         found.append(wide)
     return found
 
@@ -492,25 +453,15 @@ def _of_grid(
 ) -> Values:
     absent = grid["owner"] == ABSENT
     holes = {f: of_mask(a) for f, a in zip(fields, absent, strict=True) if a.any()}
-    count = grid.shape[1]
+    there = _there(leaves)
     return Values(
-        count, fields, grid.tobytes(), specs, owners, inline, holes or None, leaves or None
+        grid.shape[1], fields, grid.tobytes(), specs, owners, inline, holes or None, there
     )
 
 
-def _listed(leaves: tuple[bytes, bytes] | None, count: int) -> list[bytes]:
-    """The leaf records of each row."""
-    if leaves is None:
-        return [b""] * count
-    ends = (np.cumsum(np.frombuffer(leaves[0], U4).astype(np.int64)) * _SIZE).tolist()
-    return [leaves[1][a:b] for a, b in zip([0, *ends], ends, strict=False)]
-
-
-def _leaves_from(field: str, lists: Sequence[bytes]) -> Leaves:
-    raw = b"".join(lists)
-    if not raw:
-        return {}
-    return {field: (np.array([len(one) // _SIZE for one in lists], U4).tobytes(), raw)}
+def _there(leaves: Leaves) -> Leaves | None:
+    """Without fields that have no arrays inside."""
+    return {field: arrays for field, arrays in leaves.items() if any(arrays)} or None
 
 
 def _union(one: list[Spec] | list[Owner], other: list[Spec] | list[Owner]) -> list:  # type: ignore[type-arg]
@@ -662,9 +613,9 @@ def _leaves_in(
         _check_records(one.field, leaves, specs, owners)
         if (leaves["owner"] == ABSENT).any():
             raise ProtocolError(f"an array inside of field {one.field!r} is nowhere")
-        if len(leaves):
-            found[one.field] = one.leaf_counts, one.leaves
-    return found or None
+        ends = (np.cumsum(counts) * _SIZE).tolist()
+        found[one.field] = tuple([one.leaves[a:b] for a, b in pairwise([0, *ends])])
+    return _there(found)
 
 
 def _check_inline(values: Values) -> None:

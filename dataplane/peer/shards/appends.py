@@ -20,7 +20,7 @@ from itertools import islice
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.dump import dump
+from dataplane.metadata.shard.journal import dump
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying

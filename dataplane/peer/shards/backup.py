@@ -17,7 +17,7 @@ import numpy as np
 
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.replay import apply
+from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of

@@ -253,7 +253,8 @@ def _added(store: Store, op: Added, now: float) -> None:
     state.check_fields(op.fields)
     name = state.stage(op.stage).name
     for block, bits in _known_rows(state, op.keys).parts:
-        add_to(block, name, dict.fromkeys(op.fields, bits))
+        for field in op.fields:
+            add_to(block, name, field, bits)
 
 
 def _progressed(store: Store, op: Progressed, now: float) -> None:

@@ -164,25 +164,18 @@ def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]])
 
 def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
     """A stage wrote these fields of rows, where they had none yet."""
-    everything = part.bits
-    came = {name: values.having([name]) for name in values.fields}
     whole = all_of(values.count)
-    add_to(
-        block,
-        stage,
-        {
-            name: everything if rows == whole else bits_of(part.rows[i] for i in rows_of(rows))
-            for name, rows in came.items()
-        },
-    )
+    for name in values.fields:
+        came = values.having([name])
+        rows = part.bits if came == whole else bits_of(part.rows[i] for i in rows_of(came))
+        add_to(block, stage, name, rows)
 
 
-def add_to(block: Block, stage: str, fields: Mapping[str, int]) -> None:
+def add_to(block: Block, stage: str, field: str, rows: int) -> None:
     """The values of these rows are the stage's own."""
     block.wrote = block.wrote or {}
     mine = block.wrote.setdefault(stage, {})
-    for name, rows in fields.items():
-        mine[name] = mine.get(name, 0) | rows
+    mine[field] = mine.get(field, 0) | rows
 
 
 def check_added(state: State, stage: Stage | None, parts: Sequence[tuple[Part, Values]]) -> None:

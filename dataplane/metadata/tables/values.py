@@ -40,6 +40,7 @@ Loose = tuple[Sequence[Owner], bytes]
 _SIZE = VALUE.itemsize
 _RAW = np.dtype(f"V{_SIZE}")
 _STEP = INLINE_ALIGNMENT_BYTES
+_LAST = np.uint64(_STEP - 1)
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
 _NONE = _NO_VALUE.tobytes()
@@ -160,16 +161,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         found = []
         for rows in parts:
             at = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
-            holes = {f: some for f, h in (self.holes or {}).items() if (some := picked(h, rows))}
-            leaves = {f: tuple([one[r] for r in rows]) for f, one in (self.leaves or {}).items()}
+            holes, leaves = self.holes, self.leaves
+            if holes is not None:
+                holes = {f: some for f, h in holes.items() if (some := picked(h, rows))} or None
+            if leaves is not None:
+                leaves = _there({f: tuple([one[r] for r in rows]) for f, one in leaves.items()})
+            records = grid[:, at].tobytes()
             found.append(
-                replace(
-                    self,
-                    count=len(rows),
-                    records=grid[:, at].tobytes(),
-                    holes=holes or None,
-                    leaves=_there(leaves),
-                )
+                replace(self, count=len(rows), records=records, holes=holes, leaves=leaves)
             )
         return _cut(found) if self.inline else found
 
@@ -221,13 +220,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         specs, owners = _union(self.specs, other.specs), _union(self.owners, other.owners)
         base = len(_padded(self.inline)) if other.inline else 0
         other = other._numbered(specs, owners, base)
+        holes, leaves = other.holes, other.leaves
         return replace(
             other,
             fields=self.fields + other.fields,
             records=self.records + other.records,
             inline=_padded(self.inline) + other.inline if other.inline else self.inline,
-            holes=(self.holes or {}) | (other.holes or {}) or None,
-            leaves=(self.leaves or {}) | (other.leaves or {}) or None,
+            holes=self.holes if holes is None else (self.holes or {}) | holes,
+            leaves=self.leaves if leaves is None else (self.leaves or {}) | leaves,
         )
 
     def without(
@@ -285,12 +285,15 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _of_blob(self, blob: bytes, **changed: Any) -> Values:
         """With these records, leaves included, as many as there were."""
-        leaves, at = Leaves(), len(self.records)
-        for field, arrays in (self.leaves or {}).items():
+        if self.leaves is None:
+            return replace(self, records=blob, **changed)
+        leaves: Leaves = {}
+        at = len(self.records)
+        for field, arrays in self.leaves.items():
             ends = list(accumulate(map(len, arrays), initial=at))
             leaves[field] = tuple([blob[a:b] for a, b in pairwise(ends)])
             at = ends[-1]
-        return replace(self, records=blob[: len(self.records)], leaves=leaves or None, **changed)
+        return replace(self, records=blob[: len(self.records)], leaves=leaves, **changed)
 
 
 # several together
@@ -626,13 +629,15 @@ def _check_inline(values: Values) -> None:
     mine = np.frombuffer(values.blob, VALUE)
     here = mine["owner"] == values.owners.index(INLINE)
     mine = mine if every(here) else mine[here]
+    if not len(mine):
+        if inline:
+            raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
+        return
     starts, sizes = mine["range"], mine["nbytes"]
-    most = int(np.maximum.reduce(sizes, initial=0))
-    end = int(np.maximum.reduce(starts + sizes, initial=0)) + _STEP - 1 & -_STEP
-    named = int(np.add.reduce(sizes + np.uint64(_STEP - 1) & ~np.uint64(_STEP - 1)))
-    astray = int(np.bitwise_or.reduce(starts, initial=0)) % _STEP
-    if not len(mine) and inline:
-        raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
+    rooms = sizes + _LAST & ~_LAST
+    most = int(np.maximum.reduce(sizes))
+    end, named = int(np.maximum.reduce(starts + rooms)), int(np.add.reduce(rooms))
+    astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
             f"a value of {most} bytes is to live in the shard; the limit is {INLINE_LIMIT_BYTES}",

@@ -84,7 +84,7 @@ class WorkerLink(asyncio.Protocol):
         self._traffic = traffic
         self._frames = FrameReader()
         self._numbers = itertools.count(1)
-        self._jobs: dict[int, tuple[asyncio.Future[ReadOutcome], int, int, str]] = {}
+        self._jobs: dict[int, tuple[asyncio.Future[ReadOutcome], int, str]] = {}
         self._pins: dict[int, int] = {}
         self._pinning: dict[int, asyncio.Task[None]] = {}
         self._transport: asyncio.Transport | None = None
@@ -92,7 +92,6 @@ class WorkerLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.outstanding_bytes = 0
         self.missing: dict[str, str] = {}
         """why the worker does not run an engine that it was asked for"""
 
@@ -157,10 +156,9 @@ class WorkerLink(asyncio.Protocol):
         self, remote: Remote, copies: Records, timeout_s: float, transport: str
     ) -> tuple[int, asyncio.Future[ReadOutcome]]:
         """Starts a job: its number, and what becomes of it."""
-        job, nbytes = next(self._numbers), int(copies["nbytes"].sum())
+        job = next(self._numbers)
         future: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
-        self._jobs[job] = (future, nbytes, len(copies), transport)
-        self.outstanding_bytes += nbytes
+        self._jobs[job] = (future, len(copies), transport)
         self._send(
             Read(
                 job,
@@ -255,8 +253,7 @@ class WorkerLink(asyncio.Protocol):
         return PinAnswer(ask, np.ascontiguousarray(places, EXTENT).tobytes())
 
     def _finished(self, finished: Finished) -> None:
-        future, nbytes, count, transport = self._jobs.pop(finished.job)
-        self.outstanding_bytes -= nbytes
+        future, count, transport = self._jobs.pop(finished.job)
         self._traffic.bytes_in += finished.nbytes
         over = self._traffic.bytes_in_over
         over[transport] = over.get(transport, 0) + finished.nbytes
@@ -287,7 +284,6 @@ class WorkerLink(asyncio.Protocol):
             self._traffic.jobs_failed += 1
             _settle(future, error)
         self._jobs.clear()
-        self.outstanding_bytes = 0
         for pinning in self._pinning.values():
             pinning.cancel()
         for pin in self._pins.values():

@@ -265,6 +265,7 @@ def memory() -> dict[str, int]:
             if run not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             name = (folder / "cmdline").read_bytes().split(b"\0")[0].decode().split("/")[-1]
+            name = name.split(".")[0]  # of an actor, without the call that it is in
             told = (folder / "smaps_rollup").read_text().split()
         except OSError:
             continue  # it ended meanwhile
@@ -288,7 +289,7 @@ def main(count: int, media_bytes: int) -> None:
     looks, done = [before], threading.Event()
 
     def look() -> None:
-        while not done.wait(0.25):
+        while not done.wait(0.05):
             looks.append(memory())
 
     looking = threading.Thread(target=look)
@@ -298,7 +299,7 @@ def main(count: int, media_bytes: int) -> None:
         steps[mode] = step(mode, mode, buffer, trainer, count)
     done.set()
     looking.join()
-    peak = max(looks, key=lambda look: sum(look.values()))
+    peak, rest = max(looks, key=lambda look: sum(look.values())), memory()
     more = {name: now - before.get(name, 0) for name, now in peak.items()}
     seconds = {name: one.pop("seconds") for name, one in steps.items()}
     told = {
@@ -306,6 +307,7 @@ def main(count: int, media_bytes: int) -> None:
         "by": tq.__file__,
         "seconds": seconds,
         "more_bytes": sum(more.values()),
+        "more_at_rest_bytes": sum(rest.values()) - sum(before.values()),
         "more_by_process": dict(sorted(more.items(), key=lambda one: -one[1])),
     }
     tq.close()

@@ -6,6 +6,8 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import numpy as np
+
 from bench.faults.busy import Busy, Outcome
 from bench.faults.etcd import etcd
 from bench.faults.peers import (
@@ -134,9 +136,9 @@ def failing_calls() -> Outcome:
         stack.callback(_leave, near)
         stack.callback(_leave, gone)
         far = gone.partition("p", {"s": ["x"]}, free="drop")
-        far.put({"x": [[1]]}, key=["k"])
+        far.put({"x": np.zeros((2, 100_000))}, key=["k", "l"])  # too large to live in the shard
         part = near.partition("p")
-        part.get(keys=["k"])
+        part.get(keys=["l"])
         peers.freeze(VICTIM)
         frozen_s, frozen_as = _timed(lambda: part.get(keys=["k"], timeout=deadline_s))
         own_s, own_as = _timed(lambda: far.get(keys=["k"], timeout=deadline_s))

@@ -91,7 +91,8 @@ def test_the_readmes_first_screen_runs_in_an_environment_that_was_empty(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )
     told = run(python, "-c", block, cwd=empty, DATAPLANE_RUN_DIR=str(empty), DATAPLANE_LINGER="1")
-    assert told.splitlines() == ["(4, 5) [-2.5, 6.5, -5.5, 1.5]"] * 2
+    rewards = "tensor([ 6., 15.,  3., 10.], dtype=torch.float64)"
+    assert told.splitlines() == [f"torch.Size([4, 5]) {rewards}"] * 2
     assert run(empty / "venv/bin/dataplane", "--version", cwd=empty).startswith("dataplane ")
 
 

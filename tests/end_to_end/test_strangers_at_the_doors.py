@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +113,22 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
     with cluster.connect("a") as plane:
         stats = plane.stats()
         address, other = (stats["peers"][name]["address"] for name in "ab")
-        hello = PeerHello((1, 1), PLANE, "c", 1, other, (0, 0), limits.SHARDS, [])
-        stranger = Dealer(address)
-        for junk in ([b""], [b"\xc1" * 100], [b"a", b"b", b"c"], [b"\x97\x01"]):
-            stranger.socket.send_multipart(junk)
-        stranger.socket.send(b"\x00" * (limits.MAX_FRAME_BYTES + 1))  # ends the connection
-        stranger.close()
-        stranger = Dealer(address)
-        for change, code, says in (
-            ({"versions": (7, 9)}, "VersionMismatch", "speaks versions"),
-            ({"plane": "elsewhere"}, "RosterMismatch", "same --run and --seeds"),
-            ({"shards": 64}, "RosterMismatch", "has shards 64"),
-            ({}, "RosterMismatch", "has epoch"),
-        ):
-            reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
-            assert isinstance(reply, Failed) and reply.code == code and says in reply.message
-        reply = stranger.ask(peering.Release(b"", b""), other, (0, 0))
-        assert isinstance(reply, Failed) and reply.code == "StaleEpoch"
-        stranger.close()
+        hello = PeerHello((1, 1), PLANE, "c", 1, other, (0, 0), limits.SHARDS, "")
+        with closing(Dealer(address)) as stranger:
+            for junk in ([b""], [b"\xc1" * 100], [b"a", b"b", b"c"], [b"\x97\x01"]):
+                stranger.socket.send_multipart(junk)
+            stranger.socket.send(b"\x00" * (limits.MAX_FRAME_BYTES + 1))  # ends the connection
+        with closing(Dealer(address)) as stranger:
+            for change, code, says in (
+                ({"versions": (7, 9)}, "VersionMismatch", "speaks versions"),
+                ({"plane": "elsewhere"}, "RosterMismatch", "same --run and --seeds"),
+                ({"shards": 64}, "RosterMismatch", "has shards 64"),
+                ({}, "RosterMismatch", "has epoch"),
+            ):
+                reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
+                assert isinstance(reply, Failed) and reply.code == code and says in reply.message
+            reply = stranger.ask(peering.Release(b"", b""), other, (0, 0))
+            assert isinstance(reply, Failed) and reply.code == "StaleEpoch"
         still_works(plane)
 
 

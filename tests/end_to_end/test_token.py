@@ -58,7 +58,7 @@ def address_of(cluster: Cluster, name: str) -> str:
 
 def what_a_dealer_gets(address: str, secure: object) -> list[int]:
     """Events until the peer turned it away; fails when it was answered."""
-    hello = PeerHello((1, 1), PLANE, "c", 1, address, (0, 0), limits.SHARDS, [])
+    hello = PeerHello((1, 1), PLANE, "c", 1, address, (0, 0), limits.SHARDS, "")
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         if callable(secure):

@@ -178,7 +178,7 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
     context = Context()
     link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing)
-    link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, [])
+    link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
     asked = link.ask_now(1, b"a question")
     assert asked is not None
     link.received([peering.encode(PeerReply(1, 8, Done()))])

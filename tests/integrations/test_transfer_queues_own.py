@@ -65,6 +65,7 @@ def test_transfer_queues_own_tests_pass_but_for_what_differs(name: str) -> None:
             "DATAPLANE_ARENA": "64MiB",
             "DATAPLANE_LINGER": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": folder,  # else `ray.init` joins another cluster of this machine
         }
         plugin = ["-c", os.devnull, "-p", "transfer_queue_own", "-p", "no:cacheprovider"]
         plugin += ["-o", "asyncio_mode=auto"]

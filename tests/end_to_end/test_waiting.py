@@ -102,6 +102,29 @@ def test_after_ten_seconds_one_of_all_waiting_calls_of_a_host_says_why(
     assert len(errors) == 4 and all("excluded" in str(e) or "`y`" in str(e) for e in errors)
 
 
+def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": [1, 2]}, tags={"n": [1, 9]})
+
+    def said(wait: object, *args: object, **call: object) -> str:
+        with pytest.raises(dataplane.ClaimTimeout) as caught:
+            wait("s", *args, timeout=0.3, **call)  # type: ignore[operator]
+        return caught.value.message.partition(": ")[2]
+
+    assert said(part.claim, budget={"n": 50}) == (
+        "2 of 2 rows ready, and a budget of 50 of `n` waits until the next one would not fit, or "
+        "for the seal"
+    )
+    assert said(part.wait, below=2) == (
+        "2 of 2 rows ready, and it waits until fewer than 2 are left"
+    )
+    stale = said(part.wait, below=1, where=tag("n") > 5)
+    assert stale == (
+        "1 of 2 rows ready, and it waits until fewer than 1 are left; 1 ready row is excluded by "
+        "the filter"
+    )
+
+
 def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
     cluster: Cluster,
 ) -> None:

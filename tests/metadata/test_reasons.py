@@ -45,7 +45,7 @@ def test_what_the_shard_says_is_one_sentence() -> None:
             before=1,
         ),
     )
-    assert reason(facts, "train", 512) == (
+    assert reason(facts, "train", "512 wanted") == (
         "509 of 512 groups ready, 512 wanted; 1 claim of its kind waits before it; 3 rows lack "
         "`reward`, a field of 'train' that stage 'judge' adds; 1 group is still open; 1 row has no "
         "group; 3 rows leased by pid 7 on host b for stage 'judge' for 90 s; 2 puts wait for room"
@@ -53,7 +53,7 @@ def test_what_the_shard_says_is_one_sentence() -> None:
 
 
 def test_a_shard_that_says_nothing_is_named() -> None:
-    assert reason(Facts("rows", silent="b at tcp://b:1"), "train", 1) == (
+    assert reason(Facts("rows", silent="b at tcp://b:1"), "train", "") == (
         "peer b at tcp://b:1, which has the partition's shard, does not answer"
     )
 
@@ -69,7 +69,7 @@ def test_a_shard_that_says_nothing_is_named() -> None:
     ],
 )
 def test_each_reason_is_said(changes: dict[str, Any], says: str) -> None:
-    assert says in reason(Facts.of("rows", told(**changes)), "s", 4, ME)
+    assert says in reason(Facts.of("rows", told(**changes)), "s", "4 wanted", ME)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,13 @@ class Facts:
         }
 
 
-def reason(facts: Facts, stage: str, wanted: int | None, me: str = "") -> str:
-    """All of it in one sentence. wanted None: as many as fit a budget. me: how `leases` call the
-    process that asks."""
+def reason(facts: Facts, stage: str, wanted: str, me: str = "") -> str:
+    """All of it in one sentence. wanted: what is asked for, "" where that is all there is. me: how
+    `leases` call the process that asks."""
     if facts.silent:
         return f"peer {facts.silent}, which has the partition's shard, does not answer"
     said = f"{facts.ready} of {facts.units} {facts.unit} ready"
-    parts = [said if wanted is None else f"{said}, {wanted} wanted"]
+    parts = [f"{said}, {wanted}" if wanted else said]
     if facts.plan:
         parts.append(facts.plan)
     if facts.before:

@@ -177,9 +177,7 @@ class Claims:
         """What the shard answers, wherever that is then: rows, or why there never will be any.
         ClaimTimeout, of which the shard is told."""
         body, session = one.body, one.session
-        look = self.waits.looks(
-            session, body, body.want.unit, body.want, lambda: one.number, body.own
-        )
+        look = self.waits.looks(session, body, lambda: one.number, body.own)
         told = None if one.end is None else self.waits.explain(one.end, look)
         among = (body.generation, body.want.unit, str(body.want.where))
         subject = Subject("claim", body.partition, body.stage, among)

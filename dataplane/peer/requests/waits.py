@@ -19,7 +19,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
-from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait, Want
+from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait
 from dataplane.wire.peering import Missing
 
 WHY_S = 2.0
@@ -28,8 +28,19 @@ LEAST_WHY_S = 0.2
 """How long the shard has for an answer; at the end of a call, a quarter of what was left of it."""
 
 
-def _wanted(body: Wait) -> Want | None:
-    return Want(body.unit, body.count, body.count, body.where) if body.count else None
+def _wanted(body: Claim | Wait) -> str:
+    """What a call waits for, in words."""
+    if isinstance(body, Wait):
+        if body.count:
+            return f"{body.count} wanted"
+        return f"and it waits until fewer than {body.below} are left"
+    want = body.want
+    if want.budget_tag is None:
+        return f"{want.count} wanted" if want.count else ""
+    return (
+        f"and a budget of {want.budget:g} of `{want.budget_tag}` waits until the next one would "
+        "not fit, or for the seal"
+    )
 
 
 class Waits:
@@ -44,7 +55,7 @@ class Waits:
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        look = self.looks(session, body, body.unit, _wanted(body))
+        look = self.looks(session, body)
         why = self.explain(end, look)
         subject = reasons.Subject(
             "wait", body.partition, body.stage, (body.generation, body.unit, str(body.where))
@@ -94,8 +105,6 @@ class Waits:
         self,
         session: Session,
         body: Claim | Wait,
-        unit: str,
-        want: Want | None = None,
         claim: Callable[[], int] = lambda: 0,
         own: bool = True,
     ) -> Callable[[float], Awaitable[Why]]:
@@ -103,7 +112,7 @@ class Waits:
         it, and is told."""
 
         def look(limit_s: float = WHY_S) -> Awaitable[Why]:
-            return self._why(session, body, unit, want, claim(), own, limit_s)
+            return self._why(session, body, claim(), own, limit_s)
 
         return look
 
@@ -111,26 +120,23 @@ class Waits:
         self,
         session: Session,
         body: Claim | Wait,
-        unit: str,
-        want: Want | None,
         claim: int,
         own: bool,
         limit_s: float,
     ) -> Why:
         """ "509 of 512 groups ready; 3 lack `reward`, leased by pid 7 on host b for 90 s"."""
-        where = None if want is None else want.where
         partition, stage = body.partition, body.stage
-        asked = Missing(partition, body.generation, stage, unit, where, claim)  # type: ignore[arg-type]
+        want = body.want if isinstance(body, Claim) else body
+        asked = Missing(partition, body.generation, stage, want.unit, want.where, claim)
         home = self.host.roster.home(partition)
-        facts = reasons.Facts(unit)
+        facts = reasons.Facts(want.unit)
         try:
             answer: StatsDone = await self.mesh.call(home, asked, timeout_s=limit_s)
             if answer.stats:
-                facts = reasons.Facts.of(unit, answer.stats)
+                facts = reasons.Facts.of(want.unit, answer.stats)
         except DataplaneError:
             facts.silent = f"{self.mesh.others.name(home)} at {home}"
-        wanted = None if want is None or want.budget_tag is not None else want.count or None
-        said = reasons.reason(facts, stage, wanted, session.label)
+        said = reasons.reason(facts, stage, _wanted(body), session.label)
         others = (s for s in self.sessions if partition in s.partitions)
         alone = self.host.solo and all(other.pid == session.pid for other in others)
         own = own and reasons.only_own(facts, stage, session.label, alone)

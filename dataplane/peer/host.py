@@ -226,6 +226,11 @@ class Host:
         while len(self.labels) > MAX_LABELS:
             del self.labels[next(iter(self.labels))]
 
+    def who(self, holder: int) -> str:
+        """What people call a client of any host; 0 is the plan of which no rank works now."""
+        known = self.labels.get(holder)
+        return known or (f"client {holder:x}" if holder else "its plan")
+
     @staticmethod
     def now() -> float:
         return time.monotonic()

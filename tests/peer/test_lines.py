@@ -58,16 +58,19 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
 
 async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() -> None:
     space = Space(16 * PAGE)
+    entries = {f"step-{n}": SimpleNamespace(store=range(n)) for n in range(9)}
     host: Any = SimpleNamespace(
-        name="a", space=space, now=lambda: 0.0, notices=Notices(), entries={}, lent=Lent(),
-        labels={},
+        name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries, lent=Lent(),
+        who=lambda holder: f"client {holder}",
     )  # fmt: skip
     room = Room(host)
     held = [space.reserve(1, Admission.PULL, pages(1))[1] for _ in range(16)]
     for extents in held[::2]:
         space.give_back(1, extents)
-    with pytest.raises(BackPressure, match=f"in pieces: one value has {4 * PAGE} B"):
+    with pytest.raises(BackPressure, match=f"in pieces: one value has {4 * PAGE} B") as caught:
         await room.reserve(2, Admission.PULL, pages(4), 0.01)
+    few = "Rows here: 8 of 'step-8', 7 of 'step-7', 6 of 'step-6', 5 of 'step-5', 4 of 'step-4' and"
+    assert f"{few} of 3 partitions more; client 1 has" in caught.value.message
 
 
 async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:

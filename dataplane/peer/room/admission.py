@@ -28,6 +28,8 @@ from dataplane.peer.rows import flat_values
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.tables import INLINE, Table
 
+SHOWN_PARTITIONS = 5
+
 _DOING = {
     Admission.OPEN: "opening new groups",
     Admission.CONTINUE: "continuing groups",
@@ -119,7 +121,7 @@ class Room:
             told()
         try:
             what = f"room for {_DOING[admission]}"
-            with Telling(self._host, what, Subject(what), look):
+            with Telling(self._host, f"call for {what}", Subject(what), look):
                 async with asyncio.timeout(timeout_s):
                     return await waiter.granted
         except BaseException as exc:
@@ -174,11 +176,13 @@ class Room:
         kind = waiter.admission.name.lower()
         room = stats["classes"][kind]["room_bytes"]
         held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
-        rows = ", ".join(f"{n} of {name!r}" for name, n in held.items()) or "none"
+        most = sorted(held, key=lambda name: -held[name])[:SHOWN_PARTITIONS]
+        rows = ", ".join(f"{held[name]} of {name!r}" for name in most) or "none"
+        rows += f" and of {len(held) - len(most)} partitions more" if len(held) > len(most) else ""
         rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
         holders: list[dict[str, Any]] = [
             {
-                "holder": host.labels.get(holder, f"client {holder:x}"),
+                "holder": host.who(holder),
                 "granted_bytes": granted,
                 "pinned_bytes": pinned,
             }

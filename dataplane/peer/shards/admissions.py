@@ -239,7 +239,7 @@ class Admissions:
         for permit in permits.given.values():
             holders[permit.holder] += permit.left
         holders = +holders
-        who = {self.host.labels.get(h, f"client {h:x}"): n for h, n in holders.items()}
+        who = {self.host.who(h): n for h, n in holders.items()}
         me = one.asked.label
         told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
         return reasons.of_admission(told, one.asked.count, who, me), told

@@ -311,7 +311,7 @@ class ClaimQueues:
             return StatsDone({})
         found = entry.store.missing(body.stage, body.unit, self.host.now(), body.where)
         found["leases"] = [
-            [self.host.labels.get(holder, f"client {holder:x}"), stage, rows, age]
+            [self.host.who(holder), stage, rows, age]
             for holder, stage, rows, age in found["leases"]
         ]
         found["sealed"], found["producers"] = entry.sealed, self.producers()

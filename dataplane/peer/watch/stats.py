@@ -183,12 +183,12 @@ class Reporting:
 
     def _holders(self) -> list[dict[str, Any]]:
         """Who has leased rows that are at this peer, those who have them longest."""
-        now, labels = self.host.now(), self.host.labels
+        now = self.host.now()
         found: list[dict[str, Any]] = [
             {
                 "partition": entry.name,
                 "stage": stage,
-                "holder": labels.get(holder, f"client {holder:x}"),
+                "holder": self.host.who(holder),
                 "rows": rows,
                 "for_s": round(age, 1),
             }

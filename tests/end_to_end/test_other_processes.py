@@ -64,6 +64,9 @@ def test_a_batch_says_how_it_goes_to_another_process(plane: Plane) -> None:
     ref = pickle.loads(pickle.dumps(batch.ref))  # noqa: S301
     assert (ref.keys, ref.groups, ref.fields) == (["a", "b"], ("g",), ("x",))
     assert list(plane.get(ref)["x"]) == [1, 2]
+    assert pickle.loads(pickle.dumps(batch["x"])) == [1, 2]  # noqa: S301
+    with pytest.raises(TypeError, match=r"a Stream does not go .* send the partition"):
+        pickle.dumps(part.stream("s", rows=1))
 
 
 def test_numpy_gives_private_copies_and_views_where_asked_for(plane: Plane) -> None:

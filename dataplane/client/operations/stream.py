@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from dataplane.client import arguments
@@ -66,6 +66,12 @@ class Streaming(Generic[B]):
         if exc is None:
             raise failure
         log.warning("%r: a batch was not released: %s", self, failure)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} does not go to another process: send the partition, and call "
+            f"{type(self).__name__.lower()}(…) of it there"
+        )
 
     def __repr__(self) -> str:
         held = [loop.lease for loop in list(self._loops) if loop.lease is not None]

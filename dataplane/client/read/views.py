@@ -119,6 +119,10 @@ class ColumnView(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def __reduce__(self) -> Any:
+        """Another process gets a list of private copies."""
+        return list, (list(self),)
+
     def __repr__(self) -> str:
         form = self.uniform
         held = f"{form[0]} {list(form[1])}" if form else "values"

@@ -163,7 +163,7 @@ class DataPlaneClient:
             task_name=None,
             sample_ids=list(sample_ids),
             fields=[str(name) for name, _ in fields.items()] if fields is not None else None,
-            tags=[dict(of) for of in tags] if tags is not None else None,
+            tags=[dict(of) for of in tags or [{}] * len(sample_ids)],
         )
 
     def get_samples(

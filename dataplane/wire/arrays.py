@@ -199,6 +199,8 @@ def _foreign(value: object) -> Array | None:
         return None
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
+    if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
+        raise InvalidValue("an image of PIL would lose its palette; pass .convert('RGB')")
     try:
         if hasattr(value, "__cuda_array_interface__"):
             # cupy refuses silent copies to the host; `get` is its word for an intended one

@@ -199,5 +199,5 @@ def test_in_a_process_of_nemo_rl_metas_are_of_its_own_class(
     interfaces.KVBatchMeta = make_dataclass("KVBatchMeta", [(n, Any, None) for n in names])
     monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
     meta = client.put_samples(["a"], "train", batch(x=torch.ones(1)))
-    assert type(meta) is interfaces.KVBatchMeta and meta.sample_ids == ["a"]
+    assert type(meta) is interfaces.KVBatchMeta and meta.sample_ids == ["a"] and meta.tags == [{}]
     assert isinstance(DataPlaneClient(bootstrap=False), interfaces.DataPlaneClient)

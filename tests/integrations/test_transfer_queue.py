@@ -23,7 +23,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict", reason="make test installs it")
-pytest.importorskip("omegaconf", reason="make test installs it")
+omegaconf = pytest.importorskip("omegaconf", reason="make test installs it")
 
 from dataplane.integrations import transfer_queue  # noqa: E402
 from dataplane.integrations.transfer_queue import BaseSampler  # noqa: E402
@@ -124,10 +124,12 @@ def test_differences_that_are_right_are_as_docs_say(ours: dict[str, Any]) -> Non
 def test_an_array_of_texts_or_objects_has_an_entry_for_each_row(tq: Any) -> None:
     chats = numpy.empty(2, object)
     chats[:] = [{"role": "user"}, {"role": "user", "names": numpy.array([["a"], ["bc"]])}]
-    columns = {"bytes": numpy.array([b"x", b"yz"]), "chat": chats}
+    names = tensordict.NonTensorStack(*numpy.array(["c", "d"]))
+    columns = {"bytes": numpy.array([b"x", b"yz"]), "chat": chats, "name": names}
     tq.kv_batch_put(["a", "b"], "train", tensordict.TensorDict(columns, 2))
     got = tq.kv_batch_get(["b", "a"], "train")
     assert got["bytes"].tolist() == [b"yz", b"x"]
+    assert got["name"].tolist() == ["d", "c"]
     first, second = got["chat"].tolist()
     assert second == {"role": "user"} and first["names"].dtype == "<U2"
     assert first["names"].tolist() == [["a"], ["bc"]]
@@ -176,6 +178,20 @@ def test_media_in_objects_are_stored_once(tq: Any) -> None:
     got = tq.kv_batch_get(keys, "train")["multi_modal_inputs"].tolist()
     assert [one["n"] for one in got] == list(range(8))
     assert all(torch.equal(one["pixel_values"], media) for one in got)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P", "1", "I;16"])
+def test_pictures_in_a_prompts_messages_come_back_as_pictures(tq: Any, mode: str) -> None:
+    image = pytest.importorskip("PIL.Image", reason="make test installs it")
+    noise = image.effect_noise((40, 30), 80)
+    picture = noise.convert("RGB").quantize(8) if mode == "P" else noise.convert(mode)
+    messages = [[{"role": "user", "content": [{"type": "image", "image": picture}]}]] * 2
+    column = tensordict.NonTensorStack(*messages)
+    tq.kv_batch_put(["a", "b"], "train", tensordict.TensorDict({"raw_prompt": column}, 2))
+    for one in tq.kv_batch_get(["a", "b"], "train")["raw_prompt"].tolist():
+        got = one[0]["content"][0]["image"]
+        assert isinstance(got, image.Image) and got.mode == mode and got.size == (40, 30)
+        assert got.tobytes() == picture.tobytes() and got.getpalette() == picture.getpalette()
 
 
 def test_rows_are_seen_by_whoever_sees_the_tag_that_says_so(tq: Any) -> None:
@@ -333,6 +349,15 @@ def test_a_sampler_that_is_none_is_refused(conf: Any, why: str, plane: None) -> 
     with pytest.raises(ValueError, match=why):
         transfer_queue.init(conf)
     transfer_queue.close()
+
+
+def test_a_dataset_may_have_a_configuration_that_is_not_of_ours(tq: Any) -> None:
+    tq.get_client().put(rows(2), partition_id="train")
+    struct = omegaconf.OmegaConf.create({"backend": {}})
+    omegaconf.OmegaConf.set_struct(struct, True)  # as hydra gives it
+    for conf in (None, {"controller": {"polling_mode": True}}, struct):
+        dataset = tq.StreamingDataset(conf, 2, 2, ["x"], "train", f"{conf}", 0, True)
+        assert [batch["x"].tolist() for batch, _ in dataset] == [[0, 1]]
 
 
 def test_what_the_plane_cannot_carry_is_named_before_anything_is_put(tq: Any) -> None:

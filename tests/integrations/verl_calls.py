@@ -23,6 +23,7 @@ import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from PIL import Image
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -172,12 +173,19 @@ def trainer_of(mode: str, rollouts: list[Any], actors: Actors) -> Any:
     return trainer
 
 
+def question(name: str) -> list[dict[str, Any]]:
+    """Messages as verl's dataset makes them of a row with an image: with the image itself."""
+    image = Image.fromarray(numbers_of(name).integers(0, 256, (28, 56, 3), np.uint8))
+    content = [{"type": "image", "image": image}, {"type": "text", "text": name}]
+    return [{"role": "user", "content": content}]
+
+
 def prompts(count: int, mark: str) -> TensorDict:
     names = [f"{mark}{number}" for number in range(count)]
     fields = {
         "uid": NonTensorStack(*names),
         "index": torch.arange(count),
-        "raw_prompt": NonTensorStack(*[[{"role": "user", "content": name}] for name in names]),
+        "raw_prompt": NonTensorStack(*map(question, names)),
         "raw_prompt_ids": NonTensorStack(*[[1, 2, number] for number in range(count)]),
     }
     batch = TensorDict(fields, batch_size=count)
@@ -200,6 +208,8 @@ def digest(value: Any) -> Any:
         return digest(value.data)
     if isinstance(value, np.ndarray | np.generic):
         return digest(value.tolist())
+    if isinstance(value, Image.Image):
+        return [value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()[:12]]
     if isinstance(value, dict):
         return {str(key): digest(one) for key, one in sorted(value.items())}
     if isinstance(value, list | tuple):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from dataplane.client.read.views import same
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
@@ -138,6 +139,7 @@ Point = namedtuple("Point", "x y")
         (np.array(["a"]), "it holds text"),
         (np.zeros(2, "i4,f4"), "it has a structure"),
         (np.ma.masked_array([1, 2], [0, 1]), "would lose its mask"),
+        (Image.new("P", (2, 2)), "would lose its palette"),
         (np.zeros((1,) * 17), "17 dimensions"),
         ("\ud800", "not unicode"),
         (np.float32, "type has no form"),

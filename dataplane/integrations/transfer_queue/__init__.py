@@ -137,9 +137,10 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
 
 
 def attach(config: Any = None) -> TransferQueueClient:
-    """A client of its own, for a process that knows only what `init` returned."""
-    run = config.dataplane.run if config is not None else None
-    store = Store(dataplane.connect(run=run))
+    """A client of its own, for a process that knows what `init` returned, or, with another
+    configuration or none, that is of the same job."""
+    ours = (config or {}).get("dataplane") or {}
+    store = Store(dataplane.connect(run=ours.get("run")))
     told = store.told("config")
     if told is None:
         store.plane.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ HIDDEN = "\0"
 """How names begin that users do not see."""
 OBJECT = "o"
 _WHOLE = ""
-_ARRAY, _TEXTS = "\0array", "\0texts"
+_ARRAY, _TEXTS, _IMAGE = "\0array", "\0texts", "\0image"
 _SCALARS = (bool, int, float, str)
 _INT64 = 1 << 63
 _MOST_DEDUP = 4_096  # bytes from which a value has a range of its own
@@ -117,7 +118,22 @@ def packed_object(value: Any) -> Any:
         return [packed_object(one) for one in value]
     if type(value) is tuple:
         return tuple(packed_object(one) for one in value)
+    if isinstance(value, np.str_ | np.bytes_):
+        return value.item()
+    pictures = sys.modules.get("PIL.Image")
+    if pictures is not None and isinstance(value, pictures.Image):
+        return _packed_image(value)
     return value
+
+
+def _packed_image(image: Any) -> dict[str, Any]:
+    """A picture of PIL, as verl has them in a prompt's messages: an array of numbers alone would
+    lose what they mean, and a processor of pictures does not take one."""
+    pixels = np.frombuffer(image.tobytes(), np.uint8)
+    told = {_IMAGE: pixels, "mode": image.mode, "size": image.size}
+    if image.palette is not None:
+        told["palette"] = [image.palette.mode, bytes(image.getpalette(image.palette.mode))]
+    return told
 
 
 def unpacked_object(value: Any) -> Any:
@@ -129,12 +145,27 @@ def unpacked_object(value: Any) -> Any:
             return made.reshape(value["shape"])
         if _TEXTS in value:
             return np.array(value[_TEXTS], value["dtype"]).reshape(value["shape"])
+        if _IMAGE in value:
+            return _image(value)
         return {key: unpacked_object(one) for key, one in value.items()}
     if isinstance(value, list):
         return [unpacked_object(one) for one in value]
     if isinstance(value, tuple):
         return tuple(unpacked_object(one) for one in value)
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _image(told: dict[str, Any]) -> Any:
+    from PIL import Image
+
+    (width, height), pixels = told["size"], told[_IMAGE]
+    if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
+        raise ValueError(f"{pixels.nbytes} bytes are no picture of {width} x {height}")
+    made = Image.frombytes(told["mode"], (width, height), pixels.data)
+    if "palette" in told:
+        mode, colours = told["palette"]
+        made.putpalette(colours, mode)
+    return made
 
 
 def _has_arrays(value: Any) -> bool:

@@ -205,7 +205,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.StageUndefined,
         "has the stages .'s'., not 't'",
     ),
-    "a reset of no stage": (lambda p: p.reset("t"), dataplane.StageUndefined, "has the stages .'s'., not 't'"),
+    "a reset of no stage": (
+        lambda p: p.reset("t"),
+        dataplane.StageUndefined,
+        "has the stages .'s'., not 't'",
+    ),
     "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "has had 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),
     "a group of no type": (lambda p: p.close([1], 1), dataplane.InvalidRows, "str or int"),  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ class Peer:
             host, mesh, parts, queues, leases, finishing, reading, self.waits, self.credit
         )
         answers = Answers(self)
-        self.door = Door(host, sessions, answers.handlers, answers.unsent, serving)
+        self.door = Door(host, sessions, answers.handlers, answers.unsent, serving, self._is_over)
         self._answers = answers
 
         self.keeper = (
@@ -255,6 +255,9 @@ class Peer:
             self.queues.changed(entry, changed)
         self.admissions.look(entry)
         self.partitions.follow_phase(entry)
+
+    def _is_over(self) -> bool:
+        return self.janitor.is_over()
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

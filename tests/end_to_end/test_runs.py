@@ -7,9 +7,12 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 import dataplane
+from dataplane.client.session import opening
 from dataplane.launch import embedded, rundir
 from tests.end_to_end.conftest import Cluster, free_addresses, line, until
 
@@ -94,6 +98,40 @@ def test_a_script_runs_the_same_step_twice(launch: Launch, run_dir: Path) -> Non
         said = shell.communicate()[0]
     assert said.count("read [1, 2]") == 2 and said.count("began run") == 2
     until(lambda: list(run_dir.iterdir()) == [], "nothing is left of it")
+
+
+@pytest.mark.usefixtures("launch")
+def test_who_comes_as_the_last_client_leaves_begins_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the peer has not read yet that all clients are gone."""
+    connected, stages = threading.Event(), {"train": ["x"]}
+    opened = opening._connected
+
+    def connecting(path: str) -> socket.socket:
+        sock = opened(path)
+        connected.set()
+        return sock
+
+    first = dataplane.connect()
+    part = first.partition("step-0", stages, groups=1, group_size=2)
+    part.put({"x": [1, 2]}, group=["g", "g"])
+    assert [list(batch["x"]) for batch in part.stream("train", rows=2)] == [[1, 2]]
+    pid = living()[first.name]
+    monkeypatch.setattr(opening, "_connected", connecting)
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first.close()
+            second = pool.submit(dataplane.connect)
+            assert connected.wait(10)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with second.result(30) as plane:
+            assert plane.name == first.name and living()[plane.name] != pid
+            again = plane.partition("step-0", stages, groups=1, group_size=2)
+            again.put({"x": [1, 2]}, group=["g", "g"])
+            assert len(again.rows()) == 2
 
 
 def test_processes_of_one_launch_meet(launch: Launch) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,6 +23,7 @@ from dataplane.errors import (
     DataplaneError,
     FrameTooLarge,
     LimitExceeded,
+    PeerLost,
     ProtocolError,
     VersionMismatch,
 )
@@ -74,6 +76,7 @@ class Door:
         handlers: dict[type[Body], Handler],
         unsent: Callable[[Session, Request, Body], None],
         serving: Serving,
+        is_over: Callable[[], bool],
     ) -> None:
         self.host = host
         self.sessions = sessions
@@ -81,6 +84,8 @@ class Door:
         self.unsent = unsent
         """takes back what an answer hands out that nobody is there to receive"""
         self.serving = serving
+        self.is_over = is_over
+        """asked as a new client comes: whether this peer was about to end before it did"""
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()
@@ -179,12 +184,26 @@ class Door:
             )
         return None
 
-    async def close(self, why: DataplaneError | None = None) -> None:
-        """why: what clients are told first."""
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all clients have closed their connections, also where that was not read yet."""
+        open_ones = [one.fileno() for one in self.connections if one.is_joined]
+        poll = select.poll()
+        for descriptor in open_ones:
+            poll.register(descriptor, select.POLLRDHUP)
+        return len(poll.poll(0)) == len(open_ones)
+
+    def shut(self) -> None:
+        """No client comes any more: who tries finds that this peer leaves, and waits for another
+        one. Those that are here stay."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
+
+    async def close(self, why: DataplaneError | None = None) -> None:
+        """why: what clients are told first."""
+        self.shut()
         for connection in list(self.connections):
             connection.end(why)
 
@@ -203,6 +222,17 @@ class Connection(asyncio.Protocol):
         self._inflow = Inflow(door.intake)
         self._is_untaken = False
         """the client does not take its answers"""
+
+    @property
+    def is_joined(self) -> bool:
+        """It is a session's, and not known to be closed."""
+        transport = self._transport
+        return self._session is not None and transport is not None and not transport.is_closing()
+
+    def fileno(self) -> int:
+        """Of an open one."""
+        assert self._transport is not None
+        return cast(socket.socket, self._transport.get_extra_info("socket")).fileno()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
@@ -368,6 +398,8 @@ class Connection(asyncio.Protocol):
         try:
             if body.session:
                 session = sessions.join(body.session, self._pid)
+            elif self._door.is_over() or not self._door.is_open:
+                return failed(_leaves(self._door.host.name))
             else:
                 session = sessions.open(self._pid, body.label, body.pools)
         except DataplaneError as exc:
@@ -417,3 +449,11 @@ class Connection(asyncio.Protocol):
             return False
         self._transport.write(frame)
         return True
+
+
+def _leaves(peer: str) -> PeerLost:
+    return PeerLost(
+        f"peer {peer!r} was about to end as this client came: connect again with "
+        "dataplane.connect(), which finds or starts another",
+        peer=peer,
+    )

@@ -36,7 +36,7 @@ class Janitor:
         # The run has no name: when all that it had is sealed and drained, it ends with its last
         # client, so that the same command after it in a script begins anew.
         self._brief = runs.is_unnamed(config.run) and config.linger_s == LINGER_S
-        self._began = False
+        self._began = self._over = False
         self._faulted = 0
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -54,6 +54,7 @@ class Janitor:
                     peer.room.end_in_vain()
             wanted = self.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
+                peer.door.shut()  # who came now would lose this peer in its first call
                 log.info("nobody is left: peer %r ends", self.host.name)
                 stop.set()
                 return
@@ -71,23 +72,31 @@ class Janitor:
         sessions = self.peer.sessions
         if not self._began:
             return True
+        if self._over:
+            return False
         if self._linger_s is None or len(sessions):
             return bool(len(sessions))
         unread = len(self.host.lent) > 0
         unread |= any(entry.store.unread for entry in self.host.entries.values())
         if runs.has_ended(self.peer.config.run):
             unread = False  # nobody can come any more
-        if self._brief and sessions.came and self._finished():
+        if self.is_over():
             return False
         linger_s = max(self._linger_s, self._linger_unread_s or 0) if unread else self._linger_s
         if not sessions.came:
             linger_s = max(linger_s, ARRIVAL_S)
         return self.host.now() - sessions.last_seen <= linger_s
 
-    def _finished(self) -> bool:
-        """Whether there were partitions, and nothing can come of any of them."""
-        entries = self.host.entries.values()
-        return bool(entries) and all(e.sealed and not e.store.unread for e in entries)
+    def is_over(self) -> bool:
+        """Whether the run has no name, and had partitions of which nothing can come, and clients,
+        of which none is left. It stays so: nobody is let in any more."""
+        if self._brief and not self._over and self.peer.sessions.came:
+            entries = self.host.entries.values()
+            finished = bool(entries) and all(e.sealed and not e.store.unread for e in entries)
+            self._over = finished and self.peer.door.is_deserted
+            if self._over:
+                self.peer.door.shut()
+        return self._over
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use warm: the first touch of a page is the slow one.

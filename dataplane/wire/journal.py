@@ -2,7 +2,8 @@
 
 They say what happened, not what was asked: a claim is the rows that it got, and the end of a lease
 is its number, so that the result hangs on nothing but the operations and their order. `dump`
-rebuilds a store from the same vocabulary; what only a dump needs has tags from 210 to 219.
+rebuilds a store from the same vocabulary; what only a dump needs has tags from 210 to 218. Blocks
+and groups have the same numbers at every copy.
 """
 
 from __future__ import annotations
@@ -30,37 +31,35 @@ from dataplane.wire.tables import (
 )
 
 Unit = Literal["rows", "groups"]
+Parts = list[tuple[int, bytes]]
+"""Rows in an order: the number of a block, and which of its rows, as bits (little-endian)."""
 
 
 class Wrote(Body, tag=200):
     """Rows were put: as new values, over old ones, or with those that are there kept. Those whose
     names are remembered as freed were passed over, unless `reuse`.
 
-    holder: whose permits its new groups use; 0: nobody's.
-
-    `add`: of a dump. The rows are new, their groups are known by `Sized`, and what the stages make
-    of them is said by `Standing` and `Held`."""
+    holder: whose permits its new groups use; 0: nobody's."""
 
     rows: Rows
     columns: list[Column]
     specs: Specs
     owners: list[Owner]
     tags: dict[str, list[Scalar]] = {}
-    mode: Literal["new", "replace", "keep", "add"] = "new"
+    mode: Literal["new", "replace", "keep"] = "new"
     reuse: bool = False
     inline: bytes = b""
     holder: int = 0
 
 
 class Leased(Body, tag=201):
-    """keys: KEY records of the rows, in the order of the lease; group_keys: of groups that were
-    taken whole. claim: the number of the one that was met."""
+    """rows: in the order of the lease; of `groups` all that each has. claim: the number of the one
+    that was met."""
 
     stage: str
     unit: Unit
     lease: int
-    keys: bytes
-    group_keys: bytes
+    rows: Parts
     holder: int
     claim: int
 
@@ -135,11 +134,10 @@ class Declared(Body, tag=219):
 
 class Sealed(Body, tag=207):
     """No new rows from now on. keep_short: open groups close although groups have a size; else they
-    are dropped. short_groups: in a dump, how many were. Not told of a partition that has as many
-    groups as it was declared with: it seals itself."""
+    are dropped. Not told of a partition that has as many groups as it was declared with: it seals
+    itself."""
 
     keep_short: bool = False
-    short_groups: int = 0
 
 
 class Permitted(Body, tag=222):
@@ -168,106 +166,117 @@ class Ended(Body, tag=208):
     """The partition was dropped."""
 
 
-class Sized(Body, tag=210):
-    """Groups, without their rows. expected: u4, 0xFFFFFFFF unknown. gone: u4, rows it had that are
-    no more. dropped: u4, those of them that were dropped. closed: a byte each. begun: u8, at which
-    version of the trainer, 2^63 - 1 where it is finished; empty where no account is kept."""
+class OneGroup(msgspec.Struct, array_like=True):
+    """expected: rows, -1 unknown. gone: rows it had that are no more. dropped: those of them that
+    were dropped. states: a byte a stage, 2 leased, 3 acked, 4 rows of it were taken singly. begun:
+    at which version of the trainer, 2^63 - 1 where it is finished; 0 where no account is kept."""
 
+    number: int
+    key: bytes
+    name: Name | None
+    expected: int
+    gone: int
+    dropped: int
+    closed: bool
+    states: bytes
+    begun: int = 0
+
+
+class OneBlock(msgspec.Struct, array_like=True):
+    """Sets of rows are bits, little-endian. keys, names: of all the rows it came with. group: the
+    key of theirs, empty: none. live: those that are there. acked: by the number of the stage.
+    added: stage → field → rows that have it from that stage."""
+
+    number: int
+    group: bytes
     keys: bytes
     names: list[Name] | None
-    expected: bytes
-    gone: bytes
-    dropped: bytes
-    closed: bytes
-    begun: bytes = b""
+    live: bytes
+    acked: list[bytes]
+    added: dict[str, dict[str, bytes]] = {}
 
 
-class Standing(Body, tag=211):
-    """Units of a stage that are not pending; ready ones oldest first. Leased rows are in `Held`.
+class Groups(Body, tag=210):
+    """Groups, without their rows."""
 
-    split: groups of which rows were taken or acked singly."""
+    groups: list[OneGroup]
 
+
+class Blocks(Body, tag=211):
+    """Rows block by block, without their values."""
+
+    blocks: list[OneBlock]
+
+
+class Given(Body, tag=212):
+    """Values of all rows of some blocks (numbers: u8), ABSENT where a row has none. stage: who gave
+    them back as its progress; empty: they are the rows' own."""
+
+    numbers: bytes
     stage: str
-    unit: Unit
-    state: Literal["ready", "leased", "acked", "split"]
-    keys: bytes
-
-
-class Added(Body, tag=215):
-    """Fields of rows that are a stage's own values: it added them, and no other writer did."""
-
-    stage: str
-    fields: list[str]
-    keys: bytes
-
-
-class Progressed(Body, tag=217):
-    """What a stage has given back as its progress with rows: VALUE records of `owners`, ABSENT
-    where a row has none of a field."""
-
-    stage: str
-    keys: bytes
     columns: list[Column]
     specs: Specs
     owners: list[Owner]
     inline: bytes = b""
 
 
-class Held(Body, tag=212):
-    """A lease, which starts anew. left: a byte a position: 0 finished, 1 in hand, 2 gone.
+class Ready(Body, tag=213):
+    """What a stage may take, oldest first; groups: KEY records."""
 
-    keys: KEY records of the positions that are 1. claim: as in `Leased`."""
+    stage: str
+    rows: Parts = []
+    groups: bytes = b""
+
+
+class Held(Body, tag=214):
+    """A lease, which starts anew. parts: as in `Leased`, with those of the rows that are not
+    finished. Blocks of which nothing is left may be unknown."""
 
     stage: str
     unit: Unit
     lease: int
-    left: bytes
-    keys: bytes
+    parts: list[tuple[int, bytes, bytes]]
     holder: int
     claim: int
 
 
-class Planned(Body, tag=218):
-    """The plan of a stage, whose rows are those of `lease`, in `Held`. Per member: number, holder
-    and claim (u8), rank (u4), and a byte, whether it has acked."""
+class Planned(Body, tag=215):
+    """The plan of a stage, whose rows are those of `lease`, in `Held`. members: number, rank,
+    holder, claim, and whether it has acked."""
 
     stage: str
     lease: int
     shape: Shape
     laid: Laid
-    members: bytes
-    holders: bytes
-    claims: bytes
-    ranks: bytes
-    acked: bytes
+    members: list[tuple[int, int, int, int, bool]]
 
 
-class Buried(Body, tag=213):
-    """Names that are remembered: KEY records of rows and groups that are no more, oldest first.
-    freed: a byte each, 0: it was dropped; empty: all were."""
+class Remembered(Body, tag=216):
+    """Oldest first: KEY records of rows and groups that are no more, with a byte each, 0: it was
+    dropped; and names of rows that were lost with a peer. missed: such that are forgotten."""
 
-    keys: bytes
+    keys: bytes = b""
     freed: bytes = b""
+    lost: list[Name] = []
+    missed: int = 0
 
 
-class Summary(Body, tag=214):
-    """closed_groups: that closed here, gone ones included. forgotten: tombstones. fields: every
-    field that some row has had. finished: u8, leases that were finished. lost: stage -> rows that
-    went with a peer before it was done with them. acked: stage -> rows that it has acked so far."""
+class Summary(Body, tag=217):
+    """numbers: the last that a block or group has got. closed_groups: that closed here, gone ones
+    included. short_groups: that the seal dropped. forgotten: of what was to be remembered. fields:
+    every field that some row has had. finished: u8, leases that were finished. lost: stage -> rows
+    that went with a peer before it was done with them. acked: stage -> rows that it has acked so
+    far."""
 
+    sealed: bool
+    numbers: int
     closed_groups: int
+    short_groups: int
     forgotten: int
     fields: list[str]
     finished: bytes = b""
     lost: dict[str, int] = {}
     acked: dict[str, int] = {}
-
-
-class LostBefore(Body, tag=216):
-    """Names of rows that were lost with a peer, oldest first; `missed`: forgotten before."""
-
-    names: list[Name]
-    missed: int = 0
 
 
 Op = (
@@ -291,15 +300,14 @@ Op = (
     | Lost
     | Relocated
     | Restore
-    | Sized
-    | Standing
-    | Added
-    | Progressed
+    | Groups
+    | Blocks
+    | Given
+    | Ready
     | Held
     | Planned
-    | Buried
+    | Remembered
     | Summary
-    | LostBefore
 )
 
 _encoder = msgspec.msgpack.Encoder()

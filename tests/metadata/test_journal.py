@@ -12,20 +12,24 @@ from dataplane.errors import DataplaneError, FieldExists, LimitExceeded, Protoco
 from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import (
-    Buried,
+    Blocks,
+    Given,
+    Groups,
     Held,
     Leased,
+    OneBlock,
+    OneGroup,
     Op,
+    Ready,
+    Remembered,
     Returned,
-    Sized,
-    Standing,
     Summary,
     Wrote,
     decode_ops,
     encode_ops,
 )
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
-from dataplane.wire.messages import Finish, Want
+from dataplane.wire.messages import Finish, Tag, Want
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata import stores
@@ -171,9 +175,9 @@ def test_a_copy_knows_tombstones_names_tags_that_are_none_and_fields_of_rows_tha
 def test_rows_that_are_too_large_for_one_operation_are_told_in_several() -> None:
     s, _ = journaled(free="drop")
     put(s, list(range(5)), fields=("tokens", "reward"), note=["x" * (3 << 20)] * 5)
-    wrote = [op for op in dump(s, 5) if isinstance(op, Wrote)]
-    assert [len(op.rows.keys) // 16 for op in wrote] == [2, 1, 2]
-    assert all(len(encode_ops([op])) <= MAX_OP_BYTES for op in wrote)
+    tagged = [op for op in dump(s, 5) if isinstance(op, Tag)]
+    assert [len(op.rows.keys) // 16 for op in tagged] == [2, 1, 2]
+    assert all(len(encode_ops([op])) <= MAX_OP_BYTES for op in dump(s, 5))
     other = copy_of(s, 5)
     assert observed(other) == observed(s)
 
@@ -204,30 +208,52 @@ def test_a_copy_that_is_served_tells_its_own_backup() -> None:
 
 
 def broken() -> list[Op]:
-    unknown, a = named(["?"]).keys, named(["a"]).keys
+    """Of a store with rows a and b, in group g: block 2, for the group is 1."""
+    a, h, new = (named([name]).keys for name in ("a", "h", "new"))
+    both, one = [(2, b"\3")], [(2, b"\1")]
     return [
-        Wrote(named(["a"]), [], [], [], mode="add"),
-        Wrote(named(["new"], ["unknown group"]), [], [], [], mode="add"),
-        Leased("reward", "rows", 9, unknown, b"", 1, 0),
-        Leased("nowhere", "rows", 9, a, b"", 1, 0),
-        Leased("train", "rows", 9, a, b"", 1, 0),
-        Leased("reward", "rows", 9, a + a, b"", 1, 0),
-        Leased("reward", "groups", 9, a, named(["g"]).keys, 1, 0),
-        Leased("reward", "rows", 9, a[:-1], b"", 1, 0),
+        Leased("reward", "rows", 9, [(5, b"\1")], 1, 0),
+        Leased("nowhere", "rows", 9, one, 1, 0),
+        Leased("train", "rows", 9, one, 1, 0),
+        Leased("reward", "rows", 9, one + one, 1, 0),
+        Leased("reward", "rows", 9, [(2, b"\4")], 1, 0),
+        Leased("reward", "rows", 9, [(2, b"")], 1, 0),
+        Leased("reward", "groups", 9, both, 1, 0),
         Returned([123]),
         Finish(123, "ack"),
-        Sized(named(["g"]).keys, None, bytes(4), bytes(4), bytes(4), b"\0"),
-        Sized(named(["h"]).keys, [], bytes(4), bytes(4), bytes(4), b"\0"),
-        Sized(named(["h"]).keys, None, b"", bytes(4), bytes(4), b"\0"),
-        Sized(named(["h"]).keys, None, bytes(4), bytes(4), b"\1\0\0\0", b"\0"),
-        Standing("reward", "rows", "ready", a),
-        Standing("train", "rows", "leased", a),
-        Held("train", "rows", 9, b"\x01\x01", a, 1, 0),
-        Held("train", "rows", 9, b"", b"", 1, 0),
-        Held("train", "rows", 9, b"\x00", b"", 1, 0),
-        Held("train", "rows", 9, b"\x01\x03", a, 1, 0),
-        Buried(b"short"),
-        Summary(0, 0, [f"f{i}" for i in range(65)]),
+        Groups([OneGroup(8, named(["g"]).keys, None, 2, 0, 0, False, bytes(2))]),
+        Groups([OneGroup(8, h, None, 2, 0, 0, False, bytes(1))]),
+        Groups([OneGroup(8, h[:-1], None, 2, 0, 0, False, bytes(2))]),
+        Groups([OneGroup(8, h, None, 2, 0, 1, False, bytes(2))]),
+        Groups([OneGroup(8, h, None, 2, 0, 0, False, b"\1\0")]),
+        Groups([OneGroup(8, h, None, 2, 0, 0, False, bytes(2), begun=1)]),
+        Groups([OneGroup(8, h, None, 2, 0, 0, False, bytes(2))] * 2),
+        Blocks([OneBlock(8, b"", a, None, b"\1", [b"", b""])]),
+        Blocks([OneBlock(2, b"", new, None, b"\1", [b"", b""])]),
+        Blocks([OneBlock(8, h, new, None, b"\1", [b"", b""])]),
+        Blocks([OneBlock(8, b"", new, [], b"\3", [b"", b""])]),
+        Blocks([OneBlock(8, b"", new, ["n", "m"], b"\1", [b"", b""])]),
+        Blocks([OneBlock(8, b"", new, None, b"\1", [b""])]),
+        Blocks([OneBlock(8, b"", new, None, b"\1", [b"", b"\2"])]),
+        Blocks([OneBlock(8, b"", new, None, b"\1", [b"", b""], {"nowhere": {}})]),
+        Blocks([OneBlock(8, b"", new + new, None, b"\3", [b"", b""])]),
+        Given(bytes([5, *bytes(7)]), "", [], [], []),
+        Given(bytes([2, *bytes(7)]) * 2, "", [], [], []),
+        Given(bytes([2, *bytes(7)]), "nowhere", [], [], []),
+        Ready("reward", one),
+        Ready("train", one + one),
+        Ready("train", groups=h),
+        Held("train", "rows", 9, [], 1, 0),
+        Held("train", "rows", 9, [(2, b"\3", b"")], 1, 0),
+        Held("train", "rows", 9, [(2, b"\1", b"\3")], 1, 0),
+        Held("train", "rows", 9, [(2, b"\4", b"\4")], 1, 0),
+        Held("reward", "rows", 9, [(2, b"\1", b"\1")], 1, 0),
+        Held("train", "rows", 9, [(2, b"\1", b"\1")] * 2, 1, 0),
+        Remembered(b"short", b"\0"),
+        Remembered(bytes(16), b""),
+        Summary(False, 9, 0, 0, 0, [f"f{i}" for i in range(65)]),
+        Summary(False, 1, 0, 0, 0, []),
+        Summary(False, 9, 0, 0, 0, [], lost={"nowhere": 1}),
     ]
 
 
@@ -268,8 +294,8 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
 
 
 def test_what_is_no_list_of_operations_is_refused() -> None:
-    good = encode_ops([Returned([1]), Buried(bytes(16))])
-    assert decode_ops(good) == [Returned([1]), Buried(bytes(16))]
+    good = encode_ops([Returned([1]), Remembered(bytes(16), bytes(1))])
+    assert decode_ops(good) == [Returned([1]), Remembered(bytes(16), bytes(1))]
     for bad in (b"", good[:-1], b"\x91\x92\xcc\xff\x00", b"\xc0", good + b"\0"):
         with pytest.raises(ProtocolError):
             decode_ops(bad)
@@ -279,7 +305,7 @@ def test_operations_are_bounded_in_number_and_bytes() -> None:
     with pytest.raises(LimitExceeded):
         encode_ops([Returned([])] * (MAX_OPS_PER_MESSAGE + 1))
     with pytest.raises(LimitExceeded):
-        encode_ops([Buried(bytes(MAX_FRAME_BYTES))])
+        encode_ops([Remembered(bytes(MAX_FRAME_BYTES))])
     with pytest.raises(ProtocolError):
         decode_ops(bytes(MAX_FRAME_BYTES + 1))
     with pytest.raises(ProtocolError):

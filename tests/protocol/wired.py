@@ -133,7 +133,7 @@ def built(kind: Any, value: Any) -> Any:
         if structs and value is not None:
             return built(structs[0], value)
     elif origin is tuple:
-        return tuple(value)
+        return tuple(map(python_of, value))
     elif origin is list:
         return [built(args[0], item) for item in value]
     return python_of(value)

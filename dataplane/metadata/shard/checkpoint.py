@@ -27,7 +27,6 @@ from dataplane.metadata.tables.tombstones import of_group
 from dataplane.metadata.tables.values import Values, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
-from dataplane.wire.journal import Sized
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Table
@@ -126,10 +125,10 @@ def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:
         for name, values in tags_held(rows).items()
         if any(value is MISSING for value in values)
     }
-    return Progress(*sizes_of(groups), acked, split, tagged)
+    return Progress(*_sizes_of(groups), acked, split, tagged)
 
 
-def sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
+def _sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
     """As columns: how many rows each expects, how many of them are gone, how many of those were
     dropped (u4), and whether it is closed (a byte)."""
     return (
@@ -140,7 +139,7 @@ def sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
     )
 
 
-def sizes_in(told: Progress | Sized, count: int) -> list[tuple[int, int, int, int]]:
+def _sizes_in(told: Progress, count: int) -> list[tuple[int, int, int, int]]:
     """The same, group by group. ProtocolError where they contradict each other."""
     columns = [
         column(raw, U4, count).astype(np.int32).tolist()
@@ -242,7 +241,7 @@ def _checked(state: State, op: Restore) -> _Plan:
     ):
         _check_marks(marks, count, known)
     live = Counter(rows.group if rows is not None and rows.group is not None else [])
-    sizes = sizes_in(told, len(group_keys))
+    sizes = _sizes_in(told, len(group_keys))
     for at, (expected, gone, _, closed) in enumerate(sizes):
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if (closed and not live[at]) or (full and not closed):

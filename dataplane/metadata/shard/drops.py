@@ -64,9 +64,7 @@ def lose(state: State, owner: Owner) -> Lost:
     groups = state.groups_of(hit.parts)
     parts = [(block, bits) for block, bits in hit.parts if not block.group]
     parts += [(block, block.live) for group in groups for block in group.blocks]
-    # by key: a copy, whose blocks are others, has to number them alike
-    rows = Rows.of(sorted(Rows(parts), key=lambda one: one[0].key(one[1])))
-    lost = Lost(told(state, rows), len(groups))
+    lost = Lost(told(state, Rows(parts)), len(groups))
     given = lost.rows.names
     state.losses.note(format_minted_many(lost.rows.keys) if given is None else given)
     state.closed_groups -= sum([one.closed and not one.all_dropped for one in groups])

@@ -9,8 +9,9 @@ takes over tells owners what it holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,65 +25,62 @@ from dataplane.metadata.shard.blocks import (
     PENDING,
     READY,
     SPLIT,
+    UNKNOWN_SIZE,
     Block,
     Group,
     Rows,
 )
-from dataplane.metadata.shard.checkpoint import sizes_in, sizes_of
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
-from dataplane.metadata.shard.puts import PutPlan, add_to, enter_rows
-from dataplane.metadata.shard.rows_out import group_names, table, tags_held
+from dataplane.metadata.shard.puts import add_to
+from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import first_of, rows_of
-from dataplane.metadata.tables.incoming import different, rows_in
+from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
+from dataplane.metadata.tables.incoming import different, keys_in
+from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values import Values, joined, values_in
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
-    Added,
-    Buried,
+    Blocks,
     Declared,
     Discarded,
     Ended,
     Expected,
+    Given,
+    Groups,
     Held,
     Joined,
     Leased,
     Left,
     Lost,
-    LostBefore,
+    OneBlock,
+    OneGroup,
     Op,
     Paced,
+    Parts,
     Permitted,
     Planned,
-    Progressed,
+    Ready,
     Relocated,
+    Remembered,
     Returned,
     Sealed,
-    Sized,
-    Standing,
     Summary,
     Wrote,
 )
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit
-from dataplane.wire.records import KEY, RANGE, U4, U8, column
-from dataplane.wire.tables import Column, Scalar
-
-FINISHED, IN_HAND, GONE = range(3)
-"""What `Held.left` says of a position."""
+from dataplane.wire.records import KEY, RANGE, U8, column
 
 MAX_OP_BYTES = 8 << 20
 """More about rows than this is told in several operations; a message takes `MAX_FRAME_BYTES`."""
 
-_GROUP_STATES = (("leased", LEASED), ("acked", ACKED), ("split", SPLIT))
+_TOLD_STATES = {PENDING, LEASED, ACKED, SPLIT}
 _BYTE, _F8 = np.dtype("u1"), np.dtype("<f8")
-_STATES = {"ready": READY, "leased": LEASED, "acked": ACKED, "split": SPLIT}
 
 
 def apply(store: Store, op: Op, now: float = 0.0) -> None:
@@ -106,29 +104,22 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 # what happens to a store while it is used
 
 
-def _wrote(store: Store, op: Wrote, now: float) -> None:
-    if op.mode == "add":
-        _add_rows(store, op)
-    else:
-        store.put(op)
-
-
 def _leased(store: Store, op: Leased, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
     _new_lease(store, op.lease)
+    rows = Rows([(_block(state, number), in_bytes(bits)) for number, bits in op.rows])
+    if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
+        raise ProtocolError("a lease of rows that are not ready")
+    _each_once(rows)
     if op.unit == "rows":
-        rows = _known_rows(state, op.keys)
-        _all_ready(stage, rows)
         state.take_rows(stage, rows.parts)
     else:
-        groups = _known_groups(state, op.group_keys)
-        _all_in(stage, groups, READY)
-        rows = Rows([(block, block.live) for group in groups for block in group.blocks])
-        if rows.keys != op.keys:  # in another order, as after a dump
-            members, rows = set(rows), _known_rows(state, op.keys)
-            if members != set(rows):
-                raise ProtocolError("a claim of whole groups has other rows than these groups")
+        groups = state.groups_of(rows.parts)
+        if len(rows) != sum([one.live for one in groups]) or any(
+            [one.states[stage.number] != READY for one in groups]
+        ):
+            raise ProtocolError("a lease of whole groups that are not ready, or have other rows")
         for group in groups:
             stage.lease_group(group)
     state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
@@ -164,11 +155,6 @@ def _discarded(store: Store, op: Discarded, now: float) -> None:
         store.drop(groups=[key.tobytes() for key in keys])
 
 
-def _sealed(store: Store, op: Sealed, now: float) -> None:
-    store.seal(op.keep_short)
-    store.state.short_groups += op.short_groups
-
-
 def _permitted(store: Store, op: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None or op.permit in permits.given or op.count < 1:
@@ -199,194 +185,193 @@ def _paced(store: Store, op: Paced, now: float) -> None:
 # what a dump adds
 
 
-def _sized(store: Store, op: Sized, now: float) -> None:
+def _groups(store: Store, op: Groups, now: float) -> None:
     state, permits = store.state, store.permits
-    keys = _new_keys(state.groups, op.keys, "group")
-    sizes = sizes_in(op, len(keys))
-    begun = column(op.begun or bytes(8 * len(keys)), U8, len(keys)).astype(np.int64).tolist()
-    if op.names is not None and len(op.names) != len(keys):
-        raise ProtocolError(f"{len(op.names)} names for {len(keys)} groups")
-    if op.begun and (not permits.counts or min(begun, default=0) < 0):
-        raise ProtocolError("groups are begun at versions, and nothing says at which they are")
-    for at, (key, (expected, gone, dropped, closed)) in enumerate(zip(keys, sizes, strict=True)):
-        group = state.add_group(key, None if op.names is None else op.names[at], expected)
-        group.seen, group.dropped, group.closed = gone, dropped, bool(closed)
-        if op.begun:
-            group.begun = begun[at]
-            permits.done += begun[at] == DONE
+    _new(state.groups, [one.key for one in op.groups], "group")
+    for one in op.groups:
+        sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
+        known = len(one.states) == len(state.stages) and set(one.states) <= _TOLD_STATES
+        if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
+            raise ProtocolError(f"a group that stands as none does: {one}")
+    for one in op.groups:
+        group = state.add_group(one.key, one.name, one.expected, one.number)
+        group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
+        for stage in state.stages.values():
+            stage.move_group(group, one.states[stage.number])
+        group.begun = one.begun
+        permits.done += one.begun == DONE
     permits.look_again()
 
 
-def _add_rows(store: Store, op: Wrote) -> None:
+def _blocks(store: Store, op: Blocks, now: float) -> None:
     state = store.state
-    rows = rows_in(op.rows)
-    _new_keys(state.index, op.rows.keys, "row")
-    values = values_in(op.columns, rows.count, op.specs, op.owners, op.inline)
-    state.check_fields(values.fields)
-    tagging.check(op.tags, rows.count, state.tag_names)
-    groups = [state.groups.get(key) for key in rows.group_keys]
-    if None in groups:
-        raise ProtocolError("rows of a group that was not told before")
-    plan = PutPlan(rows, rows.count, op.tags, None, range(rows.count), groups, [])
-    enter_rows(state, plan, values)
+    if len({one.number for one in op.blocks} - state.blocks.keys()) < len(op.blocks):
+        raise ProtocolError("a block is here already")
+    keys = [keys_in(one.keys) for one in op.blocks]
+    live = [in_bytes(one.live) for one in op.blocks]
+    there = list[bytes]()
+    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+        sets = [*one.acked, *chain.from_iterable(of.values() for of in one.added.values())]
+        sound = one.number > 0 and len(mine) <= MAX_BLOCK_ROWS and 0 < bits < 1 << len(mine)
+        if not sound or any([in_bytes(some) & ~bits for some in sets]):
+            raise ProtocolError(f"block {one.number} of {len(mine)} rows has none left, or others")
+        if len(one.names or mine) != len(mine) or len(one.acked) != len(state.stages):
+            raise ProtocolError(f"a block of {len(mine)} rows with other names, or stages")
+        if one.group and one.group not in state.groups:
+            raise ProtocolError("rows of a group that was not told before")
+        for name, fields in one.added.items():
+            state.stage(name)
+            state.check_fields(fields)
+        there += [mine[row] for row in rows_of(bits)]
+    _new(state.index, there, "row")
+    for one, mine, bits in zip(op.blocks, keys, live, strict=True):
+        group = state.groups[one.group] if one.group else None
+        block = state.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
+        for stage, acked in zip(state.stages.values(), one.acked, strict=True):
+            if acked:
+                stage.enter(block, in_bytes(acked), ACKED)
+        for name, fields in one.added.items():
+            for field, rows in fields.items():
+                add_to(block, name, field, in_bytes(rows))
 
 
-def _standing(store: Store, op: Standing, now: float) -> None:
+def _given(store: Store, op: Given, now: float) -> None:
+    state = store.state
+    blocks = [_block(state, number) for number in column(op.numbers, U8).tolist()]
+    if len(set(blocks)) < len(blocks):
+        raise ProtocolError("a block is named twice")
+    counts = [block.count for block in blocks]
+    values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
+    state.check_fields(values.fields, state.stage(op.stage).name if op.stage else None)
+    split = values.split([range(start, end) for start, end in _spans(counts)])
+    split = [mine.without_empty() for mine in split]
+    for block, mine in zip(blocks, split, strict=True):
+        gone = all_of(block.count) & ~block.live
+        if gone and any([mine.having([field]) & gone for field in mine.fields]):
+            raise ProtocolError("values of rows that are gone")
+    for block, mine in zip(blocks, split, strict=True):
+        if op.stage and mine.fields:
+            state.note_progress(block, op.stage, range(block.count), mine)
+        elif mine.fields:
+            state.merge(block, range(block.count), mine, keep=True)
+
+
+def _ready(store: Store, op: Ready, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
-    to = _STATES[op.state]
-    if op.unit == "groups":
-        groups = _known_groups(state, op.keys)
-        _all_in(stage, groups, PENDING)
-        for group in groups:
-            stage.move_group(group, to)
-        return
-    rows = _pending(stage, _known_rows(state, op.keys))
-    if to not in (READY, ACKED):
-        raise ProtocolError(f"rows do not stand as {op.state!r} without a lease")
+    rows = _pending(stage, [(_block(state, number), in_bytes(bits)) for number, bits in op.rows])
+    keys = different(op.groups, "group")
+    groups = [state.groups[key] for key in keys if key in state.groups]
+    if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
+        raise ProtocolError("groups are not here, or in another state")
     for block, bits in rows.parts:
-        stage.enter(block, bits, to)
-
-
-def _added(store: Store, op: Added, now: float) -> None:
-    state = store.state
-    state.check_fields(op.fields)
-    name = state.stage(op.stage).name
-    for block, bits in _known_rows(state, op.keys).parts:
-        for field in op.fields:
-            add_to(block, name, field, bits)
-
-
-def _progressed(store: Store, op: Progressed, now: float) -> None:
-    state = store.state
-    stage = state.stage(op.stage).name
-    rows = _known_rows(state, op.keys)
-    values = values_in(op.columns, len(rows), op.specs, op.owners, op.inline)
-    state.check_fields(values.fields, stage)
-    parts = [rows_of(bits) for _, bits in rows.parts]
-    ends = list(accumulate(map(len, parts)))
-    split = values.split([range(end - len(of), end) for of, end in zip(parts, ends, strict=True)])
-    for (block, _), of, mine in zip(rows.parts, parts, split, strict=True):
-        state.note_progress(block, stage, of, mine)
+        stage.enter(block, bits, READY)
+    for group in groups:
+        stage.move_group(group, READY)
 
 
 def _held(store: Store, op: Held, now: float) -> None:
     state = store.state
     stage = state.stage(op.stage)
-    marks = column(op.left, _BYTE).tolist()
-    known = list(_pending(stage, _known_rows(state, op.keys)))
-    many = marks.count(IN_HAND)
-    if len(known) != many or marks.count(FINISHED) == len(marks) or max(marks) > GONE:
-        raise ProtocolError(f"lease {op.lease} has {len(known)} rows for {many} positions")
     _new_lease(store, op.lease)
-    # a row that is gone, or finished, is one of a block that has no row any more
-    nobody = {mark: Block(0, b"", MAX_BLOCK_ROWS, 0, b"", Values(0)) for mark in (FINISHED, GONE)}
-    coming = iter(known)
-    rows = Rows.of(
-        next(coming) if mark == IN_HAND else (nobody[mark], at % MAX_BLOCK_ROWS)
-        for at, mark in enumerate(marks)
-    )
-    for block, row in known:
-        stage.enter(block, 1 << row, LEASED)
-    lease = state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
-    lease.left = [0 if block is nobody[FINISHED] else bits for block, bits in rows.parts]
+    gone = dict[int, Block]()
+    parts, left = list[tuple[Block, int]](), list[int]()
+    for number, raw, unfinished in op.parts:
+        block = state.blocks.get(number) or gone.setdefault(
+            number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", Values(0))
+        )
+        bits, rest = in_bytes(raw), in_bytes(unfinished)
+        if not bits or bits >> block.count or rest & ~bits:
+            raise ProtocolError(f"lease {op.lease} has rows that its blocks do not have")
+        parts.append((block, bits))
+        left.append(rest)
+    lease = Lease(op.lease, stage, op.unit, Rows(parts), left, op.holder, now, op.claim)
+    if lease.is_done:
+        raise ProtocolError(f"lease {op.lease} has no rows")
+    for block, bits in _pending(stage, lease.held.parts).parts:
+        stage.enter(block, bits, LEASED)
+    state.leases.add(lease)
 
 
 def _planned(store: Store, op: Planned, now: float) -> None:
     leases = store.state.leases
     lease = finishes.lease_of(store.state, op.lease)
-    numbers = column(op.members, U8).tolist()
-    holders, claims = (column(one, U8, len(numbers)).tolist() for one in (op.holders, op.claims))
-    ranks, acked = column(op.ranks, U4, len(numbers)), column(op.acked, _BYTE, len(numbers))
-    plan = Plan(lease, op.shape, op.laid)
     if lease.stage.name != op.stage or leases.plan(op.stage) is not None:
         raise ProtocolError(f"stage {op.stage!r} has another plan")
     for weights in op.laid.weights.values():
         column(weights, _F8, lease.count)
+    plan = Plan(lease, op.shape, op.laid)
     leases.add_plan(plan)
-    for number, holder, claim, rank, done in zip(
-        numbers, holders, claims, ranks.tolist(), acked.tolist(), strict=True
-    ):
+    for number, rank, holder, claim, acked in op.members:
         _new_lease(store, number)
-        leases.add_member(Member(number, plan, rank, holder, claim, bool(done)))
+        leases.add_member(Member(number, plan, rank, holder, claim, acked))
 
 
-def _buried(store: Store, op: Buried, now: float) -> None:
+def _remembered(store: Store, op: Remembered, now: float) -> None:
     keys = different(op.keys, "key")
-    freed = column(op.freed or bytes(len(keys)), _BYTE, len(keys)).tolist()
-    for key, was_freed in zip(keys, freed, strict=True):
-        store.state.tombstones.add([key], bool(was_freed))
-
-
-def _lost_before(store: Store, op: LostBefore, now: float) -> None:
+    for key, freed in zip(keys, column(op.freed, _BYTE, len(keys)).tolist(), strict=True):
+        store.state.tombstones.add([key], bool(freed))
     store.losses.total += op.missed
-    store.losses.note(op.names)
+    store.losses.note(op.lost)
 
 
 def _summary(store: Store, op: Summary, now: float) -> None:
     state = store.state
     state.check_fields(op.fields)
+    groups = [group.number for group in state.groups.values()]
+    if op.numbers < max([*groups, *state.blocks], default=0):
+        raise ProtocolError(f"there is a block of a number above {op.numbers}")
+    finished = column(op.finished, U8).tolist()
+    lost = {state.stage(name): rows for name, rows in op.lost.items()}
+    acked = {state.stage(name): rows for name, rows in op.acked.items()}
+    state.sealed, state.numbers = op.sealed, op.numbers
     state.fields |= dict.fromkeys(op.fields, True)
-    state.closed_groups += op.closed_groups
-    state.tombstones.forgotten += op.forgotten
-    state.leases.remember(column(op.finished, U8).tolist())
-    for name, rows in op.lost.items():
-        state.stage(name).lost += rows
-    for name, rows in op.acked.items():
-        state.stage(name).acked_rows = rows
+    state.closed_groups, state.short_groups = op.closed_groups, op.short_groups
+    state.tombstones.forgotten = op.forgotten
+    state.leases.remember(finished)
+    for stage, rows in lost.items():
+        stage.lost = rows
+    for stage, rows in acked.items():
+        stage.acked_rows = rows
 
 
 # checks
 
 
-def _known_rows(state: State, keys: bytes) -> Rows:
-    many = len(column(keys, KEY))
-    found = state.find(keys)
-    if len(found) < many:
-        raise ProtocolError(f"{many - len(found)} of {many} rows are not here")
-    if len(found.parts) > 1:
-        seen: dict[int, int] = {}
-        for block, bits in found.parts:
-            if seen.get(block.number, 0) & bits:
+def _block(state: State, number: int) -> Block:
+    try:
+        return state.blocks[number]
+    except KeyError:
+        raise ProtocolError(f"block {number} is not here") from None
+
+
+def _each_once(rows: Rows) -> Rows:
+    """ProtocolError where a row is among them twice."""
+    if len(rows.parts) > 1:
+        seen = Counter[int]()
+        for block, bits in rows.parts:
+            if seen[block.number] & bits:
                 raise ProtocolError("a row is named twice")
-            seen[block.number] = seen.get(block.number, 0) | bits
-    return found
-
-
-def _known_groups(state: State, keys: bytes) -> list[Group]:
-    wanted = different(keys, "group")
-    found = [state.groups[key] for key in wanted if key in state.groups]
-    if len(found) < len(wanted):
-        raise ProtocolError(f"{len(wanted) - len(found)} of {len(wanted)} groups are not here")
-    return found
-
-
-def _new_keys(index: Mapping[bytes, object], keys: bytes, what: str) -> list[bytes]:
-    found = different(keys, what)
-    there = sum([key in index for key in found])
-    if there:
-        raise ProtocolError(f"{there} of {len(found)} {what}s are here already")
-    return found
-
-
-def _all_ready(stage: Stage, rows: Rows) -> None:
-    other = sum([(bits & ~stage.of(block).ready).bit_count() for block, bits in rows.parts])
-    if other:
-        raise ProtocolError(f"{other} of {len(rows)} rows are not ready")
-
-
-def _pending(stage: Stage, rows: Rows) -> Rows:
-    """These rows, all of which must be pending."""
-    other = sum([(bits & ~stage.pending(block)).bit_count() for block, bits in rows.parts])
-    if other:
-        raise ProtocolError(f"{other} of {len(rows)} rows are in another state")
+            seen[block.number] |= bits
     return rows
 
 
-def _all_in(stage: Stage, groups: Sequence[Group], state: int) -> None:
-    other = sum([group.states[stage.number] != state for group in groups])
-    if other:
-        raise ProtocolError(f"{other} of {len(groups)} groups are in another state")
+def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
+    """These rows, all of which must be pending."""
+    if any([bits & ~stage.pending(block) for block, bits in parts]):
+        raise ProtocolError("rows are gone, or in another state")
+    return _each_once(Rows(parts))
+
+
+def _new(index: Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
+    new = set(keys) - index.keys()
+    if len(new) < len(keys) or any([len(key) != KEY_BYTES for key in new]):
+        raise ProtocolError(f"{len(keys) - len(new)} of {len(keys)} {what}s are here already")
+
+
+def _spans(counts: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Where the rows of each block begin and end, among those of all."""
+    return pairwise(accumulate(counts, initial=0))
 
 
 def _new_lease(store: Store, number: int) -> None:
@@ -397,58 +382,55 @@ def _new_lease(store: Store, number: int) -> None:
 # a dump
 
 
-def dump(store: Store, rows_per_op: int = 4096) -> Iterator[Op]:
-    """The operations, each about at most `rows_per_op` rows, groups or keys (a lease is one).
+def dump(store: Store, many: int = 4096) -> Iterator[Op]:
+    """The operations, each about at most `many` rows (or one block), groups or keys; a lease is
+    one.
 
     The store must not change until the last one was taken. Leases begin anew where they are
     carried out, with all the time that they had at first.
     """
-    assert 0 < rows_per_op <= MAX_ROWS_PER_MESSAGE
+    assert 0 < many <= MAX_ROWS_PER_MESSAGE
     state = store.state
     for name, stage in state.stages.items():
         yield Declared(name, list(stage.fields))
     yield from _permits_told(state)
-    yield from _groups(state, rows_per_op)
-    yield from _rows(store, rows_per_op)
-    yield from _standings(state, rows_per_op)
-    yield from _own_values(state, rows_per_op)
-    yield from _progress(state, rows_per_op)
+    for groups in _pieces(list(state.groups.values()), many):
+        yield Groups([_group_told(one) for one in groups])
+    for blocks in _some_blocks(state, many):
+        yield Blocks([_block_told(one) for one in blocks])
+        yield from _values_told(state, blocks)
+        yield from _tags_told(store, Rows([(block, block.live) for block in blocks]))
+    for name, stage in state.stages.items():
+        for rows in _pieces(list(stage.rows.plain), many):
+            yield Ready(name, parts_told(rows))
+        for ready in _pieces([group for group, _ in stage.groups.plain], many):
+            yield Ready(name, groups=b"".join([group.key for group in ready]))
     for lease in state.leases:
         yield _lease_told(lease)
     for plan in state.leases.plans:
-        yield _plan_told(plan)
-    buried = state.tombstones.all()
-    for at in range(0, len(buried), rows_per_op):
-        keys, freed = zip(*buried[at : at + rows_per_op], strict=True)
-        yield Buried(b"".join(keys), bytes(freed))
-    fields = [name for name, had in state.fields.items() if had]
-    finished = np.array(state.leases.finished, U8).tobytes()
-    lost = {name: stage.lost for name, stage in state.stages.items() if stage.lost}
-    acked = {name: stage.acked_rows for name, stage in state.stages.items() if stage.acked_rows}
-    yield Summary(state.closed_groups, state.tombstones.forgotten, fields, finished, lost, acked)
-    yield from _losses_told(state)
-    if store.sealed:
-        yield Sealed(short_groups=state.short_groups)
-
-
-def _losses_told(state: State) -> Iterator[Op]:
-    """Also how many names of lost rows are forgotten: they keep their numbers."""
+        members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
+        yield Planned(plan.lease.stage.name, plan.lease.number, plan.shape, plan.laid, members)
+    for gone in _pieces(state.tombstones.all(), many):
+        yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
     names, number, missed = state.losses.after(0)
-    while names or missed:
-        yield LostBefore(names, missed)
+    while names or missed:  # what is forgotten as well: the names keep their numbers
+        yield Remembered(lost=names, missed=missed)
         names, number, missed = state.losses.after(number)
+    yield Summary(
+        state.sealed,
+        state.numbers,
+        state.closed_groups,
+        state.short_groups,
+        state.tombstones.forgotten,
+        [name for name, had in state.fields.items() if had],
+        np.array(state.leases.finished, U8).tobytes(),
+        {name: stage.lost for name, stage in state.stages.items() if stage.lost},
+        {name: stage.acked_rows for name, stage in state.stages.items() if stage.acked_rows},
+    )
 
 
-def _groups(state: State, many: int) -> Iterator[Op]:
-    for some in _parts(list(state.groups.values()), many):
-        keys = b"".join([one.key for one in some])
-        begun = np.array([one.begun for one in some], U8).tobytes()
-        yield Sized(
-            keys,
-            group_names(state, [one.key for one in some], keys),
-            *sizes_of(some),
-            begun if state.permits.counts else b"",
-        )
+def parts_told(parts: Sequence[tuple[Block, int]]) -> Parts:
+    return [(block.number, bytes_of(bits)) for block, bits in parts]
 
 
 def _permits_told(state: State) -> Iterator[Op]:
@@ -461,28 +443,79 @@ def _permits_told(state: State) -> Iterator[Op]:
             yield Permitted(one.number, one.holder, one.count, one.version, used)
 
 
-def _rows(store: Store, many: int) -> Iterator[Op]:
-    """Rows without a group, then the rows of each group in the order in which they joined it."""
-    state = store.state
-    blocks = [block for block in state.blocks.values() if not block.group]
-    blocks += [block for group in state.groups.values() for block in group.blocks]
-    for part in _rows_by(((block, block.live) for block in blocks), many):
-        yield from _written(store, part)
+def _group_told(group: Group) -> OneGroup:
+    return OneGroup(
+        group.number,
+        group.key,
+        group.given,
+        group.expected,
+        group.seen - group.live,
+        group.dropped,
+        group.closed,
+        bytes(group.states).replace(
+            bytes([READY]), bytes([PENDING])
+        ),  # `Ready` says in which order
+        group.begun,
+    )
 
 
-def _written(store: Store, rows: Rows) -> Iterator[Op]:
-    """Rows in one operation, or in more where that would be too large for a message."""
-    state = store.state
-    found, tags = table(state, rows, None, tags=False), tags_held(rows)
-    nbytes = len(found.inline) + _nbytes(found.columns, tags.values())
+def _some_blocks(state: State, many: int) -> Iterator[list[Block]]:
+    """Blocks that are told together."""
+    some, rows, nbytes = list[Block](), 0, 0
+    for block in state.blocks.values():
+        rows, nbytes = rows + block.count, nbytes + block.nbytes + block.inline_bytes
+        if some and (rows > many or nbytes > MAX_OP_BYTES):
+            yield some
+            some, rows, nbytes = [], block.count, block.nbytes + block.inline_bytes
+        some.append(block)
+    if some:
+        yield some
+
+
+def _block_told(block: Block) -> OneBlock:
+    added = {
+        stage: {field: bytes_of(rows & block.live) for field, rows in fields.items()}
+        for stage, fields in (block.wrote or {}).items()
+    }
+    names = None if block.names is None else list(block.names)
+    acked = [bytes_of(one.acked) for one in block.standings]
+    live = bytes_of(block.live)
+    return OneBlock(block.number, block.group, block.keys, names, live, acked, added)
+
+
+def _values_told(state: State, blocks: Sequence[Block]) -> Iterator[Given]:
+    """Their values, and what stages gave back of them."""
+    numbers = np.array([block.number for block in blocks], U8).tobytes()
+    none = {block.number: Values(block.count) for block in blocks}
+    stages = dict.fromkeys(chain.from_iterable(block.progress or () for block in blocks))
+    given = [("", [block.values for block in blocks])]
+    given += [
+        (name, [(block.progress or {}).get(name, none[block.number]) for block in blocks])
+        for name in stages
+    ]
+    for name, parts in given:
+        values = joined(parts)
+        whole = len(values.blob) + len(values.inline) <= MAX_OP_BYTES
+        fields = values.fields
+        for some in [values] if whole else [values.only([field]) for field in fields]:
+            columns = some.columns()
+            if columns:
+                yield Given(numbers, name, columns, some.specs, some.owners, some.inline)
+
+
+def _tags_told(store: Store, rows: Rows) -> Iterator[Tag]:
+    """In one operation where all have the same, in more where that would be too large for a
+    message."""
+    tags = tags_held(rows)
+    nbytes = sum([len(v) for values in tags.values() for v in values if isinstance(v, str)])
     if len(rows) > 1 and nbytes > MAX_OP_BYTES:
-        for half in _halves(rows):
-            yield from _written(store, half)
+        each, middle = list(rows), len(rows) + 1 >> 1
+        for half in (each[:middle], each[middle:]):
+            yield from _tags_told(store, Rows.of(half))
         return
     all_have = {name: values for name, values in tags.items() if MISSING not in values}
-    yield Wrote(
-        found.rows, found.columns, found.specs, found.owners, all_have, "add", inline=found.inline
-    )
+    if all_have:
+        yield Tag(store.partition, store.generation, wire.Rows(rows.keys), all_have)
     each = list(rows)
     for name, values in tags.items():
         if name not in all_have:
@@ -492,114 +525,26 @@ def _written(store: Store, rows: Rows) -> Iterator[Op]:
             yield Tag(store.partition, store.generation, wire.Rows(keys), told)
 
 
-def _halves(rows: Rows) -> list[Rows]:
-    each, middle = list(rows), len(rows) + 1 >> 1
-    return [Rows.of(each[:middle]), Rows.of(each[middle:])]
-
-
-def _nbytes(columns: list[Column], tags: Iterable[list[Scalar]]) -> int:
-    """About what these take in a message: all that may be large."""
-    texts = sum(len(one) for values in tags for one in values if isinstance(one, str))
-    return texts + sum(len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in columns)
-
-
-def _standings(state: State, many: int) -> Iterator[Op]:
-    for name, stage in state.stages.items():
-        for rows in _rows_by(stage.rows.plain, many):
-            yield Standing(name, "rows", "ready", rows.keys)
-        acked = ((block, stage.of(block).acked) for block in state.blocks.values())
-        for rows in _rows_by(acked, many):
-            yield Standing(name, "rows", "acked", rows.keys)
-        for some in _parts([group for group, _ in stage.groups.plain], many):
-            yield Standing(name, "groups", "ready", b"".join([one.key for one in some]))
-        for word, number in _GROUP_STATES:
-            those = [g for g in state.groups.values() if g.states[stage.number] == number]
-            for some in _parts(those, many):
-                keys = b"".join([one.key for one in some])
-                yield Standing(name, "groups", word, keys)  # type: ignore[arg-type]
-
-
-def _own_values(state: State, many: int) -> Iterator[Op]:
-    for name in state.stages:
-        for field in state.fields:
-            added = ((block, block.added(name, field)) for block in state.blocks.values())
-            for rows in _rows_by(added, many):
-                yield Added(name, [field], rows.keys)
-
-
-def _progress(state: State, many: int) -> Iterator[Op]:
-    for stage in dict.fromkeys(stage for stage, _ in state.progress):
-        having = ((b, b.live) for b in state.blocks.values() if stage in (b.progress or {}))
-        for rows in _rows_by(having, many):
-            yield from _progress_of(stage, rows)
-
-
-def _progress_of(stage: str, rows: Rows) -> Iterator[Op]:
-    """In one operation, or in more where that would be too large for a message."""
-    given_back = [((b.progress or {})[stage], bits) for b, bits in rows.parts]
-    found = joined([values.split([rows_of(bits)])[0] for values, bits in given_back])
-    columns = found.columns()
-    if len(rows) > 1 and len(found.inline) + _nbytes(columns, []) > MAX_OP_BYTES:
-        for half in _halves(rows):
-            yield from _progress_of(stage, half)
-        return
-    yield Progressed(stage, rows.keys, columns, found.specs, found.owners, found.inline)
-
-
 def _lease_told(lease: Lease) -> Held:
-    marks = [
-        FINISHED if not left >> row & 1 else IN_HAND if block.live >> row & 1 else GONE
-        for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
-        for row in rows_of(bits)
-    ]
     return Held(
         lease.stage.name,
         lease.unit,  # type: ignore[arg-type]
         lease.number,
-        bytes(marks),
-        lease.held.keys,
+        [
+            (block.number, bytes_of(bits), bytes_of(left))
+            for (block, bits), left in zip(lease.rows.parts, lease.left, strict=True)
+        ],
         lease.holder,
         lease.claim,
     )
 
 
-def _plan_told(plan: Plan) -> Planned:
-    members = list(plan.members.values())
-    return Planned(
-        plan.lease.stage.name,
-        plan.lease.number,
-        plan.shape,
-        plan.laid,
-        np.array([one.number for one in members], U8).tobytes(),
-        np.array([one.holder for one in members], U8).tobytes(),
-        np.array([one.claim for one in members], U8).tobytes(),
-        np.array([one.rank for one in members], U4).tobytes(),
-        bytes(one.acked for one in members),
-    )
-
-
-def _parts(groups: Sequence[Group], many: int) -> Iterator[Sequence[Group]]:
-    return (groups[at : at + many] for at in range(0, len(groups), many))
-
-
-def _rows_by(parts: Iterable[tuple[Block, int]], many: int) -> Iterator[Rows]:
-    """In pieces of at most so many rows."""
-    found, room = list[tuple[Block, int]](), many
-    for block, bits in parts:
-        while bits:
-            some = first_of(bits, room)
-            found.append((block, some))
-            bits ^= some
-            room -= some.bit_count()
-            if not room:
-                yield Rows(found)
-                found, room = [], many
-    if found:
-        yield Rows(found)
+def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
+    return (of[at : at + many] for at in range(0, len(of), many))
 
 
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
-    Wrote: _wrote,
+    Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
     Returned: lambda store, op, now: plans.give_back_all(store.state, op.leases),
     Joined: _joined,
@@ -610,7 +555,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Expected: lambda store, op, now: store.close(op.group, op.n, op.name),
     Reset: lambda store, op, now: store.reset(op.stage),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
-    Sealed: _sealed,
+    Sealed: lambda store, op, now: store.seal(op.keep_short),
     Ended: lambda store, op, now: store.clear(),
     Permitted: _permitted,
     Unadmit: lambda store, op, now: store.take_back(op.permits),
@@ -619,13 +564,12 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Lost: lambda store, op, now: store.lost(op.owner),
     Relocated: _relocated,
     Restore: lambda store, op, now: store.restore(op),
-    Sized: _sized,
-    Standing: _standing,
-    Added: _added,
-    Progressed: _progressed,
+    Groups: _groups,
+    Blocks: _blocks,
+    Given: _given,
+    Ready: _ready,
     Held: _held,
     Planned: _planned,
-    Buried: _buried,
+    Remembered: _remembered,
     Summary: _summary,
-    LostBefore: _lost_before,
 }

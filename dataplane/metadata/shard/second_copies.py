@@ -13,7 +13,7 @@ import numpy as np
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.references import Array, extents_of, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.journal import Op, Progressed, Wrote
+from dataplane.wire.journal import Given, Op, Wrote
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import RANGE, U8, VALUE, column
@@ -111,7 +111,7 @@ Named = tuple[Owner, Array, Array, Array]
 
 def named_by(op: Op | Put) -> list[Named]:
     """What an operation writes, or a message asks to."""
-    if not isinstance(op, Wrote | Progressed | Finish | Restore | Put) or not op.columns:
+    if not isinstance(op, Wrote | Given | Finish | Restore | Put) or not op.columns:
         return []
     raw = b"".join(part for one in op.columns for part in (one.values, one.leaves))
     records = column(raw, VALUE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 
 import msgspec
 import numpy as np
@@ -78,7 +77,8 @@ class State:
         """small values that live here"""
         self.used_bytes = 0
         """what the rows take that are here, without those"""
-        self._numbers = count(1)
+        self.numbers = 0
+        """the last one that a block or group has got; at every copy they have the same"""
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Spec], list[Owner]]] = {}
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
@@ -268,11 +268,15 @@ class State:
 
     # rows come
 
-    def add_group(self, key: bytes, name: Name | None, expected: int) -> Group:
-        """A new open group."""
+    def _next(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def add_group(self, key: bytes, name: Name | None, expected: int, number: int = 0) -> Group:
+        """A new open group. number: what it has elsewhere; 0: it is new everywhere."""
         shown = None if name is None else given([name])
         group = Group(
-            next(self._numbers),
+            number or self._next(),
             key,
             None if shown is None else shown[0],
             expected,
@@ -292,15 +296,18 @@ class State:
         values: Values,
         tags: Mapping[str, Sequence[Scalar]],
         group: Group | None,
+        number: int = 0,
+        live: int = 0,
     ) -> Block:
-        """New rows. `written` follows."""
+        """New rows. `written` follows. number, live: what it has elsewhere, and which of these rows
+        are there; 0: it is new everywhere."""
         many = len(keys)
         values = self.known(values)
         block = Block(
-            next(self._numbers),
+            number or self._next(),
             b"".join(keys),
             many,
-            all_of(many),
+            live or all_of(many),
             b"" if group is None else group.key,
             values,
             tuple([Standing() for _ in self.stages]),
@@ -311,6 +318,9 @@ class State:
             block.tags.set(range(many), tags)
             self.tag_names |= tags.keys()
         self.blocks[block.number] = block
+        if live:
+            keys = [keys[row] for row in rows_of(live)]
+            many = len(keys)
         self.index.update(dict.fromkeys(keys, block))
         self.used_bytes += block.nbytes
         self.inline_bytes += len(values.inline)

@@ -46,7 +46,7 @@ from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.bits import bytes_of, rows_of
 from dataplane.metadata.tables.references import Array, Move, extents_of, ids_of, ranges_of
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import loose_by_owner
@@ -67,6 +67,7 @@ from dataplane.wire.journal import (
     Relocated,
     Returned,
     Sealed,
+    Unit,
     Wrote,
 )
 from dataplane.wire.journal import Lost as LostWith
@@ -325,20 +326,12 @@ class Store:
             self.emit(Left(member.number))
 
     def _leased(self, number: int) -> Leased:
-        """Which rows and groups were taken, and not how they were found."""
-        state = self._state
-        lease = state.leases.get(number)
+        """Which rows were taken, and not how they were found."""
+        lease = self._state.leases.get(number)
         assert lease is not None
-        groups = state.groups_of(lease.rows.parts) if lease.unit == "groups" else []
-        return Leased(
-            lease.stage.name,
-            lease.unit,  # type: ignore[arg-type]
-            number,
-            lease.rows.keys,
-            b"".join([group.key for group in groups]),
-            lease.holder,
-            lease.claim,
-        )
+        rows = [(block.number, bytes_of(bits)) for block, bits in lease.rows.parts]
+        unit: Unit = lease.unit  # type: ignore[assignment]
+        return Leased(lease.stage.name, unit, number, rows, lease.holder, lease.claim)
 
     def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
         """Of the first ready units, how many have their largest value at which peer (address)."""

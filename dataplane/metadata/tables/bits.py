@@ -58,3 +58,13 @@ def to_mask(bits: int, count: int) -> Mask:
     """A mask of `count` rows."""
     raw = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), np.uint8)
     return np.unpackbits(raw, count=count, bitorder="little").astype(np.bool_)
+
+
+def bytes_of(bits: int) -> bytes:
+    """A set as it travels."""
+    return bits.to_bytes(bits.bit_length() + 7 >> 3, "little")
+
+
+def in_bytes(raw: bytes) -> int:
+    """The set that came so."""
+    return int.from_bytes(raw, "little")

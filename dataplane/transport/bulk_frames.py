@@ -29,8 +29,6 @@ MAX_HOLD_BYTES = 64 << 20
 """The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
 MAX_CARD_BYTES = 64 << 10
 """What an engine may tell of a registered region."""
-SMALL_LANE_BYTES = 256 << 10
-"""Reads up to this size have connections of their own: they never queue behind large ones."""
 CHALLENGE_BYTES = 16
 
 PIECE = np.dtype([("range", "<u4"), ("generation", "<u4"), ("start", "<u8"), ("nbytes", "<u8")])

@@ -1,7 +1,6 @@
-"""Outbound connections of a bulk worker: greeted and joined, pooled per remote address and lane.
+"""Outbound connections of a bulk worker: greeted and joined, pooled per remote peer.
 
-One transfer at a time per connection. Large transfers share a bounded number of connections to an
-address; small ones have others, so that they never wait behind a large one.
+One transfer at a time per connection, and a bounded number of connections to a peer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dataplane.errors import ProtocolError, TicketRefused, TransportMissing, VersionMismatch
 from dataplane.transport.bulk_frames import (
@@ -34,10 +33,8 @@ from dataplane.transport.stream import BulkStream, unconnected
 from dataplane.transport.tickets import nonce_of, proof
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
-Lane = Literal["small", "large"]
-
 PARALLEL = 4
-"""Connections of one lane to one peer that may be in use at once."""
+"""Connections to one peer that may be in use at once."""
 IDLE_S = 60.0
 """Less than the owner's patience, so that a pooled connection is rarely found closed."""
 CONNECT_S = 5.0
@@ -51,7 +48,6 @@ class Connection:
     """
 
     remote: Remote
-    lane: Lane
     stream: BulkStream
     greeting: Greeting
     version: int
@@ -85,29 +81,28 @@ class Connections:
     def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
         self._key = key
         self._tls_only = tls_only
-        self._idle: defaultdict[tuple[Remote, Lane], list[Connection]] = defaultdict(list)
-        self._used: defaultdict[tuple[Remote, Lane], int] = defaultdict(int)
+        self._idle: defaultdict[Remote, list[Connection]] = defaultdict(list)
+        self._used: defaultdict[Remote, int] = defaultdict(int)
         self._changed = threading.Condition()
 
-    def borrow(self, remote: Remote, lane: Lane, deadline: float, user: Watch) -> Connection:
+    def borrow(self, remote: Remote, deadline: float, user: Watch) -> Connection:
         """A connection for one transfer. TimeoutError when none is free before the deadline.
 
         OSError when it cannot be made, or when the user was told to stop.
         """
-        where = (remote, lane)
         with self._changed:
-            self._await_turn(where, deadline, user)
+            self._await_turn(remote, deadline, user)
             self._expire(time.monotonic() - IDLE_S)
-            self._used[where] += 1
-            if self._idle.get(where):
-                connection = self._idle[where].pop()
+            self._used[remote] += 1
+            if self._idle.get(remote):
+                connection = self._idle[remote].pop()
                 connection.clean = False
                 user.watch(connection.stream)
                 return connection
         try:
-            return self._joined(remote, lane, deadline, user)
+            return self._joined(remote, deadline, user)
         except BaseException:
-            self._leave(where)
+            self._leave(remote)
             raise
 
     def wake(self) -> None:
@@ -118,22 +113,21 @@ class Connections:
     def give_back(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         with self._changed:
-            self._idle[connection.remote, connection.lane].append(connection)
-        self._leave((connection.remote, connection.lane))
+            self._idle[connection.remote].append(connection)
+        self._leave(connection.remote)
 
     def discard(self, connection: Connection) -> None:
         """The connection is broken, or nobody knows what is still on its way."""
         connection.stream.reset()
-        self._leave((connection.remote, connection.lane))
+        self._leave(connection.remote)
 
     def forget(self, remote: Remote) -> None:
         """Closes what is idle there; what is in use ends by itself."""
         with self._changed:
-            for where in [w for w in self._idle if w[0] == remote]:
-                for connection in self._idle.pop(where):
-                    connection.stream.close()
+            for connection in self._idle.pop(remote, ()):
+                connection.stream.close()
 
-    def _joined(self, remote: Remote, lane: Lane, deadline: float, user: Watch) -> Connection:
+    def _joined(self, remote: Remote, deadline: float, user: Watch) -> Connection:
         stream, place = unconnected(remote.address, self._stream_of(remote))
         try:
             user.watch(stream)
@@ -144,7 +138,7 @@ class Connections:
                 raise ProtocolError(f"{remote.address} does not greet like a bulk worker")
             version = _common_version(greeting.versions)
             self._join(remote, stream, greeting.challenge, version, deadline)
-            return Connection(remote, lane, stream, greeting, version)
+            return Connection(remote, stream, greeting, version)
         except BaseException:
             user.unwatch(stream)
             stream.reset()
@@ -181,27 +175,27 @@ class Connections:
                 address=remote.address,
             )
 
-    def _await_turn(self, where: tuple[Remote, Lane], deadline: float, user: Watch) -> None:
-        while self._used.get(where, 0) >= PARALLEL and not user.stopped:
+    def _await_turn(self, remote: Remote, deadline: float, user: Watch) -> None:
+        while self._used.get(remote, 0) >= PARALLEL and not user.stopped:
             if not self._changed.wait(deadline - time.monotonic()):
-                raise TimeoutError(f"no connection to {where[0].address} became free in time")
+                raise TimeoutError(f"no connection to {remote.address} became free in time")
         if user.stopped:
             raise ConnectionAbortedError("told to stop")
 
-    def _leave(self, where: tuple[Remote, Lane]) -> None:
+    def _leave(self, remote: Remote) -> None:
         with self._changed:
-            self._used[where] -= 1
-            if not self._used[where]:
-                del self._used[where]
+            self._used[remote] -= 1
+            if not self._used[remote]:
+                del self._used[remote]
             self._changed.notify_all()
 
     def _expire(self, before: float) -> None:
-        for where, idle in list(self._idle.items()):
+        for remote, idle in list(self._idle.items()):
             for connection in [c for c in idle if c.idle_since < before]:
                 idle.remove(connection)
                 connection.stream.close()
             if not idle:
-                del self._idle[where]
+                del self._idle[remote]
 
 
 def _opening(stream: BulkStream, deadline: float) -> FromOwner:

@@ -22,7 +22,7 @@ from dataplane.errors import (
     TransferFailed,
     Unavailable,
 )
-from dataplane.transport.bulk_frames import COPY, SMALL_LANE_BYTES, Configure
+from dataplane.transport.bulk_frames import COPY, Configure
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
 from dataplane.transport.registry import TCP
@@ -34,10 +34,9 @@ from dataplane.wire.tables import Owner, PoolHandle
 PART_BYTES = 64 << 20
 """A larger read is made in parts of this size, so that others may come in between."""
 PART_ITEMS = 65_536
-LARGE_UNDER_WAY_BYTES = 256 << 20
-SMALL_UNDER_WAY_BYTES = 64 << 20
-SMALL_JOB_BYTES = 64 << 10
-"""A small read counts as at least this, which bounds the number of jobs (1,024) as well."""
+UNDER_WAY_BYTES = 256 << 20
+JOB_BYTES = 256 << 10
+"""A read counts as at least this, which bounds the number of jobs (1,024) as well."""
 START_S = 30.0
 GRACE_S = 2.0
 """For a worker to stop a job when asked; then it is killed."""
@@ -85,10 +84,7 @@ class BulkEngine:
         self._pin = pin
         self._unpin = unpin
         self._traffic = Traffic()
-        self._limits = {
-            "small": ResourceLimiter(SMALL_UNDER_WAY_BYTES),
-            "large": ResourceLimiter(LARGE_UNDER_WAY_BYTES),
-        }
+        self._limit = ResourceLimiter(UNDER_WAY_BYTES)
         self._listener: socket.socket | None = None
         self._link: WorkerLink | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -200,7 +196,7 @@ class BulkEngine:
             "jobs_done": self._traffic.jobs_done,
             "jobs_failed": self._traffic.jobs_failed,
             "jobs_under_way": link.jobs if link is not None else 0,
-            "bytes_under_way": sum(limit.used_bytes for limit in self._limits.values()),
+            "bytes_under_way": self._limit.used_bytes,
             "pins": link.pins if link is not None else 0,
             "pins_served": self._traffic.pins_served,
             "works": link is not None and link.usable,
@@ -210,10 +206,8 @@ class BulkEngine:
     async def _read_part(
         self, remote: Remote, part: Slice, deadline: float, transport: str
     ) -> ReadOutcome:
-        small = part.nbytes <= SMALL_LANE_BYTES
-        limit = self._limits["small" if small else "large"]
         loop = asyncio.get_running_loop()
-        async with _room(limit, max(part.nbytes, SMALL_JOB_BYTES), deadline):
+        async with _room(self._limit, max(part.nbytes, JOB_BYTES), deadline):
             link = await self._usable_link(deadline)
             job, future = link.read(remote, part.copies, deadline - loop.time(), transport)
             try:

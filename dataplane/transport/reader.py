@@ -39,7 +39,6 @@ from dataplane.transport.bulk_frames import (
     MAX_PULL_BYTES,
     MAX_PULL_FRAME_BYTES,
     MAX_PULL_ITEMS,
-    SMALL_LANE_BYTES,
     FromOwner,
     Hold,
     Pull,
@@ -51,7 +50,7 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.bulk_frames import Held as HeldFrame
-from dataplane.transport.connections import Connection, Connections, Lane
+from dataplane.transport.connections import Connection, Connections
 from dataplane.transport.seam import (
     Held,
     Mask,
@@ -91,8 +90,6 @@ class Reading:
         self.request = request
         self.gone = np.zeros(len(request.copies), bool)
         self.nbytes = 0
-        total = int(request.copies["nbytes"].sum())
-        self.lane: Lane = "small" if total <= SMALL_LANE_BYTES else "large"
         self._left = deque(slices)
         self.slices = len(self._left)
         self._renewals = MAX_RENEWALS
@@ -191,9 +188,7 @@ class Reads(ABC):
     def _connection(self, reading: Reading) -> Iterator[Connection]:
         """For one transfer. It is for others too where the body has left it `clean`."""
         request = reading.request
-        connection = self._connections.borrow(
-            request.remote, reading.lane, request.deadline, reading
-        )
+        connection = self._connections.borrow(request.remote, request.deadline, reading)
         try:
             yield connection
         finally:

@@ -62,7 +62,6 @@ class Region:
     address: int
     nbytes: int
     kind: MemoryKind = "host"
-    device: int = 0
     fd: int = -1
     pools: tuple[PlacedPool, ...] = ()
 

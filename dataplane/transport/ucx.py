@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
-from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
 from dataplane.transport.libucp import PENDING, UcpLine, UcpWorker, settle
 from dataplane.transport.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
@@ -198,7 +197,6 @@ class Fetch:
         self.target = target
         self.done = threading.Event()
         self.error: DataplaneError | None = None
-        self.large = int(sizes.sum()) > SMALL_LANE_BYTES
         pieces = _pieces(dests, sources, sizes)
         self.left = deque(zip(*(column.tolist() for column in pieces), strict=True))
         self.under_way: deque[tuple[int, int]] = deque()
@@ -208,9 +206,9 @@ class Fetch:
 
     @property
     def follows(self) -> bool:
-        """Through shared memory large reads of one owner follow each other: side by side they gain
-        nothing, and took a third longer. Small ones wait for none, nor for a slow owner."""
-        return self.in_memory and self.large and bool(self.left)
+        """Through shared memory reads of one owner follow each other: side by side they gain
+        nothing, and took a third longer."""
+        return self.in_memory and bool(self.left)
 
 
 class UcxReads(threading.Thread):

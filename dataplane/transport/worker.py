@@ -33,7 +33,6 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import (
     COPY,
-    SMALL_LANE_BYTES,
     Cancel,
     Configure,
     Finished,
@@ -68,8 +67,8 @@ from dataplane.wire.records import EXTENT, column
 
 NOTHING = Region(0, 0)
 """What TCP may serve of device memory."""
-SMALL_JOBS = 64
-LARGE_JOBS = 16
+JOBS = 32
+"""under way at once"""
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
@@ -141,9 +140,7 @@ class Worker:
         self._region = region
         self._desk = desk
         self._reads = reads
-        # Two lanes: a small read never queues for a thread behind large ones.
-        self._small = ThreadPoolExecutor(SMALL_JOBS, "bulk-small")
-        self._large = ThreadPoolExecutor(LARGE_JOBS, "bulk-large")
+        self._jobs = ThreadPoolExecutor(JOBS, "bulk-job")
         self._live: dict[int, ReadRequest] = {}
 
     def serve(self) -> None:
@@ -172,8 +169,7 @@ class Worker:
         deadline = time.monotonic() + frame.timeout_ms / 1000
         request = ReadRequest(frame.job, _remote(frame), copies, deadline)
         self._live[frame.job] = request
-        small = int(copies["nbytes"].sum()) <= SMALL_LANE_BYTES
-        (self._small if small else self._large).submit(self._read, frame.transport, request)
+        self._jobs.submit(self._read, frame.transport, request)
 
     def _read(self, transport: str, request: ReadRequest) -> None:
         began = time.monotonic()

@@ -129,7 +129,7 @@ def joins(versions: tuple[int, int]) -> tuple[int, list[Any]]:
     owner, pool = OwnersPort(versions), Connections(KEY)
     try:
         connection = pool.borrow(
-            Remote(Owner("a", 1), owner.address), "small", time.monotonic() + 20, Transfer()
+            Remote(Owner("a", 1), owner.address), time.monotonic() + 20, Transfer()
         )
         pool.discard(connection)
     finally:

@@ -112,7 +112,7 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
     served: Served, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 30
-    connection = Connections(KEY).borrow(served.remote, "small", deadline, Asking())
+    connection = Connections(KEY).borrow(served.remote, deadline, Asking())
     pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
     bound = held_bytes(pieces, engine, b"") if engine else pieces
     ticket = issue(KEY, OWNER, 50, connection.nonce(), bound)

@@ -66,18 +66,6 @@ async def test_an_own_worker_that_is_stopped_is_killed_so_that_the_read_ends(
     assert (await b.engine.read(a.remote, large(a))).nbytes == 32 * MIB
 
 
-async def test_a_small_read_does_not_wait_for_a_large_one(start_host: StartHost) -> None:
-    a, b = await start_host("a", 512 * MIB), await start_host("b", 512 * MIB)
-    copies = large(a, 512)
-    big = asyncio.create_task(b.engine.read(a.remote, copies))
-    await until(lambda: a.pins > 0)
-    small = copies[:1].copy()
-    small["nbytes"] = 4096
-    await b.engine.read(a.remote, small)
-    assert not big.done()
-    assert (await big).nbytes == 512 * MIB
-
-
 async def test_an_owner_that_cannot_pin_says_so(start_host: StartHost) -> None:
     def fail() -> None:
         raise RuntimeError("a bug")

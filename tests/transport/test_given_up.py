@@ -67,9 +67,7 @@ async def test_a_pin_comes_back_soon_after_a_reader_with_a_full_window_gave_up(
     a = await start_host("a", MAX_PULL_BYTES)
     copies = a.place(np.zeros(1), np.full(1, MAX_PULL_BYTES))
     connections, deadline = Connections(KEY), time.monotonic() + 60
-    connection = await asyncio.to_thread(
-        connections.borrow, a.remote, "large", deadline, Transfer()
-    )
+    connection = await asyncio.to_thread(connections.borrow, a.remote, deadline, Transfer())
     await asyncio.to_thread(ask, connection, a.remote, copies)
     async with asyncio.timeout(30):
         while not waits_for_room(int(a.remote.address.rsplit(":", 1)[1])):

@@ -21,7 +21,6 @@ from dataplane.launch.values import TransportChoice
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.sampling import ROUNDS, Sampling, Trial
 from dataplane.transport import registry
-from dataplane.transport.bulk_frames import SMALL_LANE_BYTES
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
@@ -144,7 +143,7 @@ class Paths:
 
 
 class ArenaPaths(Paths):
-    """Small reads always take TCP unless another is required, which needs an exchange more."""
+    """To the host arena."""
 
     def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
         super().__init__(mesh, sampling, choice, TCP, "values")
@@ -154,9 +153,9 @@ class ArenaPaths(Paths):
         """The engine that this peer's workers run beside TCP; `tcp`: none."""
         return self.engine.transport if self.engine is not None else TCP
 
-    async def take(self, source: Remote, nbytes: int) -> str:
-        """The transport for a pull of so much. TransportMissing."""
-        if self.own == TCP or (nbytes <= SMALL_LANE_BYTES and not self.required):
+    async def take(self, source: Remote) -> str:
+        """The transport for a bulk read. TransportMissing."""
+        if self.own == TCP:
             return TCP
 
         async def tried() -> Path:

@@ -376,7 +376,7 @@ class Pulls:
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
         assert self.engine is not None
-        way = await self.paths.take(source, int(copies["nbytes"].sum()))
+        way = await self.paths.take(source)
         try:
             outcome = await self.engine.read(source, copies, self.left_s(), way)
         except (TransferFailed, Unavailable, TransportMissing) as exc:

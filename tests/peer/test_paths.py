@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from dataplane.errors import InvalidConfig, TransportMissing
 from dataplane.launch.values import AUTO, parse_transport
-from dataplane.peer.pull.paths import candidates, chosen
+from dataplane.peer.pull.paths import Paths, candidates, chosen
 from dataplane.peer.pull.sampling import Trial, pattern
+from dataplane.transport.seam import Remote
+from dataplane.wire.tables import Owner
 
 FAST, SLOW = Trial(2.0, 80.0, True), Trial(0.5, 80.0, True)
 
@@ -38,24 +43,65 @@ def test_a_required_transport_that_is_not_there_says_what_is_missing_before_anyt
 
 
 @pytest.mark.parametrize(
-    ("theirs", "trials", "transport", "why"),
+    ("trials", "transport", "why"),
     [
-        ("nixl", {"tcp": SLOW, "nixl": FAST}, "nixl", "nixl 2.00 GB/s, tcp 0.50 GB/s"),
-        ("nixl", {"tcp": FAST, "nixl": SLOW}, "tcp", "slower than tcp"),
-        ("nixl", {"tcp": SLOW, "nixl": Trial(error="no route")}, "tcp", "no route"),
-        ("ucx", {"tcp": FAST}, "tcp", "this peer runs nixl, the other one ucx"),
-        ("nixl", {}, "tcp", "no room"),
+        ({"tcp": SLOW, "nixl": FAST}, "nixl", "nixl 2.00 GB/s, tcp 0.50 GB/s"),
+        ({"tcp": FAST, "nixl": SLOW}, "tcp", "slower than tcp"),
+        ({"tcp": SLOW, "nixl": Trial(error="no route")}, "tcp", "no route"),
+        ({"tcp": SLOW, "nixl": Trial(error="no route"), "nccl": FAST}, "nccl", "nccl 2.00 GB/s"),
+        ({"tcp": FAST}, "tcp", "runs no other transport"),
     ],
 )
 def test_auto_takes_what_works_and_is_faster_and_says_why(
-    theirs: str, trials: dict[str, Trial], transport: str, why: str
+    trials: dict[str, Trial], transport: str, why: str
 ) -> None:
-    path = chosen("nixl", theirs, trials)
+    path = chosen("tcp", trials)
     assert path.transport == transport and why in path.why
 
 
 def test_what_is_required_is_used_although_it_is_slower() -> None:
-    assert chosen("nixl", "nixl", {"tcp": FAST, "nixl": SLOW}, required=True).transport == "nixl"
+    assert chosen("tcp", {"nixl": SLOW}, required=True).transport == "nixl"
+
+
+def test_copies_of_one_gpu_are_compared_with_nothing() -> None:
+    path = chosen("host arena", {"cuda_ipc": SLOW})
+    assert path.transport == "cuda_ipc" and "self-test passed" in path.why
+
+
+@pytest.fixture
+def paths() -> Paths:
+    sampling = FakeSampling()
+    mesh: Any = SimpleNamespace(others=SimpleNamespace(on_away=[]))
+    paths = Paths(mesh, sampling, AUTO, "tcp", "values")  # type: ignore[arg-type]
+    paths.use(sampling.engine, ["nixl"])
+    return paths
+
+
+class FakeSampling:
+    """A peer that runs ucx, and has no room for trials."""
+
+    engine: Any = SimpleNamespace(transport="nixl")
+
+    async def ask(self, address: str, device: bool) -> Any:
+        return SimpleNamespace(transport="ucx" if address == "ucx" else "nixl")
+
+    async def tried(self, sampled: Any, *way: Any) -> Trial | None:
+        return FAST if sampled.transport == "ucx" else None
+
+
+@pytest.mark.parametrize(
+    ("peer", "why", "settled"),
+    [
+        ("ucx", "this peer runs nixl, the other one ucx", True),
+        ("full", "one of the two has no room to try it", False),
+    ],
+)
+async def test_what_cannot_be_tried_is_said(
+    paths: Paths, peer: str, why: str, settled: bool
+) -> None:
+    source = Remote(Owner(peer, 1), "")
+    path, _ = await paths.tried(source, source)
+    assert (path.transport, path.why, path.settled) == ("tcp", why, settled)
 
 
 def test_a_sample_is_the_bytes_that_the_protocol_says_and_no_stretch_of_it_is_another() -> None:

@@ -22,7 +22,7 @@ from dataplane.memory.extents import padded
 from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.paths import STAGED, DevicePaths, Path
+from dataplane.peer.pull.paths import STAGED, Path, Paths
 from dataplane.peer.pull.pulls import PULLER, Pulls
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
@@ -33,6 +33,8 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
+FIRST_S = 5.0
+"""How long a first pull waits to know the way: the plain one takes room in both arenas."""
 NEIGHBOURS = -1
 """The holder under which other peers' workers read the devices here."""
 Records = npt.NDArray[Any]
@@ -46,7 +48,7 @@ class DevicePulls:
         self.engine: BulkEngine | None = None
         self._choice = choice
         self._memory = host.space if isinstance(host.space, HostMemory) else None
-        self.paths = DevicePaths(mesh, pulls.sampling, choice)
+        self.paths = Paths(mesh, pulls.sampling, choice, STAGED, "values on devices")
         self._missing: dict[str, str] = {}
         mesh.others.on_away.append(self._gone)
 
@@ -99,11 +101,12 @@ class DevicePulls:
             self._missing = dict.fromkeys(names, exc.message)
         else:
             self._missing = engine.reasons
-        self.paths.runs = [name for name in names if name not in self._missing]
+        runs = [name for name in names if name not in self._missing]
         for name, why in self._missing.items():
             log.warning("transport %s does not bring values from devices: %s", name, why)
-        if self.paths.runs:
-            self.engine = self.paths.engine = engine
+        if runs:
+            self.engine = engine
+            self.paths.use(engine, runs)
             return
         await engine.stop()
         if self._choice.required in DEVICE_ONLY:
@@ -139,7 +142,7 @@ class DevicePulls:
         try:
             source, staged = await self._remotes_of(owner)
             if source is not None:
-                way = await self.paths.take(source, staged, number)
+                way = await self.paths.take(source, staged, number, FIRST_S)
             if source is not None and way != STAGED:
                 fresh = await self._transfer(
                     memory, number, source, way, remote[rest], needed[rest]
@@ -162,7 +165,7 @@ class DevicePulls:
         source, staged = await self._remotes_of(owner)
         if source is None or self.engine is None:
             return None
-        return await self.paths.tried(source, staged, 1)
+        return (await self.paths.tried(source, staged, 1))[0]
 
     async def _remotes_of(self, owner: Owner) -> tuple[Remote | None, Remote]:
         """The owner's device worker, where it has one, and the one for its host arena."""

@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.sampling import ROUNDS, Sampling, Trial
+from dataplane.peer.pull.sampling import ARENA, Sampling, Trial
 from dataplane.transport import registry
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
 from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
+from dataplane.wire.peering import Sampled
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ STAGED = "host arena"
 """The plain way from device to device: to the owner's host arena, and from there as all values."""
 REQUIRED_S = 15.0
 """How long a first pull waits to know whether the transport that is required works."""
-FIRST_S = 5.0
-"""... and how long for devices where none is: the plain way takes room in both arenas."""
 AGAIN_S = 120.0
 """After this the way that failed, in a trial or later, is tried again."""
 
@@ -55,16 +54,19 @@ class Path:
 
 
 class Paths:
-    """plain: the way that is always there. moves: what goes these ways, for the log."""
+    """The ways into one kind of memory here."""
 
     def __init__(
         self, mesh: Mesh, sampling: Sampling, choice: TransportChoice, plain: str, moves: str
     ) -> None:
+        """plain: the way that is always there. moves: what goes these ways, for the log."""
         self.mesh = mesh
         self.sampling = sampling
         self.choice = choice
         self.engine: BulkEngine | None = None
-        self._plain = plain
+        self.runs: list[str] = []
+        """what the workers here run beside the plain way, in the order in which it is tried"""
+        self.plain = plain
         self._moves = moves
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
@@ -74,25 +76,34 @@ class Paths:
     @property
     def required(self) -> bool:
         """Whether the plain way is none."""
-        return bool(self.choice.required)
+        name = self.choice.required
+        return bool(name) and name != TCP and (name in DEVICE_ONLY) == (self.plain == STAGED)
 
-    async def _take(
-        self, source: Remote, first_s: float, tried: Callable[[], Coroutine[Any, Any, Path]]
+    def use(self, engine: BulkEngine, runs: list[str]) -> None:
+        """What moves the bytes, from now on."""
+        self.engine, self.runs = engine, runs
+
+    async def take(
+        self, source: Remote, staged: Remote, number: int = ARENA, first_s: float = 0.0
     ) -> str:
-        """The way from a peer. first_s: how long to wait for it to be known. TransportMissing where
-        the one that is required does not work."""
+        """What brings values to the memory of this number. staged: the owner's worker for its host
+        arena. first_s: how long to wait for the way to be known. TransportMissing where the one
+        that is required does not work."""
+        if not self.runs:
+            return self.plain
         owner = source.owner
         path = self._paths.get(owner)
         if path is None or self._now() >= path.again_s:
             self._remotes[owner] = source
             if owner not in self._trying:
-                self._trying[owner] = self.mesh.spawn(self._try(owner, tried))
+                self._trying[owner] = self.mesh.spawn(self._try(source, staged, number))
                 self._trying[owner].add_done_callback(lambda _: self._trying.pop(owner, None))
+            first_s = REQUIRED_S if self.required else first_s
             if path is None and first_s:
                 await asyncio.wait({self._trying[owner]}, timeout=first_s)
             path = path or self._paths.get(owner)
-            path = path or Path(self._plain, "trying it was not done in time")
-        if self.required and path.transport == self._plain:
+            path = path or Path(self.plain, "trying it was not done in time")
+        if self.required and path.transport == self.plain:
             raise TransportMissing(
                 f"--transport {self.choice}: it does not bring {self._moves} of peer "
                 f"{owner.peer!r}: {path.why}",
@@ -101,19 +112,50 @@ class Paths:
             )
         return path.transport
 
-    async def _try(self, owner: Owner, tried: Callable[[], Coroutine[Any, Any, Path]]) -> None:
+    async def _try(self, source: Remote, staged: Remote, number: int) -> None:
         try:
-            path = await tried()
+            path, _ = await self.tried(source, staged, number)
         except DataplaneError as exc:
-            path = Path(self._plain, f"it could not be tried: {exc.message}", settled=False)
-        if owner in self._remotes:  # else it went meanwhile
-            self._set(owner, path)
+            path = Path(self.plain, f"it could not be tried: {exc.message}", settled=False)
+        if source.owner in self._remotes:  # else it went meanwhile
+            self._set(source.owner, path)
+
+    async def tried(
+        self, source: Remote, staged: Remote, number: int = ARENA
+    ) -> tuple[Path, Sampled]:
+        """The ways from a peer, tried anew: the first that works and is not slower than the plain
+        one, and what the peer says of itself."""
+        assert self.engine is not None and self.sampling.engine is not None
+        sampled = await self.sampling.ask(source.owner.peer, number != ARENA)
+        other = number == ARENA and sampled.transport not in self.runs
+        names = [] if other else [*self.runs]
+        required = bool(self.choice.required and self.runs)
+        if not required and names != [CUDA_IPC]:
+            # between devices: as fast as it is when the owner's host arena has them already
+            names.insert(names[:1] == [CUDA_IPC], self.plain)
+        path, trials = Path(self.plain, "it was not tried"), dict[str, Trial]()
+        for name in names:
+            way = self.engine, source, name, number
+            if name == self.plain:
+                way = self.sampling.engine, staged, TCP, ARENA
+            trial = await self.sampling.tried(sampled, *way)
+            if trial is None:
+                here = self.runs[0] if self.required else self.plain
+                why = "one of the two has no room to try it"
+                return Path(here, why, trials, settled=False), sampled
+            trials[name] = trial
+            path = chosen(self.plain, trials, required)
+            if path.transport != self.plain:
+                break
+        if other and self.runs:
+            path.why = f"this peer runs {self.runs[0]}, the other one {sampled.transport}"
+        return path, sampled
 
     def _set(self, owner: Owner, path: Path) -> None:
         self._paths[owner] = path
         if not path.settled:
             path.again_s = self._now() + AGAIN_S
-        tell = log.info if path.transport != self._plain else log.warning
+        tell = log.info if path.transport != self.plain else log.warning
         peer, transport = self.mesh.others.name(owner.peer), path.transport
         says = "%s of peer %s at %s come over %s: %s"
         tell(says, self._moves, peer, owner.peer, transport, path.why)
@@ -121,12 +163,12 @@ class Paths:
     def failed(self, owner: Owner, transport: str, error: DataplaneError) -> str:
         """A read broke off: what to repeat it with."""
         path = self._paths.get(owner)
-        if transport == self._plain or path is None or self.required:
+        if transport == self.plain or path is None or self.required:
             return transport
-        if path.transport != self._plain:
+        if path.transport != self.plain:
             why = f"{transport} failed: {error.message}"
-            self._set(owner, Path(self._plain, why, path.trials, settled=False))
-        return self._plain
+            self._set(owner, Path(self.plain, why, path.trials, settled=False))
+        return self.plain
 
     def shown(self) -> dict[str, Any]:
         """By peer, what is used and why."""
@@ -142,133 +184,25 @@ class Paths:
             self.engine.forget(remote)
 
 
-class ArenaPaths(Paths):
-    """To the host arena."""
-
-    def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
-        super().__init__(mesh, sampling, choice, TCP, "values")
-
-    @property
-    def own(self) -> str:
-        """The engine that this peer's workers run beside TCP; `tcp`: none."""
-        return self.engine.transport if self.engine is not None else TCP
-
-    async def take(self, source: Remote) -> str:
-        """The transport for a bulk read. TransportMissing."""
-        if self.own == TCP:
-            return TCP
-
-        async def tried() -> Path:
-            return (await self.tried(source))[0]
-
-        return await self._take(source, REQUIRED_S if self.required else 0.0, tried)
-
-    def stats(self) -> dict[str, Any]:
-        """Requested, what runs, and what is used with each peer."""
-        return {
-            "requested": str(self.choice),
-            "runs": self.own,
-            "missing": self.engine.missing if self.engine is not None else "",
-            "tls": self.engine is not None and bool(self.engine.fingerprint),
-            "peers": self.shown(),
-        }
-
-    async def tried(self, source: Remote) -> tuple[Path, dict[str, Any]]:
-        """Tries the ways from a peer anew: what would be chosen, and what it says of itself."""
-        assert self.engine is not None
-        sampled = await self.sampling.ask(source.owner.peer)
-        about = {
-            "version": sampled.version,
-            "requested": sampled.requested,
-            "runs": sampled.transport,
-            "missing": sampled.missing,
-            "tls": bool(source.fingerprint),
-            "arena_bytes": sampled.arena_bytes,
-        }
-        both = self.own == sampled.transport != TCP
-        names = [TCP, self.own] if both else [TCP]
-        trials = await self.sampling.try_all(self.engine, source, sampled, names)
-        return chosen(self.own, sampled.transport, trials, self.required), about
-
-
-class DevicePaths(Paths):
-    """To devices here. The transports that this peer's device workers run are tried in the order in
-    which they are best: within a host the GPUs copy themselves, and need be compared with nothing.
-    """
-
-    def __init__(self, mesh: Mesh, sampling: Sampling, choice: TransportChoice) -> None:
-        super().__init__(mesh, sampling, choice, STAGED, "values on devices")
-        self.runs: list[str] = []
-        """what the device workers here run, best first"""
-
-    @property
-    def required(self) -> bool:
-        return self.choice.required in DEVICE_ONLY
-
-    async def take(self, source: Remote, staged: Remote, number: int) -> str:
-        """What brings values to the device of this number. staged: the worker for the owner's host
-        arena. TransportMissing."""
-        first_s = REQUIRED_S if self.required else FIRST_S
-        return await self._take(source, first_s, lambda: self.tried(source, staged, number))
-
-    async def tried(self, source: Remote, staged: Remote, number: int) -> Path:
-        """Tries the ways anew: the first that works and is faster than the host arenas are."""
-        assert self.engine is not None and self.sampling.engine is not None
-        sampled = await self.sampling.ask(source.owner.peer, device=True)
-        trials: dict[str, Trial] = {}
-        for name in self.runs:
-            free = name == CUDA_IPC or bool(self.choice.required)
-            rounds = 1 if free else ROUNDS
-            tried = await self.sampling.try_all(
-                self.engine, source, sampled, [name], number, rounds
-            )
-            if not tried:
-                return Path(STAGED, "one of the two has no room to try it", trials, settled=False)
-            trials |= tried
-            if tried[name].exact and free:
-                return Path(name, f"{tried[name].GBps:.2f} GB/s, self-test passed", trials)
-            if tried[name].exact:
-                if STAGED not in trials:
-                    # as fast as it is when the owner's host arena has them already
-                    tcp = await self.sampling.try_all(self.sampling.engine, staged, sampled, [TCP])
-                    trials[STAGED] = tcp.get(TCP, Trial())
-                compared = (
-                    f"{name} {tried[name].GBps:.2f} GB/s, by way of the host "
-                    f"{trials[STAGED].GBps:.2f} GB/s at most"
-                )
-                if tried[name].GBps >= trials[STAGED].GBps:
-                    return Path(name, compared, trials)
-        return Path(STAGED, _why_not(trials), trials, settled=False)
-
-
-def _why_not(trials: dict[str, Trial]) -> str:
-    """Of each that was tried, why it is not used."""
-    if not trials:
-        return "this peer runs no transport that moves device memory between hosts"
+def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path:
+    """The way that the trials speak for. What is required may be slower than the plain one; within
+    a host the GPUs copy themselves, and need be compared with nothing."""
     reasons = []
     for name, trial in trials.items():
-        if name != STAGED:
-            slow = f"{trial.GBps:.2f} GB/s is slower than by way of the host"
-            reasons.append(f"{name}: {trial.error or slow}")
-    return "; ".join(reasons)
-
-
-def chosen(own: str, theirs: str, trials: dict[str, Trial], required: bool = False) -> Path:
-    """The path that the trials speak for; one that is required may be slower than TCP."""
-    if own == TCP:
-        return Path(TCP, "this peer runs no other transport", trials)
-    if theirs != own:
-        return Path(TCP, f"this peer runs {own}, the other one {theirs}", trials)
-    if not trials:
-        why = "one of the two has no room to try it"
-        return Path(own if required else TCP, why, settled=False)
-    engine, tcp = trials[own], trials[TCP]
-    if engine.error:
-        return Path(TCP, f"{own} does not work: {engine.error}", trials, settled=False)
-    compared = f"{own} {engine.GBps:.2f} GB/s, tcp {tcp.GBps:.2f} GB/s"
-    if engine.GBps < tcp.GBps and not required:
-        return Path(TCP, f"{own} is slower than tcp: {compared}", trials)
-    return Path(own, compared, trials)
+        if name == plain:
+            continue
+        if trial.error:
+            reasons.append(f"{name} does not work: {trial.error}")
+            continue
+        if required or name == CUDA_IPC:
+            return Path(name, f"{trial.GBps:.2f} GB/s, self-test passed", trials)
+        compared = f"{name} {trial.GBps:.2f} GB/s, {plain} {trials[plain].GBps:.2f} GB/s"
+        if trial.GBps >= trials[plain].GBps:
+            return Path(name, compared, trials)
+        reasons.append(f"{name} is slower than {plain}: {compared}")
+    why = "; ".join(reasons) or "this peer runs no other transport"
+    works = not any(trial.error for trial in trials.values())
+    return Path(plain, why, trials, settled=works)
 
 
 def candidates(choice: TransportChoice) -> list[str]:

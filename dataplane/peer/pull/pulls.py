@@ -35,12 +35,13 @@ from dataplane.memory.placement import place, remainder
 from dataplane.memory.spill import DISK
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.paths import ArenaPaths
+from dataplane.peer.pull.paths import Paths
 from dataplane.peer.pull.sampling import Sampling
 from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
+from dataplane.transport.registry import TCP
 from dataplane.transport.seam import Remote
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
@@ -75,7 +76,7 @@ class Pulls:
         self.devices = devices
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(host, mesh, room, transport)
-        self.paths = ArenaPaths(mesh, self.sampling, transport)
+        self.paths = Paths(mesh, self.sampling, transport, TCP, "values")
         self.pulled_bytes = 0
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
@@ -86,7 +87,19 @@ class Pulls:
 
     def use(self, engine: BulkEngine) -> None:
         """What moves the bytes, from now on."""
-        self.engine = self.paths.engine = self.sampling.engine = engine
+        self.engine = self.sampling.engine = engine
+        self.paths.use(engine, [engine.transport] if engine.transport != TCP else [])
+
+    def stats(self) -> dict[str, Any]:
+        """What was asked for, what runs, why not more, and what is used with each peer."""
+        engine = self.engine
+        return {
+            "requested": str(self.paths.choice),
+            "runs": engine.transport if engine is not None else TCP,
+            "missing": engine.missing if engine is not None else "",
+            "tls": engine is not None and bool(engine.fingerprint),
+            "peers": self.paths.shown(),
+        }
 
     async def close(self) -> None:
         await self.sampling.close()
@@ -376,7 +389,7 @@ class Pulls:
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
         assert self.engine is not None
-        way = await self.paths.take(source)
+        way = await self.paths.take(source, source)
         try:
             outcome = await self.engine.read(source, copies, self.left_s(), way)
         except (TransferFailed, Unavailable, TransportMissing) as exc:

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError
+from dataplane.errors import DataplaneError, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import DeviceArena, HostMemory
@@ -169,87 +168,51 @@ class Sampling:
 
     # the reader
 
-    async def ask(self, address: str, device: bool = False) -> Sampled:
+    async def ask(self, address: str, device: bool) -> Sampled:
         """What the peer there keeps, and what it runs."""
         sampled: Sampled = await self.mesh.call(address, Sample(device), timeout_s=TRY_S)
         return sampled
 
-    async def try_all(
-        self,
-        engine: BulkEngine,
-        source: Remote,
-        sampled: Sampled,
-        transports: Iterable[str],
-        number: int = ARENA,
-        rounds: int = ROUNDS,
-    ) -> dict[str, Trial]:
-        """Each transport in turn, a few rounds, to the memory of this number; never beside another
-        trial. Empty where there is no room for it."""
-        async with self._trying:
-            return await self._try_all(engine, source, sampled, transports, number, rounds)
-
-    async def _try_all(
-        self,
-        engine: BulkEngine,
-        source: Remote,
-        sampled: Sampled,
-        transports: Iterable[str],
-        number: int,
-        rounds: int,
-    ) -> dict[str, Trial]:
+    async def tried(
+        self, sampled: Sampled, engine: BulkEngine, source: Remote, transport: str, number: int
+    ) -> Trial | None:
+        """One transport, a few rounds, to the memory of this number; never beside another trial.
+        None where there is no room for it."""
         nbytes = min(sampled.nbytes, self._size_bytes(number))
-        reserved = self._reserved(number, nbytes) if nbytes else None
-        if reserved is None:
-            return {}
-        dest, extents = reserved
-        expected = pattern(sampled.seed, nbytes)
-        trials = {name: Trial() for name in transports}
-        found = np.empty(nbytes, np.uint8)
+        expected, found = pattern(sampled.seed, nbytes), np.empty(nbytes, np.uint8)
+        trial = Trial()
+        async with self._trying:
+            reserved = self._reserved(number, nbytes) if nbytes else None
+            if reserved is None:
+                return None
+            dest, extents = reserved
 
-        async def timed(name: str, nbytes: int, times: int) -> float:
-            return await _timed(engine, source, sampled, name, dest, nbytes, times)
+            async def timed(nbytes: int, times: int) -> float:
+                """Seconds that so many bytes of the sample take, read so many times at once."""
+                copies = np.zeros(times, COPY)
+                copies["range"], copies["generation"] = sampled.range, sampled.generation
+                copies["nbytes"], copies["dest"] = nbytes, dest
+                began = time.perf_counter()
+                outcome = await engine.read(source, copies, TRY_S, transport)
+                if outcome.gone.any():
+                    raise Unavailable("the sample was gone before it could be read: try again")
+                return time.perf_counter() - began
 
-        try:
-            for _ in range(rounds):
-                for name, trial in trials.items():
-                    if trial.error:
-                        continue
-                    try:
-                        await self._write(number, dest, np.zeros(nbytes, np.uint8))
-                        small_s = await timed(name, SMALL_BYTES, 1)
-                        whole_s = await timed(name, nbytes, REPEATS)
-                        await self._read(number, dest, found)
-                    except DataplaneError as exc:
-                        trial.error = exc.message
-                        continue
-                    if np.array_equal(found, expected):
-                        trial.note(small_s, REPEATS * nbytes, whole_s)
-                    else:
+            try:
+                for _ in range(ROUNDS):
+                    await self._write(number, dest, np.zeros(nbytes, np.uint8))
+                    small_s, whole_s = await timed(SMALL_BYTES, 1), await timed(nbytes, REPEATS)
+                    await self._read(number, dest, found)
+                    if not np.array_equal(found, expected):
                         trial.error = "the bytes that arrived are not those that were sent"
-                        log.error("transport %s from %s: %s", name, source.owner.peer, trial.error)
-        finally:
-            self.host.space.give_back(PULLER, extents)
-        return trials
-
-
-async def _timed(
-    engine: BulkEngine,
-    source: Remote,
-    sampled: Sampled,
-    name: str,
-    dest: int,
-    nbytes: int,
-    times: int,
-) -> float:
-    """Seconds that so many bytes of a sample take, read so many times at once. DataplaneError."""
-    copies = np.zeros(times, COPY)
-    copies["range"], copies["generation"] = sampled.range, sampled.generation
-    copies["nbytes"], copies["dest"] = nbytes, dest
-    began = time.perf_counter()
-    outcome = await engine.read(source, copies, TRY_S, name)
-    if outcome.gone.any():
-        raise DataplaneError("the sample was gone before it could be read: try again")
-    return time.perf_counter() - began
+                        log.error("%s from %s: %s", transport, source.owner.peer, trial.error)
+                        break
+                    trial.note(small_s, REPEATS * nbytes, whole_s)
+            except DataplaneError as exc:
+                trial.error = exc.message
+            finally:
+                self.host.space.give_back(PULLER, extents)
+        return trial
 
 
 def pattern(seed: int, nbytes: int) -> Bytes:

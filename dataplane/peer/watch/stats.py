@@ -89,17 +89,17 @@ class Reporting:
         """What each device holds, and what moves values between it and those of other peers: what
         was asked for, what runs, and what brings them from each other peer. Without a way between
         devices they go by way of the host arenas."""
-        space, paths = self.host.space, self.peer.pulls.paths
+        space, engine = self.host.space, self.peer.pulls.engine
         if not isinstance(space, HostMemory):
             return []
-        staged = STAGED if paths.engine is None else f"{STAGED}, then {paths.own}"
+        staged = STAGED if engine is None else f"{STAGED}, then {engine.transport}"
         between = {**self.peer.device_pulls.stats(), "else": staged}
         return [{**figures, "to_others": between} for figures in space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
         if self.peer.pulls.engine is None:
             return None
-        return self.peer.pulls.engine.stats() | {"paths": self.peer.pulls.paths.stats()}
+        return self.peer.pulls.engine.stats() | {"paths": self.peer.pulls.stats()}
 
     async def _probed(self) -> dict[str, Any]:
         """Every peer's ways from all others: one after another, so that none is measured beside
@@ -124,7 +124,7 @@ class Reporting:
             "address": host.address,
             "version": __version__,
             "arena_bytes": host.space.size_bytes,
-            **{k: v for k, v in self.peer.pulls.paths.stats().items() if k != "peers"},
+            **{k: v for k, v in self.peer.pulls.stats().items() if k != "peers"},
             "devices": {k: v for k, v in self.peer.device_pulls.stats().items() if k != "peers"},
             "from": ways,
         }
@@ -135,13 +135,23 @@ class Reporting:
             hello = await self.mesh.hello(address)
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, hello.bulk, hello.bulk_fingerprint)
-            path, about = await self.peer.pulls.paths.tried(source)
+            path, said = await self.peer.pulls.paths.tried(source, source)
             between_devices = await self.peer.device_pulls.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
         devices = between_devices.shown() if between_devices is not None else None
-        shown = {**about, **path.shown(), "devices": devices}
-        return {"peer": hello.name, "address": address, **shown}
+        return {
+            "peer": hello.name,
+            "address": address,
+            "version": said.version,
+            "requested": said.requested,
+            "runs": said.transport,
+            "missing": said.missing,
+            "tls": bool(source.fingerprint),
+            "arena_bytes": said.arena_bytes,
+            **path.shown(),
+            "devices": devices,
+        }
 
     async def _plane(self) -> dict[str, Any]:
         """This peer's figures, a line for each other peer, and what all of them together have."""

@@ -279,6 +279,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
         (lambda: batch.add(y=[1, object()]), dataplane.InvalidValue, r"y\[1\]: object"),
         (lambda: batch.add(), dataplane.InvalidRows, "at least one field"),
         (lambda: batch["y"], dataplane.FieldUnknown, "there are .'x'."),
+        (lambda: list(batch), dataplane.InvalidCall, r"batch\[0\]: batch\['field'\] has one entry"),  # type: ignore[call-overload]
         (lambda: batch.drop(rows=[7]), dataplane.InvalidRows, "0 to 1"),
         (lambda: batch.drop(groups=["h"]), dataplane.InvalidRows, "'h' is not in this batch"),
         (lambda: batch.release(tags={"n": [1, 2, 3]}), dataplane.InvalidRows, "3 values"),

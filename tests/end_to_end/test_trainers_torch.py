@@ -78,6 +78,18 @@ def test_a_tensordict_goes_through_a_stage(hosts: Hosts) -> None:
         assert padded.shape == mask.shape == (4, 704) and mask.sum() == 713
 
 
+def test_names_and_tags_may_be_tensors(hosts: Hosts) -> None:
+    here, there = hosts.partition({"train": ["x"]})
+    ids, lengths = torch.arange(4), [torch.tensor(1.5), 2, torch.tensor(True), torch.tensor(3)]
+    ref = here.put({"x": ids}, key=ids, group=ids // 2, tags={"length": lengths, "step": ids[1]})
+    assert (ref.keys, ref.groups) == ([0, 1, 2, 3], (0, 1))
+    rows = there.get(keys=ids[2:])
+    assert (rows.keys, rows.group_ids) == ([2, 3], [1, 1])
+    assert rows.tags == {"length": [True, 3], "step": [1, 1]}
+    here.put({"x": ids[:1]}, group=ids[2])
+    assert there.drop(groups=ids[:2]).rows == 4
+
+
 async def test_a_tensordict_is_made_on_a_loop(cluster: Cluster) -> None:
     cluster.start("a")
     data = rollouts([3, 2])

@@ -107,6 +107,12 @@ class Selection:
         field is not here and cannot be had by waiting."""
         if isinstance(field, slice):
             return self.rows(np.arange(self._n)[field])
+        if not isinstance(field, str):
+            name = type(self).__name__.lower()
+            raise InvalidCall(
+                f"{name}[{field!r:.40}]: {name}['field'] has one entry a row, and {name}[0:16] or "
+                f"{name}.rows([…]) is a part of the rows"
+            )
         view = self._views.get(field)
         if view is None:
             if field not in self._fetched:

@@ -95,7 +95,8 @@ def identify(
         identity = Identity(key_column(names), names)
     if group is None:
         return identity
-    if isinstance(group, str | int | np.integer):
+    group = _listed(group)
+    if isinstance(group, str | int):
         names = name_list(group, "group")
         identity.group_index = np.zeros(n, U4)
         identity.group_keys, identity.group_names = key_column(names), names
@@ -164,12 +165,11 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
         raise InvalidRows(f"{what} is a set, which has no order: give a list, one id a row")
+    names = _listed(names)
     if isinstance(names, str | int):
         found: list[Any] = [names]
-    elif isinstance(names, np.ndarray | np.generic):
-        found = list(np.atleast_1d(names).tolist())
     elif isinstance(names, Iterable) and not isinstance(names, bytes | Mapping):
-        found = [n.item() if isinstance(n, np.generic) else n for n in names]
+        found = [_scalar(name) for name in names]
     else:
         raise InvalidRows(
             f"{what}={names!r:.80}: give one id, a str or an int, or a list of them, one a row"
@@ -181,6 +181,16 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
             f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): ids are str or int"
         )
     return found
+
+
+def _listed(given: Any) -> Any:
+    """An array or a tensor as a list, or as a number where it is one."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _scalar(value: Any) -> Any:
+    """The same of one entry of a list."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def key_column(names: list[Name]) -> npt.NDArray[np.void]:
@@ -236,8 +246,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     for name, given in (tags or {}).items():
         if not isinstance(name, str):
             raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
-        if hasattr(given, "tolist"):
-            given = given.tolist()
+        given = _listed(given)
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             given = [given]
         elif (given := list(given)) and len(given) != n:
@@ -248,7 +257,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             )
         values = given
         if not set(map(type, values)) <= _SCALARS:
-            values = [v.item() if isinstance(v, np.generic) else v for v in given]
+            values = [_scalar(value) for value in given]
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.blocks import Rows
 from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.leases import Plan
@@ -31,8 +32,8 @@ def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
 
 def observed(store: Store) -> dict[str, Any]:
     """Rows, groups, stages, leases and the rest; equal for stores that behave alike."""
-    state = store.state
-    stats = {name: value for name, value in store.stats().items() if name not in SIZES}
+    state = store
+    stats = {name: value for name, value in inspection.stats(store).items() if name not in SIZES}
     return {
         "rows": _rows(store),
         "groups": {
@@ -46,7 +47,7 @@ def observed(store: Store) -> dict[str, Any]:
         "leases": {lease.number: _lease(lease) for lease in state.leases},
         "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans},
         "tombstones": state.tombstones.all(),
-        "fields": sorted(store.known(list(state.fields))),
+        "fields": sorted(rows_out.known(store, list(state.fields))),
         "phase": store.phase,
         "holdings": _holdings(store),
         "lost": store.losses.after(0),
@@ -57,7 +58,7 @@ def observed(store: Store) -> dict[str, Any]:
 
 def accounts(store: Store) -> list[str]:
     """What a store counts as it goes, counted anew: bytes, rows of each kind, lanes, leases."""
-    state, wrong = store.state, []
+    state, wrong = store, []
     blocks = list(state.blocks.values())
     used = sum(b.nbytes for b in blocks) + sum(g.nbytes_each for g in state.groups.values())
     inline = sum(block.inline_bytes for block in blocks)
@@ -96,8 +97,8 @@ def _keys(parts: Any) -> list[bytes]:
 
 
 def _rows(store: Store, stage: str = "") -> dict[bytes, Any]:
-    rows = store.state.rows
-    table = store.table(rows, stage=stage)
+    rows = store.rows
+    table = rows_out.table(store, rows, stage=stage)
     result: dict[bytes, Any] = {
         block.key(row): (block.name(row), block.group, {}, {}) for block, row in rows
     }
@@ -128,7 +129,7 @@ def _place(table: Table, record: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _stage(store: Store, name: str) -> dict[str, Any]:
-    state, stage = store.state, store.state.stages[name]
+    state, stage = store, store.stages[name]
     standing = {block.key(row): (stage.of(block), 1 << row) for block, row in state.rows}
     return {
         "acked_rows": stage.acked_rows,
@@ -164,7 +165,7 @@ def _plan(plan: Plan) -> Any:
 
 
 def _permits(store: Store) -> Any:
-    state, permits = store.state, store.permits
+    state, permits = store, store.permits
     groups = state.groups.values() if permits.counts else []
     begun = {one.key: one.begun for one in groups}
     given = {

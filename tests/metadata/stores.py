@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
 from dataplane.metadata.tables import names
@@ -63,7 +64,7 @@ def take(from_: Store, stage: str, want: Want, **options: Any) -> Taken:
 
 def keys_of(from_: Store, taken: Taken) -> list[Name]:
     assert taken.lease is not None
-    found = from_.table(taken.lease).rows.names
+    found = rows_out.table(from_, taken.lease).rows.names
     assert found is not None
     return found
 

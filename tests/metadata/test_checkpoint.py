@@ -28,11 +28,11 @@ KEY = 16
 
 def saved(store: Store, nbytes: int) -> tuple[list[SaveDone], int]:
     """All answers, and the groups that closed and are gone."""
-    survey = checkpoint.survey(store.state, 0)
+    survey = checkpoint.survey(store, 0)
     groups, rows = survey.groups, survey.rows
     answers = []
     while groups or rows:
-        answers.append(checkpoint.save(store.state, groups, rows, nbytes))
+        answers.append(checkpoint.save(store, groups, rows, nbytes))
         done = answers[-1].units * KEY
         groups, rows = groups[done:], rows[max(0, done - len(groups)) :]
     return answers, survey.closed_groups
@@ -78,7 +78,7 @@ def given_back(store: Store) -> Store:
     """A copy whose leases have all ended."""
     copy = Store("step-1", store.definition, 1)
     carried_over(copy, list(dump(store)))
-    for holder in {lease.holder for lease in copy.state.leases}:
+    for holder in {lease.holder for lease in copy.leases}:
         copy.release_holder(holder)
     return copy
 
@@ -142,10 +142,10 @@ def test_groups_that_were_done_with_still_count_as_closed() -> None:
 def test_groups_that_end_between_survey_and_save_are_told_but_for_dropped_ones() -> None:
     store = stores.store(group_size=1, free="acked", stages={"reward": ["tokens"]})
     put(store, ["a", "b", "c"], ["g", "h", "i"])
-    survey = checkpoint.survey(store.state, 0)
+    survey = checkpoint.survey(store, 0)
     stores.finish(store, take(store, "reward", Want("groups", 1, 1)))
     store.drop(groups=[named(["x"], ["h"]).group_keys])
-    answer = checkpoint.save(store.state, survey.groups, survey.rows, ALL)
+    answer = checkpoint.save(store, survey.groups, survey.rows, ALL)
     assert (answer.units, answer.ended_groups) == (3, 1)
     assert answer.table.rows.names == ["c"]
 
@@ -154,11 +154,11 @@ def test_a_survey_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = stores.store()
     for key, group in (("a", "g"), ("b", None), ("c", "h"), ("d", None)):
         put(store, [key], [group])
-    whole = checkpoint.survey(store.state, 0)
+    whole = checkpoint.survey(store, 0)
     monkeypatch.setattr(checkpoint, "MAX_UNITS_PER_SURVEY", 1)
     groups, rows, cursor = b"", b"", 0
     for _ in range(4):
-        part = checkpoint.survey(store.state, cursor)
+        part = checkpoint.survey(store, cursor)
         groups, rows, cursor = groups + part.groups, rows + part.rows, part.cursor
     assert (groups, rows, cursor) == (whole.groups, whole.rows, 0)
 

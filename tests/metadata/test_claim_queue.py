@@ -102,7 +102,7 @@ def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
     shard.claim(2, rows(8))
     ((met, keys),) = shard.seal()  # type: ignore[misc]
     assert (met, keys) == (1, [0, 1, 2, 3])
-    (lease,) = shard.store.state.leases
+    (lease,) = shard.store.leases
     shard.store.finish(Finish(lease.number, "ack"))
     assert shard.serve() == [(2, "ended")]
     assert shard.claim(3, rows(1)) == [(3, "ended")]

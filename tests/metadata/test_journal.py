@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import DataplaneError, FieldExists, LimitExceeded, ProtocolError
+from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import (
@@ -114,10 +115,10 @@ def test_a_copy_knows_which_claim_a_lease_met() -> None:
     followed = Store("step-1", s.definition, 1)
     carried_over(followed, ops)
     for copy in (followed, copy_of(s)):
-        found = copy.state.leases.of_claim(7)
+        found = copy.leases.of_claim(7)
         assert found is not None and found.number == taken.lease
         copy.finish(Finish(found.number, "release"))
-        assert copy.state.leases.of_claim(7) is None
+        assert copy.leases.of_claim(7) is None
 
 
 def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
@@ -166,8 +167,8 @@ def test_a_copy_knows_tombstones_names_tags_that_are_none_and_fields_of_rows_tha
     s.drop(rows=named(["lost", "x", "y"]))
     other = copy_of(s)
     assert observed(other) == observed(s)
-    assert len(other.read(where=["exists", "status"])[0]) == 1
-    assert other.known(["rare"]) == ["rare"]
+    assert len(rows_out.read(other, where=["exists", "status"])[0]) == 1
+    assert rows_out.known(other, ["rare"]) == ["rare"]
     with pytest.raises(DataplaneError, match="dropped"):
         put(other, ["x"])
 
@@ -358,7 +359,7 @@ def test_arrays_inside_of_objects_move_too() -> None:
     s.put(Wrote(named(["a", "b", "c"]), columns, stores.SPECS, OWNERS, {}))
     counts = s.relocate(OWNERS[0], ranges(0, 1, 2, 3), Owner("b", 9), ranges(10, 11, 12, 13))
     assert counts.tolist() == [1, 2, 2, 1]
-    table = s.table(s.read()[0])
+    table = rows_out.table(s, rows_out.read(s)[0])
     assert np.frombuffer(table.columns[0].leaves, stores.VALUE)["range"].tolist() == [11, 12, 13]
     assert s.lost(OWNERS[0]).groups == 0 and len(s) == 3
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
+from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
@@ -67,7 +68,7 @@ def test_a_group_takes_a_place_from_its_permit_to_the_advance_after_its_last_ack
     s = store()
     assert admit(s, 3, 1) and admit(s, 1, 2) and not admit(s, 1, 3)
     begin(s, "a")
-    assert (s.permits.left, s.permits.unfinished(s.state)) == (3, 1)
+    assert (s.permits.left, s.permits.unfinished(s)) == (3, 1)
     assert not admit(s, 1, 3)
     train(s)
     assert not admit(s, 1, 3)
@@ -115,7 +116,7 @@ def test_permits_of_withs_that_always_overlap_hold_no_old_version() -> None:
         s.take_back([number - 1])
         train(s)
         s.advance(number)
-    assert s.stats()["admission"]["lag"] <= 1
+    assert inspection.stats(s)["admission"]["lag"] <= 1
 
 
 @pytest.mark.parametrize("free", ["acked", "drop"])
@@ -137,7 +138,7 @@ def test_what_will_never_be_trained_gives_its_place_back_at_once(free: Any, how:
             train(s)
         s.advance(1)
         s.reset("train")
-    assert s.permits.unfinished(s.state) == 0
+    assert s.permits.unfinished(s) == 0
     assert admit(s, 4, 2)
 
 
@@ -162,7 +163,7 @@ def test_what_is_not_all_there_holds_the_places_of_what_overtook_it() -> None:
         train(s)
         s.advance(version + 1)
     assert not admit(s, 1, 2)
-    told = s.stats()["admission"]
+    told = inspection.stats(s)["admission"]
     assert (told["lag"], told["held_groups"], told["slowest"]) == (3, 3, ["slow"])
     columns = [Column("tokens", values(1))]
     s.put(Wrote(named(["slow-1"], ["slow"]), columns, SPECS, OWNERS, {}))
@@ -242,16 +243,16 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
             assert most <= lag
             finish(s, taken)
             trained += len(names)
-        oldest = s.permits.oldest(s.state)
+        oldest = s.permits.oldest(s)
         s.permits.look_again()
-        assert oldest == s.permits.oldest(s.state)
+        assert oldest == s.permits.oldest(s)
         if rng.random() < 0.9:  # else nobody asks for a while
-            s.permits.oldest(s.state)
+            s.permits.oldest(s)
         if trained == per:
             version, trained = version + 1, 0
             s.advance(version)
     assert version >= 3
-    assert s.permits.unfinished(s.state) + s.permits.left <= (lag + 1) * per
+    assert s.permits.unfinished(s) + s.permits.left <= (lag + 1) * per
     carried_over(heir, ops)
     fresh = store(free)
     carried_over(fresh, list(dump(s, 3)))
@@ -274,7 +275,7 @@ def test_an_heir_knows_permits_versions_and_what_is_finished() -> None:
     assert observed(s)["permits"] == observed(heir)["permits"] == observed(fresh)["permits"]
     for one in (s, heir, fresh):
         one.emit = None
-        assert one.permits.left == 1 and one.stats()["admission"]["finished_groups"] == 1
+        assert one.permits.left == 1 and inspection.stats(one)["admission"]["finished_groups"] == 1
         assert one.permits.given[5].version == 3
         put(one, ["b-0"], ["b"], fields=("tokens",))
         assert not admit(one, 3, 6) and admit(one, 1, 6)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import FieldExists, InvalidRows, LeaseExpired, LimitExceeded
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.limits import ABSENT, MAX_FIELDS
@@ -35,7 +36,7 @@ def so_far(count: int, first: int, field: str = "so_far") -> list[Column]:
 
 def seen(s: Store, taken: Any, stage: str = "rollout", field: str = "so_far") -> list[int | None]:
     """The range of each row's value, as a claim of the stage gets it."""
-    table = s.table(taken.lease, s.known(["prompt"], stage), stage=stage)
+    table = rows_out.table(s, taken.lease, rows_out.known(s, ["prompt"], stage), stage=stage)
     found = [one for one in table.columns if one.field == field]
     if not found:
         return []
@@ -52,7 +53,7 @@ def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:
     finish(s, claim(s, 2), "release", columns=so_far(2, 70))
     assert seen(s, claim(s, 2)) == [70, 71]
     assert seen(s, claim(s, 2, "other"), "other") == []
-    assert [one.field for one in s.table(s.read()[0]).columns] == ["prompt"]
+    assert [one.field for one in rows_out.table(s, rows_out.read(s)[0]).columns] == ["prompt"]
 
 
 def test_nothing_is_ready_by_it() -> None:
@@ -103,7 +104,7 @@ def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> N
     finish(s, taken, "release", columns=so_far(1, 70, "tokens"))
     put(s, ["a"], fields=("tokens",))  # by another writer: that is the row's own
     assert seen(s, claim(s, 1), field="tokens") == []
-    table = s.table(s.read()[0], ["tokens"], stage="rollout")
+    table = rows_out.table(s, rows_out.read(s)[0], ["tokens"], stage="rollout")
     assert np.frombuffer(table.columns[0].values, VALUE)["range"].tolist() == [0]
 
 
@@ -140,10 +141,10 @@ def test_names_of_progress_take_room_while_a_row_has_it_and_one_too_many_changes
     taken = claim(s, 1)
     finish(s, taken, "release", columns=[one for n in names for one in so_far(1, 70, n)])
     taken = claim(s, 1)
-    before = s.stats(), freed(s)
+    before = inspection.stats(s), freed(s)
     with pytest.raises(LimitExceeded, match="at most 64 fields"):
         finish(s, taken, "release", columns=so_far(1, 7, "one_more"))
-    assert (s.stats(), freed(s)) == before
+    assert (inspection.stats(s), freed(s)) == before
     finish(s, taken, "release", columns=so_far(1, 75, names[-1]))
     finish(s, claim(s, 1), "release")
     taken = claim(s, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import PartitionSealed, RowsDropped
+from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.puts import PutOutcome
 from dataplane.metadata.shard.store import Store
@@ -44,12 +45,12 @@ def test_rows_that_are_gone_are_passed_over_and_what_they_brought_is_let_go() ->
     outcome = put(s, ["a", "c", "b", "d"])
     assert (outcome.gone, len(s)) == (2, 2)
     assert freed(s) == 2
-    table = s.table(s.read()[0])
+    table = rows_out.table(s, rows_out.read(s)[0])
     assert sorted(zip(table.rows.names or (), table.tags["v"], strict=True)) == [("c", 1), ("d", 3)]
-    plan = s.check_put(named(["a", "b"]), [Column("x", values(2))], {})
+    plan = puts.plan_put(s, named(["a", "b"]), [Column("x", values(2))], {})
     assert not plan.continues and not len(plan.new)
     assert put(s, ["a", "b"]).gone == 2
-    assert s.stats()["tombstones"] == 2
+    assert inspection.stats(s)["tombstones"] == 2
 
 
 def test_a_group_that_is_gone_takes_no_rows_however_they_are_called() -> None:
@@ -76,7 +77,7 @@ def test_old_names_may_be_used_for_new_rows_also_those_of_dropped_ones() -> None
         with pytest.raises(RowsDropped):
             put(s, keys, groups)  # type: ignore[arg-type]
     assert put(s, ["a", "b", "c", "x"], ["g", "g", None, "h"], reuse=True).gone == 0
-    assert (len(s), s.stats()["tombstones"]) == (4, 0)
+    assert (len(s), inspection.stats(s)["tombstones"]) == (4, 0)
     consume(s, 4)
     assert put(s, ["a", "c"]).gone == 2
 
@@ -89,7 +90,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
     minted = named([names.format_minted(names.mint(1, 1))])
     s.put(Wrote(minted, [Column("x", values(1))], SPECS, OWNERS, {}))
     consume(s, 2)
-    assert s.stats()["tombstones"] == 1
+    assert inspection.stats(s)["tombstones"] == 1
 
 
 def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:

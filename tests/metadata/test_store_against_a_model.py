@@ -25,6 +25,7 @@ from dataplane.errors import (
     RowsGone,
     TagConflict,
 )
+from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
@@ -86,11 +87,11 @@ class StoreMachine(Model, RuleBasedStateMachine):
         how: Any = "new" if mode == "plain" else mode
         if expected:
             with pytest.raises(tuple(expected)):
-                self.store.check_put(message, columns, tags, how)
+                puts.plan_put(self.store, message, columns, tags, how)
             with pytest.raises(tuple(expected)):
                 self.store.put(Wrote(message, columns, SPECS, self.owners, tags, how))
             return
-        self.store.check_put(message, columns, tags, how)
+        puts.plan_put(self.store, message, columns, tags, how)
         inline, holder = bytes(self.brought), 1 + len(keys) % 2
         outcome = self.store.put(
             Wrote(message, columns, SPECS, self.owners, tags, how, False, inline, holder)
@@ -196,7 +197,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         assert (taken.lease is None) == (not enough)
         if taken.lease is None:
             return
-        table = self.store.table(taken.lease, stage=stage)
+        table = rows_out.table(self.store, taken.lease, stage=stage)
         keys = self.keys_of(table.rows)
         found = self.values_in(table, len(keys))
         for i, key in enumerate(keys):
@@ -254,10 +255,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
             for i in positions
             if self.is_live(row := lease.rows[i])
         ):
-            before = self.store.stats()
+            before = inspection.stats(self.store)
             with pytest.raises(FieldExists):
                 self.store.finish(op)
-            assert self.store.stats() == before
+            assert inspection.stats(self.store) == before
             return
         done = self.store.finish(op)
         there = [i for i in positions if self.is_live(lease.rows[i])]
@@ -377,7 +378,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         elif outcome == "go":
             self.store.finish(Finish(number, "release"))
         else:
-            member = self.store.state.leases.member(number)
+            member = self.store.leases.member(number)
             assert member is not None
             self.store.leave(member)
             del plan.parts[number]
@@ -501,9 +502,9 @@ class StoreMachine(Model, RuleBasedStateMachine):
 
     @invariant()
     def rows_agree(self) -> None:
-        slots, more = self.store.read()
+        slots, more = rows_out.read(self.store)
         assert not more
-        table = self.store.table(slots)
+        table = rows_out.table(self.store, slots)
         keys = self.keys_of(table.rows)
         assert sorted(keys) == sorted(self.rows)
         found = self.values_in(table, len(keys))
@@ -523,7 +524,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
             assert not any(map(is_inline, freed))
         kept = [r for row in self.rows.values() for r in row.ranges]
-        assert bool(self.store.state.inline_bytes) == any(map(is_inline, kept))
+        assert bool(self.store.inline_bytes) == any(map(is_inline, kept))
 
 
 class KeepingMachine(StoreMachine):

@@ -17,6 +17,7 @@ from dataplane.errors import (
     ProtocolError,
     StageUndefined,
 )
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables import names
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Want
@@ -94,12 +95,12 @@ def test_a_bad_put_is_refused_and_changes_nothing(
 ) -> None:
     s = store(group_size=2)
     put(s, [0, 10, 11], ["short", "full", "full"])
-    before = (s.stats(), s.counts("reward"))
+    before = (inspection.stats(s), s.counts("reward"))
     owners, inline = changes.pop("owners", OWNERS), changes.pop("inline", b"")
     rows, columns, tags = damaged(**changes)
     with pytest.raises(error):
         s.put(Wrote(rows, columns, SPECS, owners, tags, inline=inline))
-    assert (s.stats(), s.counts("reward")) == before
+    assert (inspection.stats(s), s.counts("reward")) == before
     assert s.freed() == []
 
 
@@ -132,7 +133,7 @@ def test_calls_about_unknown_things_are_refused() -> None:
     with pytest.raises(ProtocolError):
         take(s, "train", Want("rows", 1, 1, ["nonsense"]))
     with pytest.raises(LeaseExpired):
-        s.table(99)
+        rows_out.table(s, 99)
     with pytest.raises(InvalidRows):
         s.drop()
     with pytest.raises(InvalidRows):
@@ -147,11 +148,11 @@ def test_a_group_is_not_told_to_have_more_rows_than_can_be_counted() -> None:
     s = store(free="drop")
     with pytest.raises(InvalidRows, match="give 1 to"):
         s.close(names.hash_name("g"), 1 << 31, "g")
-    assert names.hash_name("g") not in s.state.groups
+    assert names.hash_name("g") not in s.groups
     s.close(names.hash_name("g"), (1 << 31) - 1, "g")
 
 
 def test_the_first_row_of_a_large_group_takes_little_memory() -> None:
     s = store(free="drop", group_size=1 << 26)
     put(s, ["a"], ["g"])
-    assert s.stats()["metadata_bytes"] < 100_000
+    assert inspection.stats(s)["metadata_bytes"] < 100_000

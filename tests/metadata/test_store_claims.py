@@ -11,6 +11,7 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
 )
+from dataplane.metadata.shard import rows_out, takes
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
@@ -105,7 +106,7 @@ def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
     for want in (Want("rows", 0, 0, None, "n", 1e9), Want("rows", 2 * rows, 1)):
         taken = take(s, "train", want)
         assert taken.lease is not None and 20_000 < taken.units < rows
-        table = s.table(taken.lease)
+        table = rows_out.table(s, taken.lease)
         assert len(table.inline) < MAX_FRAME_BYTES
         s.release_holder(1)
         one = take(s, "train", want, credit=PullCredit("b", 1 << 30, ["a"]))
@@ -207,7 +208,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     s.drop(rows=named([1]))
     put(s, [3])  # in the slot of the dropped row
     with pytest.raises(RowsGone):
-        s.table(taken.lease)
+        rows_out.table(s, taken.lease)
     s.freed()
     done = finish(s, taken, columns=[Column("reward", values(2, 4, first=50))])
     assert (done.rows, done.gone) == (1, 1)
@@ -233,7 +234,7 @@ def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> No
     at("a", s, [1, 2, 3])
     at("b", s, [4, 5])
     at("a", s, [6])
-    assert s.near("reward", "rows", None) == {"a": 4, "b": 2}
+    assert takes.near(s, "reward", "rows", None) == {"a": 4, "b": 2}
     assert near(s, "b", 2) == [4, 5]
     assert near(s, "b", 1) == [1]
     assert near(s, "c", 2) == [2, 3]
@@ -243,7 +244,7 @@ def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> No
 def test_the_first_rows_of_a_partition_lie_somewhere_too() -> None:
     s = store()
     at("a", s, [1])
-    assert s.near("reward", "rows", None) == {"a": 1}
+    assert takes.near(s, "reward", "rows", None) == {"a": 1}
 
 
 def test_a_group_lies_where_its_largest_value_does() -> None:
@@ -252,7 +253,7 @@ def test_a_group_lies_where_its_largest_value_does() -> None:
     at("b", s, [3, 4], [2, 2])
     small = [Column("reward", values(2, nbytes=4, first=90))]
     s.put(Wrote(named([3, 4], [2, 2]), small, SPECS, [Owner("a", 7)], {}))
-    assert s.near("reward", "groups", None) == {"a": 1, "b": 1}
+    assert takes.near(s, "reward", "groups", None) == {"a": 1, "b": 1}
     assert near(s, "b", 1, "groups") == [3, 4]
 
 

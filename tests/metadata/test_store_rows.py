@@ -14,6 +14,7 @@ from dataplane.errors import (
     RowsGone,
     StageUndefined,
 )
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables import names, tags
 from dataplane.wire.journal import Wrote
 from dataplane.wire.limits import ABSENT
@@ -49,7 +50,7 @@ def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
     assert s.drop(rows=named(list(range(7)))) == (7, 7_000)
     ((_, ranges, _),) = s.freed()
     assert sorted(ranges["range"].tolist()) == list(range(7))
-    assert s.stats()["bytes"] == 1_000
+    assert inspection.stats(s)["bytes"] == 1_000
 
 
 def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
@@ -142,7 +143,7 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
     put(s, [1, 2, 3, 4, 5], ["p", "p", "q", "q", "r"])
     put(s, [1, 2], fields=("reward",))
     s.take("reward", Want("groups", 2, 2), 42, now=10.0)
-    found = s.missing("train", "groups", now=100.0)
+    found = inspection.missing(s, "train", "groups", now=100.0)
     assert found == {
         "ready": 1,
         "units": 3,
@@ -170,16 +171,18 @@ def test_only_stages_whose_counts_changed_are_told() -> None:
 def test_a_read_goes_on_behind_the_last_key() -> None:
     s = store()
     put(s, list(range(10)), odd=[i % 2 for i in range(10)])
-    slots, more = s.read(limit=4)
+    slots, more = rows_out.read(s, limit=4)
     assert more
-    first = s.table(slots, ["tokens"]).rows
-    rest, more = s.read(limit=9, after=first.keys[-16:])
+    first = rows_out.table(s, slots, ["tokens"]).rows
+    rest, more = rows_out.read(s, limit=9, after=first.keys[-16:])
     assert not more
-    assert [*(first.names or []), *(s.table(rest, []).rows.names or [])] == list(range(10))
-    slots, more = s.read(where=["eq", "odd", 1], limit=2)
-    assert (s.table(slots, []).rows.names, more) == ([1, 3], True)
+    assert [*(first.names or []), *(rows_out.table(s, rest, []).rows.names or [])] == list(
+        range(10)
+    )
+    slots, more = rows_out.read(s, where=["eq", "odd", 1], limit=2)
+    assert (rows_out.table(s, slots, []).rows.names, more) == ([1, 3], True)
     with pytest.raises(RowsGone) as caught:
-        s.read(rows=named([1, 99]))
+        rows_out.read(s, rows=named([1, 99]))
     assert caught.value.details["keys"] == [99]
 
 
@@ -189,25 +192,25 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
     records = np.zeros(2, VALUE)
     records["spec"], records["owner"] = 1, [0, ABSENT]
     s.put(Wrote(named([1, "two"]), [Column("note", records.tobytes())], SPECS, OWNERS, {}))
-    table = s.table(s.read()[0], ["note"])
+    table = rows_out.table(s, rows_out.read(s)[0], ["note"])
     assert (table.rows.names, table.tags) == ([1, "two"], {"score": [1.5, 2.5]})
     found = np.frombuffer(table.columns[0].values, VALUE)
     assert found["owner"].tolist() == [0, ABSENT]
     assert table.specs[int(found["spec"][0])] == Spec("object")
     assert table.owners == OWNERS
     with pytest.raises(FieldUnknown, match="tokens"):
-        s.table(s.read()[0], ["nothing"])
-    assert s.known(["note", "nothing"]) == ["note"]
+        rows_out.table(s, rows_out.read(s)[0], ["nothing"])
+    assert rows_out.known(s, ["note", "nothing"]) == ["note"]
 
 
 def test_minted_keys_need_no_names() -> None:
     s = store()
     keys = names.mint_many(9, 0, 2)
     s.put(Wrote(Rows(keys), [Column("tokens", values(2))], SPECS, OWNERS, {}))
-    assert s.table(s.read()[0]).rows == Rows(keys)
+    assert rows_out.table(s, rows_out.read(s)[0]).rows == Rows(keys)
     put(s, ["given"])
     shown = names.format_minted_many(keys)
-    assert s.table(s.read()[0]).rows.names == [*shown, "given"]
+    assert rows_out.table(s, rows_out.read(s)[0]).rows.names == [*shown, "given"]
 
 
 def test_a_message_may_say_a_spec_twice() -> None:
@@ -218,7 +221,7 @@ def test_a_message_may_say_a_spec_twice() -> None:
     tokens, more = Column("tokens", records.tobytes()), Column("x", values(2))
     s.put(Wrote(named([1, 2]), [tokens], [one, one, other], OWNERS, {}))
     s.put(Wrote(named([1, 2]), [more], [Spec("object")], OWNERS, {}))
-    table = s.table(s.read()[0], ["tokens"])
+    table = rows_out.table(s, rows_out.read(s)[0], ["tokens"])
     found = np.frombuffer(table.columns[0].values, VALUE)["spec"].tolist()
     assert [table.specs[at] for at in found] == [one, other]
 
@@ -231,10 +234,10 @@ def test_specs_of_rows_long_gone_do_not_pile_up() -> None:
         if i % 1_000 == 999:
             s.drop(where=["not", ["exists", "never"]])
             s.freed()
-    assert s.stats()["metadata_bytes"] < 1 << 20
+    assert inspection.stats(s)["metadata_bytes"] < 1 << 20
     spec = Spec("array", "float32", (-1, 5_999))
     s.put(Wrote(named(["last"]), [Column("tokens", values(1))], [spec], OWNERS, {}))
-    assert s.table(s.read(rows=named(["last"]))[0]).specs == [spec]
+    assert rows_out.table(s, rows_out.read(s, rows=named(["last"]))[0]).specs == [spec]
 
 
 def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
@@ -251,7 +254,7 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         columns = [Column(name, values(count)) for name in ("tokens", "reward", "x", "y")]
         tags = {"version": [turn], "length": list(range(count))}
         s.put(Wrote(rows, columns, SPECS, OWNERS, tags))
-    assert s.stats()["bytes_per_row"] < 500
+    assert inspection.stats(s)["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")
 
 
@@ -259,7 +262,7 @@ def test_texts_of_tags_are_kept_once_while_rows_have_them_and_then_go() -> None:
     s = store()
     for i in range(2):
         put(s, [i], status=["".join(["go", "ing"])], at=[f"place {i}"])
-    one, other = s.table(s.read()[0]).tags["status"]
+    one, other = rows_out.table(s, rows_out.read(s)[0]).tags["status"]
     assert one is other
     put(s, [f"k{i}" for i in range(5_000)], at=[f"place {i}" for i in range(5_000)])
     assert len(tags._texts) <= 4_096
@@ -270,11 +273,11 @@ def test_what_long_names_and_texts_of_tags_take_is_counted() -> None:
     put(s, ["a"], note=["x" * 10_000])
     put(s, ["b"], note=["x"])
     s.tag(named(["b"]), {"note": ["y" * 20_000]})
-    assert 30_000 < s.state.used_bytes < 32_000
+    assert 30_000 < s.used_bytes < 32_000
     s.tag(named(["a", "b"]), {"note": [None]})
-    assert s.state.used_bytes < 2_000
+    assert s.used_bytes < 2_000
     put(s, ["c" * 512])
-    assert s.state.used_bytes > 2_000
+    assert s.used_bytes > 2_000
 
 
 def test_a_freed_row_and_a_group_of_the_same_name_are_two_things() -> None:

@@ -240,7 +240,7 @@ async def test_the_end_of_a_stage_is_told_with_what_was_lost() -> None:
     for tell in shard.partitions.on_phase:
         tell(shard.entry, "sealed")
     assert isinstance(waits.exception(), StreamEnd) and isinstance(far.exception(), StreamEnd)
-    shard.entry.store.state.stage("s").lost = 2
+    shard.entry.store.stage("s").lost = 2
     shard.entry.store.losses.note(["a", "b"])
     with pytest.raises(RowsLost, match=r"2 rows were lost .*'a'"):
         shard.claim(7)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import ShardFull
+from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.shards.metadata_share import MetadataShare
@@ -66,4 +67,4 @@ async def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     checkpoints, rows = Checkpoints(writing, parts, parts), Rows(bytes(KEY.itemsize))  # type: ignore[arg-type]
     with pytest.raises(ShardFull, match="consume or drop"):
         await checkpoints._restore_here(None, Restore("p", 1, rows, [], [], {}, Progress()))  # type: ignore[arg-type]
-    assert shard.store.stats()["rows"] == 1
+    assert inspection.stats(shard.store)["rows"] == 1

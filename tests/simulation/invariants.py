@@ -107,7 +107,7 @@ def permitted(peers: list[Peer]) -> list[str]:
             permits = entry.store.permits
             if permits.given:
                 wrong.append(f"{peer.host.name} has {permits.left} permits of nobody's")
-            if not 0 <= permits.done <= len(entry.store.state.groups):
+            if not 0 <= permits.done <= len(entry.store.groups):
                 wrong.append(f"{peer.host.name} counts {permits.done} finished groups")
     return wrong
 

@@ -204,7 +204,7 @@ class Ledger:
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:
         """Values of rows there move from one arena to another."""
-        for block, at in store.state.at(old):
+        for block, at in store.at(old):
             row = self.rows.get(block.key(at))
             if row is not None:
                 row.group.owners.add(new)
@@ -219,7 +219,7 @@ class Ledger:
 
     def _excuse_shards(self, peer: Peer, why: str) -> None:
         for entry in peer.host.entries.values():
-            state = entry.store.state
+            state = entry.store
             self._excuse(b"".join(state.index), why)
             gone = [key for key, _ in state.tombstones.all()]
             self._excuse(b"".join(gone), why)
@@ -229,7 +229,7 @@ class Ledger:
         """Rows whose values were at one peer and whose second copies at another, both dead; also
         where these had become the values, and perhaps had no second copies of their own yet."""
         for entry in peer.host.entries.values():
-            state = entry.store.state
+            state = entry.store
             keys = list(state.index)
             for other in together:
                 if other != peer.host.owner:

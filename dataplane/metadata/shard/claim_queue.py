@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import DataplaneError, ProtocolError
-from dataplane.metadata.shard import plans
+from dataplane.metadata.shard import plans, takes
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Counts
@@ -185,7 +185,7 @@ class ClaimQueue:
     def waits_for(self, number: int, now: float) -> str:
         """Why one that asks for a part in the plan waits, where rows are not the reason."""
         claim = self._joining.get(number)
-        return "" if claim is None else self.store.plan_waits_for(self.stage, claim.rank, now)
+        return "" if claim is None else plans.waits_for(self.store, self.stage, claim.rank, now)
 
     def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
@@ -206,7 +206,7 @@ class ClaimQueue:
         if sealed and not self.store.counts(self.stage).outstanding:
             return [self._over(claim, "ended") for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
-        if not self.store.may_join(self.stage):  # as at every put, however many wait
+        if not plans.may_join(self.store, self.stage):  # as at every put, however many wait
             return outcomes
         for claim in list(self._joining.values()):
             assert claim.plan is not None
@@ -292,7 +292,7 @@ class ClaimQueue:
         head's."""
         if head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
             return None
-        near = self.store.near(self.stage, head.want.unit, head.want.where)
+        near = takes.near(self.store, self.stage, head.want.unit, head.want.where)
         if near.get(head.address):
             return None
         for other in itertools.islice(queue.values(), 1, NEAR_CLAIMS):

@@ -24,22 +24,23 @@ Holder = tuple[int, str, int, float]
 
 
 def missing(
-    state: State, stage: Stage, unit: str, now: float, where: Where | None = None
+    state: State, name: str, unit: str, now: float, where: Where | None = None
 ) -> dict[str, Any]:
     """Why units are not ready: `reasons.Facts` by name, with `missing` for its `lacking`.
 
     leases: [(holder, stage, rows, seconds)] of those who hold rows that this stage still has to
     get, the longest first.
     """
+    stage = state.stage(name)
     pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
     lacking = {}
-    for name in stage.fields:
+    for field in stage.fields:
         rows = sum(
-            (bits & ~state.blocks[number].values.having([name])).bit_count()
+            (bits & ~state.blocks[number].values.having([field])).bit_count()
             for number, bits in pending.items()
         )
         if rows:
-            lacking[name] = rows
+            lacking[field] = rows
     units = stage.units(unit)
     ready = units.ready(where)
     alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]

@@ -35,7 +35,6 @@ from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.puts import add_to
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different, keys_in
@@ -105,31 +104,30 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 
 
 def _leased(store: Store, op: Leased, now: float) -> None:
-    state = store.state
-    stage = state.stage(op.stage)
+    stage = store.stage(op.stage)
     _new_lease(store, op.lease)
-    rows = Rows([(_block(state, number), in_bytes(bits)) for number, bits in op.rows])
+    rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
         raise ProtocolError("a lease of rows that are not ready")
     _each_once(rows)
     if op.unit == "rows":
-        state.take_rows(stage, rows.parts)
+        store.take_rows(stage, rows.parts)
     else:
-        groups = state.groups_of(rows.parts)
+        groups = store.groups_of(rows.parts)
         if len(rows) != sum([one.live for one in groups]) or any(
             [one.states[stage.number] != READY for one in groups]
         ):
             raise ProtocolError("a lease of whole groups that are not ready, or have other rows")
         for group in groups:
             stage.lease_group(group)
-    state.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
+    store.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
 
 
 def _joined(store: Store, op: Joined, now: float) -> None:
-    leases = store.state.leases
+    leases = store.leases
     plan = leases.plan(op.stage)
     if plan is None:
-        lease = finishes.lease_of(store.state, op.lease)
+        lease = finishes.lease_of(store, op.lease)
         plan = Plan(lease, op.shape, plans.laid(lease, op.shape))
         leases.add_plan(plan)
     if plan.lease.number != op.lease or plan.shape != op.shape:
@@ -139,10 +137,10 @@ def _joined(store: Store, op: Joined, now: float) -> None:
 
 
 def _left(store: Store, op: Left, now: float) -> None:
-    member = store.state.leases.member(op.member)
+    member = store.leases.member(op.member)
     if member is None:
         raise ProtocolError(f"nobody takes part in a plan as {op.member}")
-    plans.leave(store.state, member)
+    plans.leave(store, member)
 
 
 def _discarded(store: Store, op: Discarded, now: float) -> None:
@@ -176,7 +174,7 @@ def _paced(store: Store, op: Paced, now: float) -> None:
     if op.version < permits.version or op.per_version < 0 or op.max_lag < 0:
         raise ProtocolError(f"the trainer goes from version {permits.version} to {op.version}")
     permits.version = op.version
-    permits.begin(store.state)
+    permits.begin(store)
     permits.limits = (op.max_lag, op.per_version) if op.per_version else None
     for version, groups in op.trained:
         permits.trained[version] = permits.trained.get(version, 0) + groups
@@ -186,17 +184,17 @@ def _paced(store: Store, op: Paced, now: float) -> None:
 
 
 def _groups(store: Store, op: Groups, now: float) -> None:
-    state, permits = store.state, store.permits
-    _new(state.groups, [one.key for one in op.groups], "group")
+    permits = store.permits
+    _new(store.groups, [one.key for one in op.groups], "group")
     for one in op.groups:
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
-        known = len(one.states) == len(state.stages) and set(one.states) <= _TOLD_STATES
+        known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
         if not sound or not known or not 0 <= one.begun <= DONE * permits.counts:
             raise ProtocolError(f"a group that stands as none does: {one}")
     for one in op.groups:
-        group = state.add_group(one.key, one.name, one.expected, one.number)
+        group = store.add_group(one.key, one.name, one.expected, one.number)
         group.seen, group.dropped, group.closed = one.gone, one.dropped, one.closed
-        for stage in state.stages.values():
+        for stage in store.stages.values():
             stage.move_group(group, one.states[stage.number])
         group.begun = one.begun
         permits.done += one.begun == DONE
@@ -204,8 +202,7 @@ def _groups(store: Store, op: Groups, now: float) -> None:
 
 
 def _blocks(store: Store, op: Blocks, now: float) -> None:
-    state = store.state
-    if len({one.number for one in op.blocks} - state.blocks.keys()) < len(op.blocks):
+    if len({one.number for one in op.blocks} - store.blocks.keys()) < len(op.blocks):
         raise ProtocolError("a block is here already")
     keys = [keys_in(one.keys) for one in op.blocks]
     live = [in_bytes(one.live) for one in op.blocks]
@@ -215,19 +212,19 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
         sound = one.number > 0 and len(mine) <= MAX_BLOCK_ROWS and 0 < bits < 1 << len(mine)
         if not sound or any([in_bytes(some) & ~bits for some in sets]):
             raise ProtocolError(f"block {one.number} of {len(mine)} rows has none left, or others")
-        if len(one.names or mine) != len(mine) or len(one.acked) != len(state.stages):
+        if len(one.names or mine) != len(mine) or len(one.acked) != len(store.stages):
             raise ProtocolError(f"a block of {len(mine)} rows with other names, or stages")
-        if one.group and one.group not in state.groups:
+        if one.group and one.group not in store.groups:
             raise ProtocolError("rows of a group that was not told before")
         for name, fields in one.added.items():
-            state.stage(name)
-            state.check_fields(fields)
+            store.stage(name)
+            store.check_fields(fields)
         there += [mine[row] for row in rows_of(bits)]
-    _new(state.index, there, "row")
+    _new(store.index, there, "row")
     for one, mine, bits in zip(op.blocks, keys, live, strict=True):
-        group = state.groups[one.group] if one.group else None
-        block = state.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
-        for stage, acked in zip(state.stages.values(), one.acked, strict=True):
+        group = store.groups[one.group] if one.group else None
+        block = store.add_block(mine, one.names, Values(len(mine)), {}, group, one.number, bits)
+        for stage, acked in zip(store.stages.values(), one.acked, strict=True):
             if acked:
                 stage.enter(block, in_bytes(acked), ACKED)
         for name, fields in one.added.items():
@@ -236,13 +233,12 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
 
 
 def _given(store: Store, op: Given, now: float) -> None:
-    state = store.state
-    blocks = [_block(state, number) for number in column(op.numbers, U8).tolist()]
+    blocks = [_block(store, number) for number in column(op.numbers, U8).tolist()]
     if len(set(blocks)) < len(blocks):
         raise ProtocolError("a block is named twice")
     counts = [block.count for block in blocks]
     values = values_in(op.columns, sum(counts), op.specs, op.owners, op.inline)
-    state.check_fields(values.fields, state.stage(op.stage).name if op.stage else None)
+    store.check_fields(values.fields, store.stage(op.stage).name if op.stage else None)
     split = values.split([range(start, end) for start, end in _spans(counts)])
     split = [mine.without_empty() for mine in split]
     for block, mine in zip(blocks, split, strict=True):
@@ -251,17 +247,16 @@ def _given(store: Store, op: Given, now: float) -> None:
             raise ProtocolError("values of rows that are gone")
     for block, mine in zip(blocks, split, strict=True):
         if op.stage and mine.fields:
-            state.note_progress(block, op.stage, range(block.count), mine)
+            store.note_progress(block, op.stage, range(block.count), mine)
         elif mine.fields:
-            state.merge(block, range(block.count), mine, keep=True)
+            store.merge(block, range(block.count), mine, keep=True)
 
 
 def _ready(store: Store, op: Ready, now: float) -> None:
-    state = store.state
-    stage = state.stage(op.stage)
-    rows = _pending(stage, [(_block(state, number), in_bytes(bits)) for number, bits in op.rows])
+    stage = store.stage(op.stage)
+    rows = _pending(stage, [(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
     keys = different(op.groups, "group")
-    groups = [state.groups[key] for key in keys if key in state.groups]
+    groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys) or any([one.states[stage.number] != PENDING for one in groups]):
         raise ProtocolError("groups are not here, or in another state")
     for block, bits in rows.parts:
@@ -271,13 +266,12 @@ def _ready(store: Store, op: Ready, now: float) -> None:
 
 
 def _held(store: Store, op: Held, now: float) -> None:
-    state = store.state
-    stage = state.stage(op.stage)
+    stage = store.stage(op.stage)
     _new_lease(store, op.lease)
     gone = dict[int, Block]()
     parts, left = list[tuple[Block, int]](), list[int]()
     for number, raw, unfinished in op.parts:
-        block = state.blocks.get(number) or gone.setdefault(
+        block = store.blocks.get(number) or gone.setdefault(
             number, Block(number, b"", MAX_BLOCK_ROWS, 0, b"", Values(0))
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
@@ -290,12 +284,12 @@ def _held(store: Store, op: Held, now: float) -> None:
         raise ProtocolError(f"lease {op.lease} has no rows")
     for block, bits in _pending(stage, lease.held.parts).parts:
         stage.enter(block, bits, LEASED)
-    state.leases.add(lease)
+    store.leases.add(lease)
 
 
 def _planned(store: Store, op: Planned, now: float) -> None:
-    leases = store.state.leases
-    lease = finishes.lease_of(store.state, op.lease)
+    leases = store.leases
+    lease = finishes.lease_of(store, op.lease)
     if lease.stage.name != op.stage or leases.plan(op.stage) is not None:
         raise ProtocolError(f"stage {op.stage!r} has another plan")
     for weights in op.laid.weights.values():
@@ -310,25 +304,24 @@ def _planned(store: Store, op: Planned, now: float) -> None:
 def _remembered(store: Store, op: Remembered, now: float) -> None:
     keys = different(op.keys, "key")
     for key, freed in zip(keys, column(op.freed, _BYTE, len(keys)).tolist(), strict=True):
-        store.state.tombstones.add([key], bool(freed))
+        store.tombstones.add([key], bool(freed))
     store.losses.total += op.missed
     store.losses.note(op.lost)
 
 
 def _summary(store: Store, op: Summary, now: float) -> None:
-    state = store.state
-    state.check_fields(op.fields)
-    groups = [group.number for group in state.groups.values()]
-    if op.numbers < max([*groups, *state.blocks], default=0):
+    store.check_fields(op.fields)
+    groups = [group.number for group in store.groups.values()]
+    if op.numbers < max([*groups, *store.blocks], default=0):
         raise ProtocolError(f"there is a block of a number above {op.numbers}")
     finished = column(op.finished, U8).tolist()
-    lost = {state.stage(name): rows for name, rows in op.lost.items()}
-    acked = {state.stage(name): rows for name, rows in op.acked.items()}
-    state.sealed, state.numbers = op.sealed, op.numbers
-    state.fields |= dict.fromkeys(op.fields, True)
-    state.closed_groups, state.short_groups = op.closed_groups, op.short_groups
-    state.tombstones.forgotten = op.forgotten
-    state.leases.remember(finished)
+    lost = {store.stage(name): rows for name, rows in op.lost.items()}
+    acked = {store.stage(name): rows for name, rows in op.acked.items()}
+    store.sealed, store.numbers = op.sealed, op.numbers
+    store.fields |= dict.fromkeys(op.fields, True)
+    store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
+    store.tombstones.forgotten = op.forgotten
+    store.leases.remember(finished)
     for stage, rows in lost.items():
         stage.lost = rows
     for stage, rows in acked.items():
@@ -338,9 +331,9 @@ def _summary(store: Store, op: Summary, now: float) -> None:
 # checks
 
 
-def _block(state: State, number: int) -> Block:
+def _block(store: Store, number: int) -> Block:
     try:
-        return state.blocks[number]
+        return store.blocks[number]
     except KeyError:
         raise ProtocolError(f"block {number} is not here") from None
 
@@ -390,42 +383,41 @@ def dump(store: Store, many: int = 4096) -> Iterator[Op]:
     carried out, with all the time that they had at first.
     """
     assert 0 < many <= MAX_ROWS_PER_MESSAGE
-    state = store.state
-    for name, stage in state.stages.items():
+    for name, stage in store.stages.items():
         yield Declared(name, list(stage.fields))
-    yield from _permits_told(state)
-    for groups in _pieces(list(state.groups.values()), many):
+    yield from _permits_told(store)
+    for groups in _pieces(list(store.groups.values()), many):
         yield Groups([_group_told(one) for one in groups])
-    for blocks in _some_blocks(state, many):
+    for blocks in _some_blocks(store, many):
         yield Blocks([_block_told(one) for one in blocks])
-        yield from _values_told(state, blocks)
+        yield from _values_told(store, blocks)
         yield from _tags_told(store, Rows([(block, block.live) for block in blocks]))
-    for name, stage in state.stages.items():
+    for name, stage in store.stages.items():
         for rows in _pieces(list(stage.rows.plain), many):
             yield Ready(name, parts_told(rows))
         for ready in _pieces([group for group, _ in stage.groups.plain], many):
             yield Ready(name, groups=b"".join([group.key for group in ready]))
-    for lease in state.leases:
+    for lease in store.leases:
         yield _lease_told(lease)
-    for plan in state.leases.plans:
+    for plan in store.leases.plans:
         members = [(m.number, m.rank, m.holder, m.claim, m.acked) for m in plan.members.values()]
         yield Planned(plan.lease.stage.name, plan.lease.number, plan.shape, plan.laid, members)
-    for gone in _pieces(state.tombstones.all(), many):
+    for gone in _pieces(store.tombstones.all(), many):
         yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
-    names, number, missed = state.losses.after(0)
+    names, number, missed = store.losses.after(0)
     while names or missed:  # what is forgotten as well: the names keep their numbers
         yield Remembered(lost=names, missed=missed)
-        names, number, missed = state.losses.after(number)
+        names, number, missed = store.losses.after(number)
     yield Summary(
-        state.sealed,
-        state.numbers,
-        state.closed_groups,
-        state.short_groups,
-        state.tombstones.forgotten,
-        [name for name, had in state.fields.items() if had],
-        np.array(state.leases.finished, U8).tobytes(),
-        {name: stage.lost for name, stage in state.stages.items() if stage.lost},
-        {name: stage.acked_rows for name, stage in state.stages.items() if stage.acked_rows},
+        store.sealed,
+        store.numbers,
+        store.closed_groups,
+        store.short_groups,
+        store.tombstones.forgotten,
+        [name for name, had in store.fields.items() if had],
+        np.array(store.leases.finished, U8).tobytes(),
+        {name: stage.lost for name, stage in store.stages.items() if stage.lost},
+        {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
     )
 
 
@@ -433,8 +425,8 @@ def parts_told(parts: Sequence[tuple[Block, int]]) -> Parts:
     return [(block.number, bytes_of(bits)) for block, bits in parts]
 
 
-def _permits_told(state: State) -> Iterator[Op]:
-    permits = state.permits
+def _permits_told(store: Store) -> Iterator[Op]:
+    permits = store.permits
     if permits.counts:
         max_lag, per_version = permits.limits or (0, 0)
         yield Paced(permits.version, max_lag, per_version, sorted(permits.trained.items()))
@@ -459,10 +451,10 @@ def _group_told(group: Group) -> OneGroup:
     )
 
 
-def _some_blocks(state: State, many: int) -> Iterator[list[Block]]:
+def _some_blocks(store: Store, many: int) -> Iterator[list[Block]]:
     """Blocks that are told together."""
     some, rows, nbytes = list[Block](), 0, 0
-    for block in state.blocks.values():
+    for block in store.blocks.values():
         rows, nbytes = rows + block.count, nbytes + block.nbytes + block.inline_bytes
         if some and (rows > many or nbytes > MAX_OP_BYTES):
             yield some
@@ -483,7 +475,7 @@ def _block_told(block: Block) -> OneBlock:
     return OneBlock(block.number, block.group, block.keys, names, live, acked, added)
 
 
-def _values_told(state: State, blocks: Sequence[Block]) -> Iterator[Given]:
+def _values_told(store: Store, blocks: Sequence[Block]) -> Iterator[Given]:
     """Their values, and what stages gave back of them."""
     numbers = np.array([block.number for block in blocks], U8).tobytes()
     none = {block.number: Values(block.count) for block in blocks}
@@ -546,7 +538,7 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Wrote: lambda store, op, now: store.put(op),
     Leased: _leased,
-    Returned: lambda store, op, now: plans.give_back_all(store.state, op.leases),
+    Returned: lambda store, op, now: plans.give_back_all(store, op.leases),
     Joined: _joined,
     Left: _left,
     Finish: lambda store, op, now: store.finish(op),

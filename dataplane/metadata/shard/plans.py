@@ -49,11 +49,11 @@ def check(shape: Shape, rank: int) -> None:
         )
 
 
-def may_join(state: State, stage: Stage) -> bool:
+def may_join(state: State, stage: str) -> bool:
     """Whether there is a plan, or all that the stage has left is there to begin one."""
-    if state.leases.plan(stage.name) is not None:
+    if state.leases.plan(stage) is not None:
         return True
-    rows = stage.rows.count()
+    rows = state.stage(stage).rows.count()
     return state.sealed and rows.ready == rows.outstanding > 0
 
 
@@ -67,7 +67,7 @@ def join(
     some lack.
     """
     check(shape, rank)
-    if not may_join(state, stage):
+    if not may_join(state, stage.name):
         return None
     plan = state.leases.plan(stage.name)
     if plan is None:
@@ -98,9 +98,9 @@ def join(
     return member
 
 
-def waits_for(state: State, stage: Stage, rank: int, now: float) -> str:
+def waits_for(state: State, stage: str, rank: int, now: float) -> str:
     """Why a rank has to wait, where rows are not the reason."""
-    plan = state.leases.plan(stage.name)
+    plan = state.leases.plan(stage)
     if plan is not None:
         came = {one.rank for one in plan.members.values()}
         absent = [one for one in range(plan.shape.ranks) if one not in came]

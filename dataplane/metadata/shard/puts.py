@@ -85,8 +85,8 @@ def plan_put(
     rows: Rows,
     columns: Sequence[Column],
     tags: Tagging,
-    mode: str,
-    reuse: bool,
+    mode: str = "new",
+    reuse: bool = False,
 ) -> PutPlan:
     """Check a put against the store; what its records name is not known yet."""
     incoming = rows_in(rows)

@@ -17,14 +17,14 @@ from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values import Values, joined
-from dataplane.metadata.tables.where import Filter
+from dataplane.metadata.tables.where import parse
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import KEY, U4, column
-from dataplane.wire.tables import Name, Scalar, Table
+from dataplane.wire.tables import Name, Scalar, Table, Where
 
 
-def leased_rows(state: State, number: int) -> Rows:
+def _leased_rows(state: State, number: int) -> Rows:
     """The rows of a lease that are not finished. RowsGone when some were dropped meanwhile."""
     lease = lease_of(state, number)
     held, left = lease.held, lease.many_left
@@ -37,7 +37,8 @@ def leased_rows(state: State, number: int) -> Rows:
 
 
 def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
-    """See `Store.leased_at`. InvalidRows for a position that the lease does not have."""
+    """The rows at these positions (u4) of a lease that are left, and at which of them they are.
+    InvalidRows for a position that the lease does not have."""
     lease = lease_of(state, number)
     positions = positions_of(lease, index)
     at: dict[int, tuple[Block, int]] = {}
@@ -54,14 +55,22 @@ def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
 
 
 def table(
-    state: State, rows: Rows, fields: Sequence[str] | None, tags: bool, stage: str = ""
+    state: State,
+    rows: Rows | int,
+    fields: Sequence[str] | None = None,
+    tags: bool = True,
+    stage: str = "",
 ) -> Table:
-    """These rows with their columns and tags, and a stage's progress. FieldUnknown for a field that
-    no row ever had."""
-    for name in fields or ():
-        if not state.fields.get(name) and (stage, name) not in state.progress:
-            there = sorted(known for known, had in state.fields.items() if had)
-            raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+    """A table with VALUE records of these rows, or of those that are left in a lease.
+
+    stage: who is also given its progress, what it has given back of these rows before. Rows that
+    lack a field are ABSENT. FieldUnknown for a field that no row ever had, RowsGone when leased
+    rows were dropped."""
+    rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
+    if fields and len(here := known(state, fields, stage)) < len(fields):
+        name = next(name for name in fields if name not in here)
+        there = sorted(name for name, had in state.fields.items() if had)
+        raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
     found = values_of(rows, fields, stage)
     return Table(
         told(state, rows),
@@ -71,6 +80,11 @@ def table(
         tags_of(rows) if tags else {},
         found.inline,
     )
+
+
+def known(state: State, fields: Sequence[str], stage: str = "") -> list[str]:
+    """Those of these fields that some row here has had, which `table` finds."""
+    return [f for f in fields if state.fields.get(f) or (stage, f) in state.progress]
 
 
 def values_of(rows: Rows, fields: Sequence[str] | None, stage: str = "") -> Values:
@@ -170,17 +184,22 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
 
 
 def read(
-    state: State, rows: wire.Rows | None, where: Filter | None, limit: int, after: bytes
+    state: State,
+    rows: wire.Rows | None = None,
+    where: Where | None = None,
+    limit: int = 0,
+    after: bytes = b"",
 ) -> tuple[Rows, bool]:
-    """(the rows a read means, whether there are more)."""
+    """(the rows a read means, whether there are more). They hold until the next change."""
+    wanted = None if where is None else parse(where)
     most = min(limit, MAX_ROWS_PER_MESSAGE) if limit > 0 else MAX_ROWS_PER_MESSAGE
     parts = state.rows.parts if rows is None else find_rows(state, rows.keys, rows.names).parts
     if after:
         parts = _behind(parts, *next(iter(find_rows(state, after))))
     found, left = [], most + 1
     for block, bits in parts:
-        if where is not None:
-            bits = state.test(where, block, bits)
+        if wanted is not None:
+            bits = state.test(wanted, block, bits)
         if bits:
             found.append((block, bits))
             left -= bits.bit_count()

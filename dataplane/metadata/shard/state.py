@@ -150,7 +150,7 @@ class State:
                 if not self.progress[stage, field]:
                     del self.progress[stage, field]
 
-    def known(self, values: Values) -> Values:
+    def shared(self, values: Values) -> Values:
         """The same, with the fields noted, and lists that are equal to others' shared with them."""
         seen = self._known.get(values.fields)
         if seen is None or seen[1] != values.specs or seen[2] != values.owners:
@@ -247,7 +247,7 @@ class State:
             kept.append((owners, blob))
         self.released = kept
 
-    def relocate(self, old: Owner, move: Move, new: Owner) -> None:
+    def move_values(self, old: Owner, move: Move, new: Owner) -> None:
         """Values move from one owner to another; the old references are collected as freed."""
         self.peers.add(new.peer)
         for block in list(self.blocks.values()):
@@ -262,7 +262,7 @@ class State:
                 self.released.append((values.owners, before.tobytes()))
                 moved = values.moved(records.tobytes(), owners)
                 if stage is None:
-                    self.change(block, values=self.known(moved))
+                    self.change(block, values=self.shared(moved))
                 else:
                     self.change(block, progress=(block.progress or {}) | {stage: moved})
 
@@ -302,7 +302,7 @@ class State:
         """New rows. `written` follows. number, live: what it has elsewhere, and which of these rows
         are there; 0: it is new everywhere."""
         many = len(keys)
-        values = self.known(values)
+        values = self.shared(values)
         block = Block(
             number or self._next(),
             b"".join(keys),
@@ -346,7 +346,7 @@ class State:
                         over = gone if came == all_of(len(rows)) else _those(rows, came)
                         fields[field] &= ~over
         merged, kept, lost = block.values.merged(values, rows, keep)
-        self.change(block, values=self.known(merged))
+        self.change(block, values=self.shared(merged))
         if lost is not None:
             self.released.append(lost)
         return kept

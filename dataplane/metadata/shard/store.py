@@ -7,10 +7,9 @@ call either raises a typed error and changes nothing, or is carried out whole.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,18 +27,16 @@ from dataplane.metadata.shard import (
     checkpoint,
     drops,
     finishes,
-    inspection,
     plans,
     puts,
     rows_out,
     takes,
 )
-from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows
+from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
 from dataplane.metadata.shard.drops import Lost
 from dataplane.metadata.shard.finishes import FinishOutcome
 from dataplane.metadata.shard.leases import Lease, Member
-from dataplane.metadata.shard.lost_names import LostNames
-from dataplane.metadata.shard.permits import Permit, Permits
+from dataplane.metadata.shard.permits import Permit
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.puts import PutOutcome, PutPlan
 from dataplane.metadata.shard.stages import Counts
@@ -75,22 +72,19 @@ from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import (
-    INLINE,
-    Column,
     Definition,
     Name,
     Owner,
     Scalar,
     Shape,
-    Table,
     Where,
 )
 
 Tagging = Mapping[str, Sequence[Scalar]]
 
 
-class Store:
-    """The metadata of one partition.
+class Store(State):
+    """The metadata of one partition: its tables, and the calls that change them.
 
     emit: takes the record of each change, at once, after it succeeded; it must not raise. None:
     nothing is recorded. A record says what was decided; what follows from records is not recorded.
@@ -106,64 +100,52 @@ class Store:
         lease_numbers: Iterator[int] | None = None,
         emit: Callable[[Op], None] | None = None,
     ) -> None:
+        super().__init__(partition, definition, lease_numbers or count(1))
         self.emit = emit
-        self.partition = partition
         self.declared = definition
         self.generation = generation
-        self._state = State(partition, definition, lease_numbers or count(1))
 
     def __repr__(self) -> str:
         return (
             f"<Store {self.partition!r} generation {self.generation}, {self.phase}: "
-            f"{len(self)} rows, {len(self._state.groups)} groups, "
-            f"{len(self._state.leases)} leases>"
+            f"{len(self)} rows, {len(self.groups)} groups, {len(self.leases)} leases>"
         )
 
     def __len__(self) -> int:
         """The number of rows."""
-        return len(self._state.index)
+        return len(self.index)
+
+    def _tell(self, op: Op) -> None:
+        if self.emit is not None:
+            self.emit(op)
 
     # rows in
-
-    def check_put(
-        self,
-        rows: wire.Rows,
-        columns: Sequence[Column],
-        tags: Tagging,
-        mode: str = "new",
-        reuse: bool = False,
-    ) -> PutPlan:
-        """Raise what the rows of a `put` would make it raise, before any range is resolved; else
-        how it will be done."""
-        return puts.plan_put(self._state, rows, columns, tags, mode, reuse)
 
     def put(self, op: Wrote, plan: PutPlan | None = None) -> PutOutcome:
         """Enter rows, or merge fields and tags into known ones. Those that were here under given
         names and have been freed are passed over, unless their names may be used again (`reuse`).
 
-        plan: what `check_put` said of the same rows, if nothing has changed here since. ABSENT rows
+        plan: what `plan_put` said of the same rows, if nothing has changed here since. ABSENT rows
         are left as they are. Mode "keep": a redelivery, values that are there stay and are counted.
         Raises FieldExists (in mode "new"), RowsDropped, GroupClosed, PartitionSealed, InvalidRows,
         LimitExceeded.
         """
         if plan is None:
-            plan = self.check_put(op.rows, op.columns, op.tags, op.mode, op.reuse)
-        if not self._state.permits.given or not plan.new_groups:
+            plan = puts.plan_put(self, op.rows, op.columns, op.tags, op.mode, op.reuse)
+        if not self.permits.given or not plan.new_groups:
             op.holder = 0
-        outcome = puts.apply_put(self._state, plan, op)
+        outcome = puts.apply_put(self, plan, op)
         if outcome.closed_groups:
             self._seal_if_full()
-        if self.emit is not None:
-            self.emit(op)
+        self._tell(op)
         return outcome
 
     def close(self, group_key: bytes, n: int, name: Name | None = None) -> int:
         """A group has n rows, some of which may be yet to come. Returns 1 if it closed now."""
-        closed = drops.close(self._state, group_key, n, name)
+        closed = drops.close(self, group_key, n, name)
         if closed:
             self._seal_if_full()
-        if self.emit is not None:
-            self.emit(Expected(group_key, n, name))
+        self._tell(Expected(group_key, n, name))
         return closed
 
     def tag(
@@ -171,9 +153,9 @@ class Store:
     ) -> None:
         """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
         drops.check_keys(rows)
-        state, found = self._state, rows_out.find_rows(self._state, rows.keys, rows.names)
+        found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
-        tagging.check(tags, count, state.tag_names)
+        tagging.check(tags, count, self.tag_names)
         if expect:
             other = [
                 block.name(row)
@@ -191,38 +173,31 @@ class Store:
         for block, bits in found.parts:
             places = range(at, at + bits.bit_count())
             at = places.stop
-            state.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
-        state.retag([block for block, _ in found.parts])
-        if self.emit is not None:
-            self.emit(Tag(self.partition, self.generation, wire.Rows(rows.keys), _lists(tags)))
+            self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
+        self.retag([block for block, _ in found.parts])
+        self._tell(Tag(self.partition, self.generation, wire.Rows(rows.keys), _lists(tags)))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
         have; where groups have a size, these are short and are dropped, unless they are to be kept.
         Returns how many closed; asking again changes nothing."""
-        if self._state.sealed:
+        if self.sealed:
             return 0
-        if self.emit is not None:
-            self.emit(Sealed(keep_short))
+        self._tell(Sealed(keep_short))
         return self._end_groups(keep_short)
 
     def _end_groups(self, keep_short: bool = False) -> int:
-        self._state.sealed = True
-        return drops.end_open_groups(self._state, keep_short)
+        self.sealed = True
+        return drops.end_open_groups(self, keep_short)
 
     def _seal_if_full(self) -> None:
         """It seals itself when as many groups have closed as it was declared with: that follows
         from what is recorded."""
         groups = self.declared.groups
-        if groups is not None and self._state.closed_groups >= groups and not self.sealed:
+        if groups is not None and self.closed_groups >= groups and not self.sealed:
             self._end_groups()
 
     # definition and stages
-
-    @property
-    def definition(self) -> Definition:
-        """As it was declared, with the stages that were declared later."""
-        return self._state.definition
 
     def check_same(self, definition: Definition) -> None:
         """PartitionConflict unless the partition was declared so, or has come to that."""
@@ -239,7 +214,7 @@ class Store:
         """A stage that was not declared with the partition; the same again is fine. StageUndefined
         under free="acked", where rows may be gone already; PartitionConflict for a known stage
         with other fields."""
-        known = self._state.stages.get(name)
+        known = self.stages.get(name)
         if known is not None:
             if set(known.fields) != set(fields):
                 raise PartitionConflict(
@@ -257,17 +232,14 @@ class Store:
                 "missed rows: declare it with the partition",
                 stage=name,
             )
-        self._state.check_stage_room(name, fields)
-        self._state.add_stage(name, list(fields))
-        if self.emit is not None:
-            self.emit(Declared(name, list(fields)))
+        self.check_stage_room(name, fields)
+        self.add_stage(name, list(fields))
+        self._tell(Declared(name, list(fields)))
 
     def reset(self, stage: str) -> int:
         """Rows that a stage acked become claimable again; leased ones stay leased."""
-        state = self._state
-        rows = state.stage(stage).reset(list(state.blocks.values()), list(state.groups.values()))
-        if self.emit is not None:
-            self.emit(Reset(self.partition, self.generation, stage))
+        rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
+        self._tell(Reset(self.partition, self.generation, stage))
         return rows
 
     def take(
@@ -290,8 +262,8 @@ class Store:
         says how many it would have had to be allowed. kept: units that are not for this claim.
         claim: its number, by which the lease is found again.
         """
-        found = self._state.stage(stage)
-        taken = takes.take(self._state, found, want, holder, now, claim, credit, sealed, kept)
+        found = self.stage(stage)
+        taken = takes.take(self, found, want, holder, now, claim, credit, sealed, kept)
         if self.emit is not None and taken.lease is not None:
             self.emit(self._leased(taken.lease))
         return taken
@@ -301,9 +273,9 @@ class Store:
     ) -> Member | None:
         """Take part in the stage's plan: see `plans.join`. The first one leases all that it has
         left; None while that has to wait."""
-        found = self._state.stage(stage)
-        before = self._state.leases.plan(stage)
-        member = plans.join(self._state, found, shape, rank, holder, claim, now)
+        found = self.stage(stage)
+        before = self.leases.plan(stage)
+        member = plans.join(self, found, shape, rank, holder, claim, now)
         if self.emit is not None and member is not None:
             lease = member.plan.lease.number
             if before is None:
@@ -311,38 +283,18 @@ class Store:
             self.emit(Joined(stage, lease, shape, member.number, rank, holder, claim))
         return member
 
-    def may_join(self, stage: str) -> bool:
-        """See `plans.may_join`."""
-        return plans.may_join(self._state, self._state.stage(stage))
-
-    def plan_waits_for(self, stage: str, rank: int, now: float) -> str:
-        """See `plans.waits_for`."""
-        return plans.waits_for(self._state, self._state.stage(stage), rank, now)
-
     def leave(self, member: Member) -> None:
         """It never heard that it takes part in a plan, and does not."""
-        plans.leave(self._state, member)
-        if self.emit is not None:
-            self.emit(Left(member.number))
+        plans.leave(self, member)
+        self._tell(Left(member.number))
 
     def _leased(self, number: int) -> Leased:
         """Which rows were taken, and not how they were found."""
-        lease = self._state.leases.get(number)
+        lease = self.leases.get(number)
         assert lease is not None
         rows = [(block.number, bytes_of(bits)) for block, bits in lease.rows.parts]
         unit: Unit = lease.unit  # type: ignore[assignment]
         return Leased(lease.stage.name, unit, number, rows, lease.holder, lease.claim)
-
-    def near(self, stage: str, unit: str, where: Where | None) -> Counter[str]:
-        """Of the first ready units, how many have their largest value at which peer (address)."""
-        found = self._state.stage(stage)
-        if not found.units(unit).ready(where):
-            return Counter()
-        first = found.units(unit).lane(where).first(takes.NEAR_UNITS)
-        single = [(one, 1 << row) for one, bits in first for row in rows_of(bits)]
-        hosts = Counter(takes.hosts_of(found, single))
-        del hosts[INLINE.peer]
-        return hosts
 
     def finish(self, asked: Finish) -> FinishOutcome:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
@@ -352,12 +304,11 @@ class Store:
         ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
         finished before.
         """
-        state = self._state
-        member = state.leases.member(asked.lease)
+        member = self.leases.member(asked.lease)
         if member is not None:
-            done = plans.finish(state, member, asked)
+            done = plans.finish(self, member, asked)
         else:
-            done = finishes.finish(state, finishes.lease_of(state, asked.lease), asked)
+            done = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
         if self.emit is not None:
             op = Finish(asked.lease, asked.outcome, asked.index, asked.columns, asked.specs)
             op.tags, op.owners, op.inline = asked.tags, asked.owners, asked.inline
@@ -367,11 +318,11 @@ class Store:
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
         """Whether such a `finish` was carried out already: the lease ended by one that was no
         mere release, or each of these positions left it."""
-        lease, member = self._state.leases.get(lease_id), self._state.leases.member(lease_id)
+        lease, member = self.leases.get(lease_id), self.leases.member(lease_id)
         if member is not None:
             return index is None and member.acked
         if lease is None:
-            return self._state.leases.was_finished(lease_id)
+            return self.leases.was_finished(lease_id)
         if index is None:
             return False
         parts = lease.at(finishes.positions_of(lease, index))
@@ -379,93 +330,48 @@ class Store:
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether this lease goes on; of one who takes part in a plan, whether that does."""
-        leases = self._state.leases
+        leases = self.leases
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
         """A holder is gone: its rows come back, before all others, and its permits. Returns how
         many rows."""
-        self.take_back(self._state.permits.of(holder))
-        leases = self._state.leases
-        held: list[Lease | Member] = [*leases.of(holder), *leases.members_of(holder)]
+        self.take_back(self.permits.of(holder))
+        held: list[Lease | Member] = [*self.leases.of(holder), *self.leases.members_of(holder)]
         numbers = [one.number for one in held]
-        rows = plans.give_back_all(self._state, numbers)
+        rows = plans.give_back_all(self, numbers)
         if self.emit is not None and numbers:
             self.emit(Returned(numbers))
         return rows
 
     # how far producers run ahead
 
-    def check_admit(self, count: int, max_lag: int, per_version: int) -> None:
-        """Raise what `admit` would raise: see `Permits.check`."""
-        self._state.permits.check(self._state, count, max_lag, per_version)
-
     def admit(self, number: int, holder: int, count: int, max_lag: int, per_version: int) -> bool:
         """A permit to open so many groups, where they may be begun now."""
-        self.check_admit(count, max_lag, per_version)
-        permits = self._state.permits
-        if not permits.fits(self._state, count, (max_lag + 1) * per_version):
+        permits = self.permits
+        permits.check(self, count, max_lag, per_version)
+        if not permits.fits(self, count, (max_lag + 1) * per_version):
             return False
         limits = max_lag, per_version
         if permits.limits is None and self.emit is not None:
             self.emit(Paced(permits.version, *limits))
-        permits.give(Permit(number, holder, permits.version, count, count), limits, self._state)
-        if self.emit is not None:
-            self.emit(Permitted(number, holder, count, permits.version))
+        permits.give(Permit(number, holder, permits.version, count, count), limits, self)
+        self._tell(Permitted(number, holder, count, permits.version))
         return True
 
     def take_back(self, numbers: list[int]) -> None:
         """These permits are over; unknown ones were before."""
-        back = self._state.permits.take_back(numbers)
+        back = self.permits.take_back(numbers)
         if self.emit is not None and back:
             self.emit(Unadmit(self.partition, self.generation, back))
 
     def advance(self, version: int) -> None:
         """The trainer is at this version; groups that it has finished give their places back.
         Nothing for the same version; InvalidCall for an older one."""
-        if self._state.permits.advance(version, self._state) and self.emit is not None:
+        if self.permits.advance(version, self) and self.emit is not None:
             self.emit(Advance(self.partition, self.generation, version))
 
     # rows out
-
-    def table(
-        self,
-        rows: Rows | int,
-        fields: Sequence[str] | None = None,
-        tags: bool = True,
-        stage: str = "",
-    ) -> Table:
-        """A table with VALUE records of rows (from `read` or `leased_at`), or of the rows that are
-        left in a lease.
-
-        stage: who is also given its progress, what it has given back of these rows before. Rows
-        that lack a field are ABSENT. FieldUnknown for a field no row ever had, RowsGone when leased
-        rows were dropped.
-        """
-        found = rows_out.leased_rows(self._state, rows) if isinstance(rows, int) else rows
-        return rows_out.table(self._state, found, fields, tags, stage)
-
-    def leased_at(self, lease_id: int, index: bytes) -> tuple[Rows, bytes]:
-        """The rows at these positions (u4) of a lease that are left, and at which of
-        them they are."""
-        return rows_out.leased_at(self._state, lease_id, index)
-
-    def known(self, fields: Sequence[str], stage: str = "") -> list[str]:
-        """Those of these fields that some row here has had, which `table` finds."""
-        known, progress = self._state.fields, self._state.progress
-        return [name for name in fields if known.get(name) or (stage, name) in progress]
-
-    def read(
-        self,
-        rows: wire.Rows | None = None,
-        where: Where | None = None,
-        limit: int = 0,
-        after: bytes = b"",
-    ) -> tuple[Rows, bool]:
-        """(rows for `table`, whether there are more). They hold until the next change."""
-        return rows_out.read(
-            self._state, rows, None if where is None else parse(where), limit, after
-        )
 
     def drop(
         self,
@@ -477,12 +383,12 @@ class Store:
         if sum(one is not None for one in (rows, groups, where)) != 1:
             raise InvalidRows("drop either rows, or groups, or what a filter matches")
         if rows is not None:
-            dropped = drops.drop_rows(self._state, drops.check_keys(rows))
+            dropped = drops.drop_rows(self, drops.check_keys(rows))
         elif groups is not None:
-            dropped = drops.drop_groups(self._state, groups)
+            dropped = drops.drop_groups(self, groups)
         else:
-            found = self._state.matching(parse(where))
-            dropped = len(found), self._state.remove(found.parts, dropped=True)
+            found = self.matching(parse(where))
+            dropped = len(found), self.remove(found.parts, dropped=True)
         if self.emit is not None:
             keys = b"" if rows is None else rows.keys
             self.emit(Discarded(keys, b"".join(groups or ()), where))
@@ -491,16 +397,14 @@ class Store:
     def clear(self) -> int:
         """The partition was dropped: every row goes. Returns how many."""
         rows = len(self)
-        self._state.remove(self._state.rows.parts)
-        if self.emit is not None:
-            self.emit(Ended())
+        self.remove(self.rows.parts)
+        self._tell(Ended())
         return rows
 
     def lost(self, owner: Owner) -> Lost:
         """A peer is no more: the rows with bytes there go, and their groups with them."""
-        lost = drops.lose(self._state, owner)
-        if self.emit is not None:
-            self.emit(LostWith(owner))
+        lost = drops.lose(self, owner)
+        self._tell(LostWith(owner))
         return lost
 
     def relocate(
@@ -513,7 +417,7 @@ class Store:
         as freed.
         """
         move = Move(ranges, new_ranges, reach)
-        self._state.relocate(old, move, new)
+        self.move_values(old, move, new)
         if self.emit is not None:
             here, there = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
             ends = b"" if reach is None else reach.astype(U8).tobytes()
@@ -522,108 +426,50 @@ class Store:
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
-        return loose_by_owner(self._state.everything())
+        return loose_by_owner(self.everything())
 
     def named(self, owner: Owner) -> tuple[Array, Array, Array]:
         """What all rows name of an owner: see `references.extents_of`."""
-        return extents_of(self._state.records_at(owner))
+        return extents_of(self.records_at(owner))
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
-        released, self._state.released = self._state.released, []
+        released, self.released = self.released, []
         return loose_by_owner(released) if released else []
 
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.
 
         PartitionConflict where one of them is here already."""
-        checkpoint.restore(self._state, op)
+        checkpoint.restore(self, op)
         self._seal_if_full()
-        if self.emit is not None:
-            self.emit(op)
+        self._tell(op)
 
     # looking
-
-    @property
-    def state(self) -> State:
-        """The tables, for the journal and the dump, which rebuild them."""
-        return self._state
 
     @property
     def phase(self) -> Literal["open", "sealed"]:
         return "sealed" if self.sealed else "open"
 
-    @property
-    def sealed(self) -> bool:
-        """No new rows are taken any more."""
-        return self._state.sealed
-
-    @property
-    def losses(self) -> LostNames:
-        """The names of rows that were lost with a peer."""
-        return self._state.losses
-
-    @property
-    def unread(self) -> bool:
-        """Rows are here that somebody may still want."""
-        return len(self) > 0
-
-    @property
-    def permits(self) -> Permits:
-        """Who may open groups, and at which version the trainer is."""
-        return self._state.permits
-
-    @property
-    def leased(self) -> bool:
-        """Rows are in somebody's hands."""
-        return len(self._state.leases) > 0
-
-    @property
-    def claimable(self) -> bool:
-        """Rows are ready for some stage."""
-        return any(stage.rows.ready(None) for stage in self._state.stages.values())
-
     def packs(self, owner: Owner) -> tuple[Array, int]:
         """(RANGE of the blocks in which small values lie at an owner, bytes alive in them)."""
-        records = self._state.records_at(owner)
+        records = self.records_at(owner)
         records = records[records["nbytes"] < PACK_LIMIT_BYTES]
         alive = int(padded(records["nbytes"]).sum())
         return ranges_of(np.unique(ids_of(records))), alive
 
-    @property
-    def closed_groups(self) -> int:
-        """Groups that closed here, without those of which every row was dropped."""
-        return self._state.closed_groups
-
     def counts(self, stage: str, unit: str = "rows", where: Where | None = None) -> Counts:
         """Exact counts of a stage; with a filter only of what matches now, or is not ready yet."""
-        return self._state.stage(stage).units(unit).count(where)
+        return self.stage(stage).units(unit).count(where)
 
     def dirty(self) -> set[str]:
         """Drain the stages whose counts changed."""
-        return {name for name, stage in self._state.stages.items() if stage.drain_changed()}
-
-    def missing(
-        self, stage: str, unit: str, now: float, where: Where | None = None
-    ) -> dict[str, Any]:
-        """Why units of a stage are not ready: see `looks.missing`."""
-        return inspection.missing(self._state, self._state.stage(stage), unit, now, where)
-
-    def holders(self, now: float) -> list[tuple[int, str, int, float]]:
-        """See `looks.holders`."""
-        return inspection.holders(self._state, now)
+        return {name for name, stage in self.stages.items() if stage.drain_changed()}
 
     @property
     def lessees(self) -> set[int]:
         """Sessions that have leases or permits here."""
-        return self.permits.holders | self._state.leases.holders
-
-    def stats(self) -> dict[str, Any]:
-        return inspection.stats(self._state)
-
-    def figures(self) -> inspection.Figures:
-        """What is known without looking at rows."""
-        return inspection.figures(self._state)
+        return self.permits.holders | self.leases.holders
 
 
 def _lists(tags: Tagging) -> dict[str, list[Scalar]]:

@@ -8,6 +8,7 @@ hosts, rows stay where they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -174,14 +175,25 @@ def _not_kept(state: State, stage: Stage, unit: str, units: Picked, kept: Sequen
 def _near(state: State, stage: Stage, lane: Lane, found: _Found, address: str) -> _Found:
     """The near units first; the oldest one before all where it was passed over too often."""
     units = found.single()
-    hosts = hosts_of(stage, units)
+    hosts = _hosts_of(stage, units)
     order = sorted(range(len(units)), key=lambda place: hosts[place] != address)
     if lane.passed_over >= NEAR_TURNS:
         order = [0, *(place for place in order if place)]
     return replace(found, units=[units[place] for place in order], oldest=units)
 
 
-def hosts_of(stage: Stage, units: Picked) -> list[str]:
+def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[str]:
+    """Of the first ready units, how many have their largest value at which peer (address)."""
+    found = state.stage(stage)
+    if not found.units(unit).ready(where):
+        return Counter()
+    first = found.units(unit).lane(where).first(NEAR_UNITS)
+    hosts = Counter(_hosts_of(found, _Found(first).single()))
+    del hosts[INLINE.peer]
+    return hosts
+
+
+def _hosts_of(stage: Stage, units: Picked) -> list[str]:
     """The address of the peer that has the largest value of each unit, of the stage's fields;
     values that live here are nobody's."""
     known: dict[int, tuple[list[str], list[int]]] = {}

@@ -92,7 +92,7 @@ class Checkpoints:
 
     async def _survey_here(self, caller: Caller, body: Survey) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        return checkpoint.survey(entry.store.state, body.cursor)
+        return checkpoint.survey(entry.store, body.cursor)
 
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """RowsGone where values went before they were read: asked again, their rows are gone."""
@@ -103,7 +103,7 @@ class Checkpoints:
 
     async def _save_here(self, caller: Caller, body: Save) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        return checkpoint.save(entry.store.state, body.groups, body.rows, body.nbytes)
+        return checkpoint.save(entry.store, body.groups, body.rows, body.nbytes)
 
     # in
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
-from dataplane.metadata.shard.puts import PutOutcome, PutPlan
+from dataplane.metadata.shard.puts import PutOutcome, PutPlan, plan_put
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.requests.grants import Committed, Grants
@@ -172,7 +172,7 @@ class Writing:
 
 
 def _checked(entry: Entry, body: Put) -> PutPlan:
-    return entry.store.check_put(body.rows, body.columns, body.tags, _mode(body), body.reuse)
+    return plan_put(entry.store, body.rows, body.columns, body.tags, _mode(body), body.reuse)
 
 
 def _mode(body: Put) -> Literal["new", "replace", "keep"]:

@@ -23,6 +23,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
+from dataplane.metadata.shard import rows_out
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_stage
 from dataplane.peer.net.mesh import Mesh
@@ -225,13 +226,13 @@ class Reading:
     def _read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
         store = entry.store
-        rows, more = store.read(
-            rows=body.rows, where=body.where, limit=body.limit, after=body.after
+        rows, more = rows_out.read(
+            store, rows=body.rows, where=body.where, limit=body.limit, after=body.after
         )
-        table = store.table(rows, body.fields)
+        table = rows_out.table(store, rows, body.fields)
         while body.rows is None and len(rows) > 1 and (size := _volume(table)) > PAGE_BYTES:
             rows, more = rows.first(max(1, len(rows) * PAGE_BYTES // size)), True
-            table = store.table(rows, body.fields)
+            table = rows_out.table(store, rows, body.fields)
         return Found(table, more)
 
     # more fields of leased rows
@@ -260,9 +261,9 @@ class Reading:
         if entry is None:
             raise LeaseExpired("the partition of this lease is gone")
         if body.index is None:
-            return Found(entry.store.table(body.lease, body.fields))
-        rows, index = entry.store.leased_at(body.lease, body.index)
-        return Found(entry.store.table(rows, body.fields), index=index)
+            return Found(rows_out.table(entry.store, body.lease, body.fields))
+        rows, index = rows_out.leased_at(entry.store, body.lease, body.index)
+        return Found(rows_out.table(entry.store, rows, body.fields), index=index)
 
 
 def _volume(table: Table) -> int:

@@ -147,7 +147,7 @@ class Admissions:
             return Admitted(body.number, known.version)
         if body.number in self._past:
             raise LeaseExpired("this call was given up: call admit again")
-        entry.store.check_admit(body.count, body.max_lag, body.per_version)
+        entry.store.permits.check(entry.store, body.count, body.max_lag, body.per_version)
         waiting = self._waiting.setdefault(entry.key, {})
         if len(waiting) >= MAX_WAITING:
             raise LimitExceeded(
@@ -233,7 +233,7 @@ class Admissions:
     def _why(self, entry: Entry, one: _Waiting) -> Why:
         waiting = list(self._waiting.get(entry.key, {}).values())
         permits = entry.store.permits
-        told = permits.stats(entry.store.state)
+        told = permits.stats(entry.store)
         told["before"] = waiting.index(one) if one in waiting else 0
         holders: Counter[int] = Counter()
         for permit in permits.given.values():

@@ -26,7 +26,7 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.metadata.shard import blocks
+from dataplane.metadata.shard import blocks, inspection, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.shard.leases import Member
 from dataplane.peer import rows as rowset
@@ -107,7 +107,7 @@ class ClaimQueues:
             entry.store.declare_stage(body.stage, body.declare)
             self.settle(entry)
         if body.fields is None:
-            body.fields = list(entry.store.state.stage(body.stage).fields)  # StageUndefined
+            body.fields = list(entry.store.stage(body.stage).fields)  # StageUndefined
         repeated = self._repeated(entry, body)
         if repeated is not None:
             return repeated
@@ -148,7 +148,7 @@ class ClaimQueues:
 
     def _repeated(self, entry: Entry, body: Claim) -> Granted | None:
         """The answer to a claim that has a lease already."""
-        leases = entry.store.state.leases
+        leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
             return _part(member)
         lease = leases.of_claim(body.number)
@@ -174,7 +174,7 @@ class ClaimQueues:
         if stage is not None and body.number in stage.queue:
             self._end(stage, body.number)
             self._serve(stage)
-        leases = entry.store.state.leases
+        leases = entry.store.leases
         lease, member = leases.of_claim(body.number), leases.member_of_claim(body.number)
         if lease is not None:
             self._release(entry, lease.number)
@@ -238,7 +238,7 @@ class ClaimQueues:
         key = (entry.name, entry.generation, name)
         found = self._stages.get(key)
         if found is None:
-            entry.store.state.stage(name)  # StageUndefined
+            entry.store.stage(name)  # StageUndefined
             found = self._stages[key] = _Stage(entry, ClaimQueue(entry.store, name))
         return found
 
@@ -309,7 +309,7 @@ class ClaimQueues:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             return StatsDone({})
-        found = entry.store.missing(body.stage, body.unit, self.host.now(), body.where)
+        found = inspection.missing(entry.store, body.stage, body.unit, self.host.now(), body.where)
         found["leases"] = [
             [self.host.who(holder), stage, rows, age]
             for holder, stage, rows, age in found["leases"]
@@ -377,8 +377,8 @@ def _granted(
 ) -> Granted:
     """Leased rows with what they have of the fields that are asked for, and of the stage's own
     progress. RowsGone where some were dropped of a lease."""
-    known = None if fields is None else entry.store.known(fields, stage)
-    return Granted(lease, entry.store.table(rows, known, stage=stage))
+    here = None if fields is None else rows_out.known(entry.store, fields, stage)
+    return Granted(lease, rows_out.table(entry.store, rows, here, stage=stage))
 
 
 def _part(member: Member) -> Granted:
@@ -400,7 +400,7 @@ def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
             cap_bytes=over.claim.most_bytes,
             admission="pull",
         )
-    if entry.store.state.stage(stage).lost:
+    if entry.store.stage(stage).lost:
         lost = entry.store.losses
         keys = lost.latest()
         return RowsLost(

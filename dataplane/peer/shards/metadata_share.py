@@ -54,7 +54,7 @@ class MetadataShare:
         now = self._host.now()
         if now - self._measured_at > MEASURED_S:
             stores = [entry.store for entry in self._host.entries.values()]
-            self._measured = sum(s.state.used_bytes + s.state.inline_bytes for s in stores)
+            self._measured = sum(s.used_bytes + s.inline_bytes for s in stores)
             self._measured_at, self._since = now, 0
         return self._measured + self._since
 
@@ -140,7 +140,7 @@ class MetadataShare:
         return {
             "size_bytes": self.size_bytes,
             "used_bytes": self.used_bytes,
-            "names_bytes": sum(store.state.tombstones.nbytes for store in stores),
-            "values_bytes": sum(store.state.inline_bytes for store in stores),
+            "names_bytes": sum(store.tombstones.nbytes for store in stores),
+            "values_bytes": sum(store.inline_bytes for store in stores),
             "refused_values": self.refused_values,
         }

@@ -125,13 +125,13 @@ class Standstill:
     def _here(self) -> Stirring:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]
         drop = any(entry.definition.free == "drop" for entry in entries)
-        leased = any(entry.store.leased for entry in entries)
+        leased = any(len(entry.store.leases) for entry in entries)
         busy = set[str]().union(*(s.partitions for s in self.sessions if not s.waiting))
         return Stirring(
             filled=[entry.name for entry in entries],
             busy=sorted(busy),
             held=leased or drop or len(self.claims.credit) > 0,
             claims=self.claims.waiting,
-            claimable=any(entry.store.claimable for entry in entries),
+            claimable=any(one.rows.ready(None) for e in entries for one in e.store.stages.values()),
             done=self.host.progress.done,
         )

@@ -77,7 +77,7 @@ class Janitor:
         if self._linger_s is None or len(sessions):
             return bool(len(sessions))
         unread = len(self.host.lent) > 0
-        unread |= any(entry.store.unread for entry in self.host.entries.values())
+        unread |= any(len(entry.store) for entry in self.host.entries.values())
         if runs.has_ended(self.peer.config.run):
             unread = False  # nobody can come any more
         if self.is_over():
@@ -92,7 +92,7 @@ class Janitor:
         of which none is left. It stays so: nobody is let in any more."""
         if self._brief and not self._over and self.peer.sessions.came:
             entries = self.host.entries.values()
-            finished = bool(entries) and all(e.sealed and not e.store.unread for e in entries)
+            finished = bool(entries) and all(e.sealed and not len(e.store) for e in entries)
             self._over = finished and self.peer.door.is_deserted
             if self._over:
                 self.peer.door.shut()

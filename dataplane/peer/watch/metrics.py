@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import HostMemory
+from dataplane.metadata.shard import inspection
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import OTHER, ByLabel
 from dataplane.transport.registry import TCP
@@ -268,7 +269,7 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
     stages: Counter[tuple[str, ...]] = Counter()
     names = ByLabel()
     entries = peer.host.entries.values()
-    stores = [entry.store.figures() for entry in entries]
+    stores = [inspection.figures(entry.store) for entry in entries]
     for store in stores:
         for stage, states in store.stages.items():
             names.add(stage, 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import DataplaneError
 from dataplane.memory.host_memory import HostMemory
+from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.pull.paths import STAGED
@@ -203,7 +204,7 @@ class Reporting:
                 "for_s": round(age, 1),
             }
             for entry in self.host.entries.values()
-            for holder, stage, rows, age in entry.store.holders(now)
+            for holder, stage, rows, age in inspection.holders(entry.store, now)
         ]
         return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
 
@@ -240,7 +241,7 @@ def _line(stats: dict[str, Any]) -> dict[str, Any]:
 
 def _partition(entry: Entry) -> dict[str, Any]:
     return {
-        **entry.store.stats(),
+        **inspection.stats(entry.store),
         "phase": entry.store.phase,
         "generation": entry.generation,
     }

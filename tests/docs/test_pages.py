@@ -98,14 +98,23 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_file_that_the_readme_names_for_an_idea_is_there() -> None:
-    table = (ROOT / "README.md").read_text().split("## Where an idea lives")[1]
-    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+@pytest.mark.parametrize(
+    ("page", "heading", "column", "home"),
+    [
+        ("README.md", "## Where an idea lives", 2, ROOT),
+        ("docs/architecture.md", "### The same way in the code", 3, ROOT / "dataplane"),
+    ],
+)
+def test_every_file_that_a_page_names_for_an_idea_is_there(
+    page: str, heading: str, column: int, home: Path
+) -> None:
+    table = (ROOT / page).read_text().split(heading)[1].split("\n#")[0]
+    rows = [line.split("|")[column] for line in table.splitlines() if line.startswith("| ")][1:]
     assert rows
     for row in rows:
-        folder = ROOT
+        folder = home
         for name in re.findall(r"`([^`]+)`", row):
-            path = ROOT / name if "/" in name else folder / name
+            path = home / name if "/" in name else folder / name
             if not path.exists():
                 path = path.with_suffix(".py")
             assert path.exists(), name

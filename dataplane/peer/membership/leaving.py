@@ -178,6 +178,8 @@ class Leaving:
                 break
             upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
             upto = min(upto, MAX_RANGES)
-            count, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
-            self.copying.replace(entry, owner, ranges[:count], local)
+            count, here, local = await self.copying.fetch(owner, ranges[:upto], nbytes[:upto])
+            self.copying.replace(entry, owner, ranges[:count][here], local)
             self.settle(entry)
+            if not here.all():
+                break  # of what was freed there meanwhile this one is about to hear

@@ -326,17 +326,24 @@ class Pulls:
         extents: npt.NDArray[Any],
         refs: npt.NDArray[Any],
     ) -> npt.NDArray[Any]:
-        """Values of another peer as this one's own, in room that was reserved for new rows."""
+        """Values of another peer as this one's own, in room that was reserved for new rows. Of
+        generation 0 where one has been freed there: the others are here all the same."""
         try:
             source = await self._remote(owner)
         except BaseException:
             self.host.space.give_back(PULLER, extents)
             raise
+        gone = np.zeros(len(remote), bool)
 
         async def read(dest: npt.NDArray[Any]) -> None:
-            await self._copy(source, remote, lengths, dest)
+            gone[:] = await self._read(source, _copies(remote, lengths, dest))
 
-        return await self.write(padded(lengths), extents, read, refs, Admission.OPEN)
+        local = await self.write(padded(lengths), extents, read, refs, Admission.OPEN)
+        if gone.any():
+            if self.host.space.release(local[gone], refs[gone]):
+                self.room.pump()
+            local[gone] = 0
+        return local
 
     async def _copy(
         self,
@@ -345,10 +352,9 @@ class Pulls:
         nbytes: npt.NDArray[Any],
         dest: npt.NDArray[Any],
     ) -> None:
-        copies = np.zeros(len(remote), COPY)
-        copies["range"], copies["generation"] = remote["range"], remote["generation"]
-        copies["nbytes"], copies["dest"] = nbytes, dest
-        await self._read(source, copies)
+        gone = await self._read(source, _copies(remote, nbytes, dest))
+        if gone.any():
+            raise _freed(int(gone.sum()), source.owner)
 
     @property
     def carried_bytes(self) -> int:
@@ -387,7 +393,8 @@ class Pulls:
             space.give_back(PULLER, rest)
         return fresh
 
-    async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> None:
+    async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which of them have been freed there; the others have arrived."""
         assert self.engine is not None
         way = await self.paths.take(source, source)
         try:
@@ -402,8 +409,7 @@ class Pulls:
             self.paths.failed(source.owner, way, exc)
             raise
         self.brought[way].add(call_stage.get(), outcome.nbytes)
-        if outcome.gone.any():
-            raise _freed(int(outcome.gone.sum()), source.owner)
+        return outcome.gone
 
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
@@ -474,6 +480,15 @@ class Pulls:
     def unpin(self, pin: int) -> None:
         if self.host.space.unpin(PULLER, [pin]):
             self.room.pump()
+
+
+def _copies(
+    remote: npt.NDArray[Any], nbytes: npt.NDArray[Any], dest: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    copies = np.zeros(len(remote), COPY)
+    copies["range"], copies["generation"] = remote["range"], remote["generation"]
+    copies["nbytes"], copies["dest"] = nbytes, dest
+    return copies
 
 
 def _freed(count: int, owner: Owner) -> RowsGone:

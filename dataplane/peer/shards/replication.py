@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from dataplane.errors import BackPressure, DataplaneError, RowsGone, RowsLost, StaleEpoch
+from dataplane.errors import BackPressure, DataplaneError, RowsLost, StaleEpoch
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
@@ -135,28 +135,22 @@ class Copying:
         BackPressure where there is no room for it."""
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         ranges, nbytes = copies.missing(owner)
-        at, step = 0, len(ranges)
-        while at < len(ranges):
-            upto = max(1, int(np.searchsorted(np.cumsum(nbytes[at:]), limit, "right")))
-            some = slice(at, at + min(upto, step))
-            try:
-                count, local = await self.fetch(owner, ranges[some], nbytes[some])
-            except RowsGone:
-                at, step = (at + 1, len(ranges)) if step == 1 else (at, 1)
-                continue
-            done = slice(at, at + count)
-            self.release(copies.brought(owner, ranges[done], nbytes[done], local))
-            at += count
+        while len(ranges):
+            upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
+            count, here, local = await self.fetch(owner, ranges[:upto], nbytes[:upto])
+            self.release(copies.brought(owner, ranges[:count][here], nbytes[:count][here], local))
+            ranges, nbytes = ranges[count:], nbytes[count:]
 
-    async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array]:
-        """Copies of the first of these ranges, held once each, and how many there was room for.
-        BackPressure when there is none in time."""
+    async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:
+        """(how many of these ranges, from the first on, there was room for; which of those have not
+        been freed meanwhile; copies of these, held once each). BackPressure when there is no room
+        in time."""
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, PATIENCE_S)
         ones = np.ones(count, U4)
-        return count, await self.pulls.take_over(
-            owner, ranges[:count], nbytes[:count], extents, ones
-        )
+        local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents, ones)
+        here = local["generation"] != 0
+        return count, here, local[here]
 
     def release(self, local: Array) -> None:
         """Copies that nobody needs any more."""

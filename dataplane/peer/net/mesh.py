@@ -109,7 +109,7 @@ class Mesh:
         if address == self.host.address:
             if epoch not in (None, self.host.roster.epoch):
                 raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
-            if not isinstance(body, ANY_EPOCH):
+            if type(body) not in ANY_EPOCH:
                 self.host.speak()
             outcome = self.handlers[type(body)](who, body)
             reply = outcome if isinstance(outcome, Body) else await outcome
@@ -141,7 +141,7 @@ class Mesh:
         """Once the backup has what the request may tell of. On a link that is there without more
         ado; else, and where it breaks, with all that it takes."""
         until, broken, what = self.host.now() + limit_s, None, type(body).__name__
-        if not isinstance(body, UNHELD) and not self.host.progress.is_settled:
+        if type(body) not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.settled(until)
             limit_s = max(0.0, until - self.host.now())
         link = self._links.get(address)
@@ -209,7 +209,7 @@ class Mesh:
             except LinkBroken as exc:
                 broken = exc
                 continue
-            if broken is not None and isinstance(body, REPEATABLE) and _is_stale(reply):
+            if broken is not None and type(body) in REPEATABLE and _is_stale(reply):
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.
                 self.on_stale()

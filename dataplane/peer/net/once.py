@@ -16,7 +16,7 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Release
 
-REPEATABLE = (Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release)
+REPEATABLE = frozenset({Put, Finish, Tag, Drop, Close, Reset, Advance, Restore, Release})
 """Operations that a peer carries out once however often they are forwarded to it."""
 
 Start = Callable[..., Body | Awaitable[Body]]
@@ -95,4 +95,4 @@ async def _final(outcome: Awaitable[Body]) -> Body:
 
 def may_repeat(body: Body, op: int) -> bool:
     """Whether a request to a peer that was perhaps carried out may be sent once more."""
-    return op > 0 or not isinstance(body, REPEATABLE)
+    return op > 0 or type(body) not in REPEATABLE

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from types import CoroutineType
+from typing import Any, cast
 
 import zmq
 
@@ -49,14 +49,14 @@ MAX_UNTAKEN = limits.MAX_BYTES_UNDER_WAY // REQUEST_BYTES
 """Messages of answers that wait for one peer to take them: as many as there may be requests."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
-ANYBODY = (PeerHello, Beat, Rostered, Stats)
+ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
 """What a peer may say that is no member, or not yet."""
-ANY_EPOCH = (Inherited, Release, Sample, Pull, Void)
+ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Void})
 """What does not depend on who serves which shard."""
-ONLY_WAITS = (Claim, Wait, Losses, Admit, Define)
+ONLY_WAITS = frozenset({Claim, Wait, Losses, Admit, Define})
 """What changes nothing of itself while it is not answered."""
-WHENEVER = (*ANYBODY, *ANY_EPOCH)
-UNHELD = (PeerHello, Beat, Rostered, Append, Stats, Sample, Pull)
+WHENEVER = ANYBODY | ANY_EPOCH
+UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
 
@@ -117,12 +117,16 @@ class PeerDoor:
     def _arrived(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
         """Answered at once, unless somebody or something has to be waited for."""
         limit_s = request.deadline_ms / 1000
+        sender = Owner(request.sender, request.incarnation)
         if request.has is not None:
-            self.heard(Owner(request.sender, request.incarnation), *request.has)
+            self.heard(sender, *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
         call_deadline.set(self.host.now() + limit_s - min(0.1, limit_s / 10))
         try:
-            outcome = self._begin(request)
+            if type(request.body) in ANYBODY or self._is_in_step(request, sender):
+                outcome = self._carry_out(request)
+            else:
+                outcome = self._in_step(request, sender)
         except Exception as exc:
             outcome = failed(exc)
         if isinstance(outcome, Body):
@@ -144,8 +148,8 @@ class PeerDoor:
     def _carried_out(self, identity: bytes, request: PeerRequest, nbytes: int, reply: Body) -> None:
         """The answer goes out when the backup has all that it may tell of."""
         progress = self.host.progress
-        refused = isinstance(reply, Failed) and reply.code == StaleEpoch.__name__
-        if progress.is_settled or refused or isinstance(request.body, UNHELD):
+        refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
+        if type(request.body) in UNHELD or refused or progress.is_settled:
             self.intake.answered(nbytes)
             self._answer(identity, request, reply)
             return
@@ -190,23 +194,30 @@ class PeerDoor:
         for _ in range(answers):
             self.intake.refusals.count(f"a peer has not taken {MAX_UNTAKEN} messages of answers")
 
-    def _begin(self, request: PeerRequest) -> Body | Awaitable[Body]:
-        if isinstance(request.body, ANYBODY):
-            return self._handle(request)
-        return self._carry_out(request) if self._is_in_step(request) else self._in_step(request)
-
-    async def _in_step(self, request: PeerRequest) -> Body:
+    async def _in_step(self, request: PeerRequest, sender: Owner) -> Body:
         """Once both sides work under the same roster. StaleEpoch where they will not."""
-        await self._catch_up(request)
+        await self._catch_up(request, sender)
         outcome = self._carry_out(request)
         return outcome if isinstance(outcome, Body) else await outcome
 
     def _carry_out(self, request: PeerRequest) -> Body | Awaitable[Body]:
-        if isinstance(request.body, ANY_EPOCH):
-            return self._handle(request)
-        self.host.speak()
-        outcome = self._handle(request)
-        if isinstance(outcome, Body) or isinstance(request.body, ONLY_WAITS):
+        body, kind = request.body, type(request.body)
+        session, op, floor = request.session, request.op, request.floor
+        if kind is Void:
+            # The answer that this operation got, or is getting. One that never came never will be
+            # carried out: `Done` is its answer from now on.
+            return self._once.run(session, op, floor, Done)
+        handler = self.handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"{kind.__name__} is not for the peer door")
+        if kind not in WHENEVER:
+            self.host.speak()
+        caller = Caller(request.sender, request.incarnation, session, op, floor, request.epoch)
+        if op and kind in REPEATABLE:
+            outcome = self._once.run(session, op, floor, self._start, handler, caller, body)
+        else:
+            outcome = self._start(handler, caller, body)
+        if isinstance(outcome, Body) or kind in ONLY_WAITS or kind in WHENEVER:
             return outcome
         self.under_way += 1
         call = asyncio.ensure_future(outcome)
@@ -216,39 +227,13 @@ class PeerDoor:
     def _is_over(self, call: asyncio.Future[Body]) -> None:
         self.under_way -= 1
 
-    def _handle(self, request: PeerRequest) -> Body | Awaitable[Body]:
-        caller = Caller(
-            request.sender,
-            request.incarnation,
-            request.session,
-            request.op,
-            request.floor,
-            request.epoch,
-        )
-        if isinstance(request.body, Void):
-            # The answer that this operation got, or is getting. One that never came never will be
-            # carried out: `Done` is its answer from now on.
-            return self._once.run(request.session, request.op, request.floor, Done)
-        handler = self.handlers.get(type(request.body))
-        if handler is None:
-            raise ProtocolError(f"{type(request.body).__name__} is not for the peer door")
-        if request.op and isinstance(request.body, REPEATABLE):
-            return self._once.run(
-                request.session,
-                request.op,
-                request.floor,
-                self._start,
-                handler,
-                caller,
-                request.body,
-            )
-        return self._start(handler, caller, request.body)
-
     def _start(self, handler: Handler, caller: Caller, body: Body) -> Body | Awaitable[Body]:
         outcome = handler(caller, body)
-        if inspect.iscoroutine(outcome) and not isinstance(body, WHENEVER):
-            return self._under(self.host.roster, caller, outcome)
-        return outcome
+        if isinstance(outcome, Body) or type(body) in WHENEVER:
+            return outcome
+        if not isinstance(outcome, CoroutineType):
+            return outcome
+        return self._under(self.host.roster, caller, cast(Coroutine[Any, Any, Body], outcome))
 
     async def _under(self, roster: Roster, caller: Caller, work: Coroutine[Any, Any, Body]) -> Body:
         """A coroutine begins a turn of the loop after the epochs were compared."""
@@ -257,27 +242,22 @@ class PeerDoor:
             raise self._out_of_step(caller.address, roster.epoch)
         return await work
 
-    def _is_in_step(self, request: PeerRequest) -> bool:
+    def _is_in_step(self, request: PeerRequest, sender: Owner) -> bool:
         """Whether it can be seen at once that both sides work under one roster."""
         roster = self.host.roster
-        return (
-            self._serving.is_sure()
-            and request.epoch == roster.epoch
-            and roster.has(Owner(request.sender, request.incarnation))
-        )
+        return request.epoch == roster.epoch and roster.has(sender) and self._serving.is_sure()
 
-    async def _catch_up(self, request: PeerRequest) -> None:
+    async def _catch_up(self, request: PeerRequest, sender: Owner) -> None:
         until = self.host.now() + min(CATCH_UP_S, request.deadline_ms / 1000)
         await self._serving.until_sure(until)
         while request.epoch[1] > self.host.roster.epoch[1]:
             if not await self.host.another_roster(self.host.roster, until):
                 break
         roster = self.host.roster
-        sender = Owner(request.sender, request.incarnation)
         if request.epoch == roster.epoch:
             known = roster.has(sender)
         else:
-            known = isinstance(request.body, ANY_EPOCH) and sender in roster.owners
+            known = type(request.body) in ANY_EPOCH and sender in roster.owners
         if not known:
             raise self._out_of_step(request.sender, request.epoch)
 

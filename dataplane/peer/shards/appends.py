@@ -43,12 +43,11 @@ ATTEMPT_S = 10.0
 RETRY_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
-    partition: str
-    generation: int
+    entry: Entry
     op: bytes
-    definition: Definition | None
+    definition: Definition | None = None
 
 
 class Shipping:
@@ -69,6 +68,9 @@ class Shipping:
         """a message to the backup is not answered yet"""
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
+        self._with_values = 0
+        """before this number lies the last that has the backup bring bytes: it says itself when it
+        has them"""
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._more = asyncio.Event()
@@ -83,7 +85,7 @@ class Shipping:
         if self.backup is not None or entry.copies is not None:
             entry.store.emit = functools.partial(self._emit, entry)
         if self.backup is not None:
-            self._push(_Pending(entry.name, entry.generation, b"", entry.store.declared))
+            self._push(_Pending(entry, b"", entry.store.declared))
 
     def take_over(self, entry: Entry) -> None:
         """A partition that another peer served is this one's, with all its rows."""
@@ -99,12 +101,14 @@ class Shipping:
 
     def _ship_op(self, entry: Entry, op: Op) -> None:
         if self.backup is not None:
-            self._push(_Pending(entry.name, entry.generation, encode_ops([op]), None))
+            self._push(_Pending(entry, encode_ops([op])))
 
     def _push(self, pending: _Pending) -> None:
         self.progress.done += 1
         self._queue.append(pending)
         self._queued_bytes += len(pending.op)
+        if pending.entry.copies is not None:
+            self._with_values = self._end
         if self._queued_bytes > MAX_PENDING_BYTES:
             log.error("the backup is too slow: %d bytes wait for it", self._queued_bytes)
             self._stop()
@@ -138,7 +142,7 @@ class Shipping:
     def _clear(self) -> None:
         """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
         self._queue.clear()
-        self._queued_bytes = self._first = self._carried = 0
+        self._queued_bytes = self._first = self._carried = self._with_values = 0
         self._stream, self._carrier = secrets.randbits(53), b""
         self._under_way = self._is_asked = False
 
@@ -200,19 +204,18 @@ class Shipping:
         """As many operations from this number on as one message takes, and the number behind."""
         shipments: list[Shipment] = []
         nbytes = count = 0
+        last: Entry | None = None
         for one in islice(self._queue, first - self._first, None):
             if nbytes >= most_bytes or count >= MESSAGE_OPS:
                 break
             nbytes += len(one.op)
             count += 1
-            last = shipments[-1] if shipments else None
-            same = last and (last.partition, last.generation) == (one.partition, one.generation)
-            if one.definition is not None:
-                shipments.append(Shipment(one.partition, one.generation, [], one.definition))
-            elif last is not None and same:
-                last.ops.append(one.op)
+            entry, ops = one.entry, [] if one.definition is not None else [one.op]
+            if entry is last and one.definition is None:
+                shipments[-1].ops.append(one.op)
             else:
-                shipments.append(Shipment(one.partition, one.generation, [one.op]))
+                shipments.append(Shipment(entry.name, entry.generation, ops, one.definition))
+            last = entry
         return Append(self._stream, first, shipments), first + count
 
     def _confirmed(self, end: int) -> None:
@@ -234,8 +237,8 @@ class Shipping:
         What comes on one connection comes in order, so what went before is not sent again there."""
         if to != self.backup or not self.synced or self._under_way or self.progress.is_held:
             return None
-        if any(entry.copies is not None for entry in self.host.entries.values()):
-            return None  # the backup answers when it has bytes too
+        if self._first < self._with_values:
+            return None
         first = self._first
         if connection == self._carrier:
             first = max(first, self._carried)

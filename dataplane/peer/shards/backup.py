@@ -52,6 +52,8 @@ class _Origin:
     stream: int
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
+    valued: int = 0
+    """of the copies, those of which second copies of values are kept here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -85,9 +87,7 @@ class Replicas:
         """(stream, operations of it that are here) of what a peer ships; None where that is not
         known, as with second copies, whose bytes have to be here as well."""
         for owner, origin in self._origins.items():
-            if owner.peer == address and not any(
-                copy.values is not None for copy in origin.copies.values()
-            ):
+            if owner.peer == address and not origin.valued:
                 return origin.stream, origin.next
         return None
 
@@ -159,6 +159,7 @@ class Replicas:
             )
             values = Copies() if shipment.definition.replicas == 2 else None
             origin.copies[key] = _Copy(store, values)
+            origin.valued += values is not None
             origin.next += 1
         copy = origin.copies.get(key)
         if copy is None:
@@ -169,6 +170,7 @@ class Replicas:
                 self._follow(owner, copy, op)
                 if isinstance(op, Ended):
                     del origin.copies[key]
+                    origin.valued -= copy.values is not None
             origin.next += 1
 
     def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
@@ -295,7 +297,7 @@ def _behind(one: Shipment, passed: int) -> Shipment:
 
 def _brings_values(origin: _Origin, body: Append) -> bool:
     """Whether second copies of values may have to be made."""
-    defined = (one.definition for one in body.shipments)
-    return any(copy.values is not None for copy in origin.copies.values()) or any(
-        definition is not None and definition.replicas == 2 for definition in defined
-    )
+    if origin.valued:
+        return True
+    defined = [one.definition for one in body.shipments if one.definition is not None]
+    return any(definition.replicas == 2 for definition in defined)

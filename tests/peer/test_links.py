@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import socket
@@ -14,14 +15,15 @@ from typing import Any
 import pytest
 import zmq
 
-from dataplane.errors import Unavailable
+from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.sockets import Context
+from dataplane.peer.tasks import Deadlines
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Done, Failed, Put
+from dataplane.wire.messages import Body, Done, Put
 from dataplane.wire.peering import Append, PeerHello, PeerReply
 from dataplane.wire.tables import Rows
 
@@ -42,7 +44,9 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        link = Link.open(context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell, nothing)
+        link = Link.open(
+            context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell, nothing, Deadlines()
+        )
         accepted, _ = await asyncio.to_thread(server.accept)
         call = asyncio.create_task(link.ask(1, b"a question"))
         accepted.close()
@@ -54,7 +58,9 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
 
 async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
     context = Context()
-    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing)
+    link = Link.open(
+        context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing, Deadlines()
+    )
     call = asyncio.create_task(link.ask(1, b"a question"))
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
@@ -82,17 +88,23 @@ async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int
     context = Context()
     address, gate = "tcp://127.0.0.1:9", Gate(None, "test")
     first = Link.open(
-        context, address, gate, lambda link: None, nothing
+        context, address, gate, lambda link: None, nothing, Deadlines()
     )  # the context has its own now
     made = []
     with descriptors(few):
         for _ in range(4):
             try:
-                made.append(Link.open(context, address, gate, lambda link: None, nothing))
+                made.append(
+                    Link.open(context, address, gate, lambda link: None, nothing, Deadlines())
+                )
             except LinkBroken as exc:
                 assert "ulimit -n" in exc.message
     assert len(made) < 4
-    for link in [first, *made, Link.open(context, address, gate, lambda link: None, nothing)]:
+    for link in [
+        first,
+        *made,
+        Link.open(context, address, gate, lambda link: None, nothing, Deadlines()),
+    ]:
         link.close(Unavailable("enough"))
     context.destroy()
 
@@ -141,7 +153,7 @@ class Owner:
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
     context = Context()
     there = Owner(context)
-    link = Link(there.address, context.socket(zmq.DEALER), nothing)
+    link = Link(there.address, context.socket(zmq.DEALER), nothing, Deadlines())
     link.socket.connect(there.address)
     link.socket.receive(link.received)
     brings = limits.MAX_PULLED_BYTES
@@ -159,7 +171,7 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
 
     calls = [ask(rid) for rid in range(most + 3)]
     who = await comes_last(1000, list(range(most)))
-    assert link.ask_now(2000, b"2000", brings) is None
+    assert link.ask_now(2000, b"2000", math.inf, RuntimeError, brings) is None
     calls[0].cancel()  # its answer is under way all the same
     await comes_last(1001, [])
     there.answers(who, 0)
@@ -177,9 +189,11 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
 async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -> None:
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
     context = Context()
-    link = Link.open(context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing)
+    link = Link.open(
+        context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing, Deadlines()
+    )
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
-    asked = link.ask_now(1, b"a question")
+    asked = link.ask_now(1, b"a question", math.inf, RuntimeError)
     assert asked is not None
     link.received([peering.encode(PeerReply(1, 8, Done()))])
     assert not asked.done()
@@ -196,16 +210,12 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     mesh: Any = object.__new__(Mesh)
     stale: list[bool] = []
     mesh.on_stale = lambda: stale.append(True)
-    answers: list[Any] = [Failed("StaleEpoch", "it moved")]
+    answers: list[DataplaneError] = [StaleEpoch("it moved")]
     if broke:
         answers.insert(0, LinkBroken("it broke"))
 
     async def ask(*request: Any) -> Body:
-        answer = answers.pop(0)
-        if isinstance(answer, LinkBroken):
-            raise answer
-        refused: Body = answer
-        return refused
+        raise answers.pop(0)
 
     async def link(address: str) -> Any:
         return SimpleNamespace(hello=SimpleNamespace(incarnation=7, name="b"), ask=ask)
@@ -216,9 +226,8 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     put = Put("p", 1, Rows(b""), [], [])
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
     asked = mesh._exchange("tcp://10.0.0.2:7101", put, who, 1.0, None, None, 0, None)
-    if broke:
-        with pytest.raises(Unavailable, match="it broke"):
-            await asked
-    else:
-        assert isinstance(await asked, Failed)
+    with pytest.raises(
+        Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
+    ):
+        await asked
     assert bool(stale) == broke

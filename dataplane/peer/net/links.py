@@ -16,13 +16,14 @@ from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import zmq
 
-from dataplane.errors import InvalidConfig, ProtocolError, Unavailable
+from dataplane.errors import DataplaneError, InvalidConfig, ProtocolError, Unavailable, from_wire
 from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.sockets import Context, Socket, SocketClosed
+from dataplane.peer.tasks import Deadlines
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body
+from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class Link:
     address: str
     socket: Socket
     bring: Callable[[Link, PeerReply, Append], None]
+    deadlines: Deadlines
+    """of all links"""
     hello: PeerHello | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -122,6 +125,7 @@ class Link:
         gate: Gate,
         broke: Callable[[Link], None],
         bring: Callable[[Link, PeerReply, Append], None],
+        deadlines: Deadlines,
     ) -> Link:
         """broke: told when the connection breaks. One that was never made does not break. bring:
         takes answers that bring operations of the peer there, whose backup this one is, and has
@@ -133,7 +137,7 @@ class Link:
             socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as exc:
             raise _not_made(address, exc) from exc
-        link = Link(address, socket, bring)
+        link = Link(address, socket, bring, deadlines)
         try:
             tune(socket, address)
             gate.secure_dealer(socket)
@@ -146,8 +150,8 @@ class Link:
         return link
 
     async def ask(self, rid: int, frame: bytes, brings: int = 0) -> Body:
-        """Send a request and wait for its answer, that brings so many bytes of values; raises what
-        the link ended with."""
+        """Send a request and wait for its answer, that brings so many bytes of values; raises its
+        typed error, or what the link ended with."""
         if self.ended is not None:
             raise self._failure(self.ended)
         answer = self._awaited(rid)
@@ -165,21 +169,27 @@ class Link:
             assert self.ended is not None
             raise self._failure(self.ended) from None
         finally:
-            self.forget(rid)
+            self.answers.pop(rid, None)
 
-    def ask_now(self, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body] | None:
-        """As `ask`, but have the answer to wait for, to `forget` afterwards; None where what it
-        brings has no room now."""
+    def ask_now(
+        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception], brings: int = 0
+    ) -> asyncio.Future[Body] | None:
+        """As `ask`, but have the answer to wait for, which fails as `late` says unless it comes in
+        time (monotonic); None where what it brings has no room now."""
         if self.ended is not None or (brings and not self.room.acquire_now(brings)):
             return None
         if brings:
             self.coming[rid] = brings
         self.socket.post(frame)
-        return self._awaited(rid)
+        answer = self._awaited(rid)
+        self.deadlines.add(answer, until, late)
+        return answer
 
     def forget(self, rid: int) -> None:
         """Nobody waits for this answer any more."""
-        self.answers.pop(rid, None)
+        answer = self.answers.pop(rid, None)
+        if answer is not None:
+            self.deadlines.done(answer)
 
     def _came(self, rid: int) -> None:
         if nbytes := self.coming.pop(rid, 0):
@@ -209,13 +219,19 @@ class Link:
             except Exception:  # those that came with it are others'
                 log.exception("an answer was not taken")
 
-    def answered(self, reply: PeerReply, failure: Unavailable | None = None) -> None:
+    def answered(self, reply: PeerReply, failure: DataplaneError | None = None) -> None:
         """Whoever waits for it has an answer, or cannot get it."""
-        answer = self.answers.get(reply.rid)
-        if answer is None or answer.done():
+        answer = self.answers.pop(reply.rid, None)
+        if answer is None:
             return
+        self.deadlines.done(answer)
+        if answer.done():
+            return
+        body = reply.body
+        if failure is None and type(body) is Failed:
+            failure = from_wire(body.code, body.message, body.details)
         if failure is None:
-            answer.set_result(reply.body)
+            answer.set_result(body)
         else:
             answer.set_exception(failure)
 
@@ -226,6 +242,7 @@ class Link:
         for rid in list(self.coming):
             self._came(rid)
         for answer in self.answers.values():
+            self.deadlines.done(answer)
             if not answer.done():
                 answer.set_exception(self._failure(why))
                 answer.exception()  # whoever asked may have given up: that is no bug to log

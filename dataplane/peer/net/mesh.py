@@ -18,7 +18,6 @@ from dataplane.errors import (
     ProtocolError,
     StaleEpoch,
     Unavailable,
-    from_wire,
 )
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
@@ -30,7 +29,7 @@ from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.tasks import Deadlines, Tasks
 from dataplane.wire import peering
-from dataplane.wire.messages import Body, Failed
+from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
 from dataplane.wire.tables import Owner
 
@@ -112,16 +111,13 @@ class Mesh:
             if type(body) not in ANY_EPOCH:
                 self.host.speak()
             outcome = self.handlers[type(body)](who, body)
-            reply = outcome if isinstance(outcome, Body) else await outcome
-        else:
+            return outcome if isinstance(outcome, Body) else await outcome
+        try:
             limit_s = self._limit(address, timeout_s)
-            reply = await self._asked_of(address, body, who, limit_s, to, epoch, brings)
-        if isinstance(reply, Failed):
-            failure = from_wire(reply.code, reply.message, reply.details)
-            if isinstance(failure, StaleEpoch):
-                self.on_stale()
-            raise failure
-        return reply
+            return await self._asked_of(address, body, who, limit_s, to, epoch, brings)
+        except StaleEpoch:
+            self.on_stale()
+            raise
 
     def _limit(self, address: str, timeout_s: float) -> float:
         if self.others.is_away(address):
@@ -144,26 +140,51 @@ class Mesh:
         if type(body) not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.settled(until)
             limit_s = max(0.0, until - self.host.now())
-        link = self._links.get(address)
-        if link is not None and self._is_ready(link, to):
-            rid, frame = self._request(address, body, who, limit_s, epoch)
-            answer = link.ask_now(rid, frame, brings)
-            if answer is not None:
-                self._deadlines.add(answer, until, lambda: self._silent(address, what, limit_s))
-                try:
-                    return await answer
-                except LinkBroken as exc:
-                    broken = exc
-                finally:
-                    self._deadlines.done(answer)
-                    link.forget(rid)
+        asked = self._ask_now(address, body, who, limit_s, to, epoch, brings)
+        if asked is not None:
+            link, rid, answer = asked
+            try:
+                return await answer
+            except LinkBroken as exc:
+                broken = exc
+            except BaseException:
+                link.forget(rid)
+                raise
         asking = self._exchange(address, body, who, limit_s, to, epoch, brings, broken)
         return await self._in_time(address, what, until - self.host.now(), asking)
 
-    def _is_ready(self, link: Link, to: int | None) -> bool:
-        """Whether a request may go out on it now."""
-        greeted = link.hello is not None and to in (None, link.hello.incarnation)
-        return greeted and not self._closing
+    def ask_now(
+        self, address: str, body: Body, timeout_s: float, to: int
+    ) -> asyncio.Future[Body] | None:
+        """As `call`, of what need not wait for the backup, where a link is there: the answer to
+        come, or what it fails with. None where there is none now."""
+        who = Caller(self.host.address, self.host.incarnation)
+        asked = self._ask_now(address, body, who, timeout_s, to, None, 0)
+        return None if asked is None else asked[2]
+
+    def _ask_now(
+        self,
+        address: str,
+        body: Body,
+        who: Caller,
+        limit_s: float,
+        to: int | None,
+        epoch: tuple[int, int] | None,
+        brings: int,
+    ) -> tuple[Link, int, asyncio.Future[Body]] | None:
+        link = self._links.get(address)
+        if link is None or link.hello is None or self._closing:
+            return None
+        if to is not None and to != link.hello.incarnation:
+            return None
+        rid, frame = self._request(address, body, who, limit_s, epoch)
+
+        def late() -> Unavailable:
+            link.forget(rid)
+            return self._silent(address, type(body).__name__, limit_s)
+
+        answer = link.ask_now(rid, frame, self.host.now() + limit_s, late, brings)
+        return None if answer is None else (link, rid, answer)
 
     async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
         try:
@@ -205,16 +226,17 @@ class Mesh:
                         f"peer {link.hello.name} at {address} was started anew: repeat the call",
                         address=address,
                     )
-                reply = await link.ask(*self._request(address, body, who, timeout_s, epoch), brings)
+                request = self._request(address, body, who, timeout_s, epoch)
+                return await link.ask(*request, brings)
             except LinkBroken as exc:
                 broken = exc
-                continue
-            if broken is not None and type(body) in REPEATABLE and _is_stale(reply):
+            except StaleEpoch:
+                if broken is None or type(body) not in REPEATABLE:
+                    raise
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.
                 self.on_stale()
                 raise Unavailable(broken.message, **broken.details) from broken
-            return reply
 
     async def insist(
         self,
@@ -275,7 +297,7 @@ class Mesh:
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = Link.open(
-                self._context, address, self.gate, self._break, self._bring
+                self._context, address, self.gate, self._break, self._bring, self._deadlines
             )
         if link.hello is None:
             async with link.greeting:
@@ -283,8 +305,6 @@ class Mesh:
                     who = Caller(self.host.address, self.host.incarnation)
                     greeting = self._request(address, self.others.introduction(), who, CALL_S, None)
                     reply = await link.ask(*greeting)
-                    if isinstance(reply, Failed):
-                        raise from_wire(reply.code, reply.message, reply.details)
                     if not isinstance(reply, PeerHello):
                         raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)
@@ -400,7 +420,3 @@ class Mesh:
             self._break(link)
         self.others.meet(body)
         return self.others.introduction()
-
-
-def _is_stale(reply: Body) -> bool:
-    return isinstance(reply, Failed) and reply.code == StaleEpoch.__name__

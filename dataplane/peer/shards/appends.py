@@ -25,6 +25,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.journal import Op, encode_ops
+from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner
 
@@ -64,8 +65,9 @@ class Shipping:
         """what the backup is not known to have; the first one's number in the stream is `_first`"""
         self._first = 0
         self._queued_bytes = 0
-        self._under_way = False
-        """a message to the backup is not answered yet"""
+        self._under_way, self._sends = True, False
+        """a message to the backup is not answered yet, or the stream has not begun; one goes when
+        this turn of the loop is over"""
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
         self._with_values = 0
@@ -73,10 +75,9 @@ class Shipping:
         has them"""
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
-        self._more = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
         mesh.door.carry, mesh.door.heard = self.carry, self.heard
-        self.progress.on_awaited = self._more.set
+        self.progress.on_awaited = self._send_soon
 
     # what the stores do
 
@@ -144,7 +145,7 @@ class Shipping:
         self._queue.clear()
         self._queued_bytes = self._first = self._carried = self._with_values = 0
         self._stream, self._carrier = secrets.randbits(53), b""
-        self._under_way = self._is_asked = False
+        self._under_way, self._sends, self._is_asked = True, False, False
 
     def _begin(self) -> None:
         """A new stream: everything there is, then everything that happens."""
@@ -168,28 +169,63 @@ class Shipping:
         while self.progress.required:
             # A backup that begins anew drops what it has: not while it may still be promoted.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
-        begun = False
+        # Also of nothing: the backup may have kept what there was in a stream before this one.
+        await self._insist(backup, *self._next())
+
+    def _send_soon(self) -> None:
+        """What follows at once, as a lease does a put, goes along."""
+        if not self._sends and not self._under_way:
+            self._sends = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._sends, backup = False, self.backup
+        if backup is None or self._under_way or not self._is_due:
+            return
+        self._under_way = True
+        body, end = self._next()
+        answer = self.mesh.ask_now(backup.peer, body, ATTEMPT_S, to=backup.incarnation)
+        if answer is None:
+            self._task = self.mesh.spawn(self._insist(backup, body, end))
+        else:
+            answer.add_done_callback(functools.partial(self._answered, backup, body, end))
+
+    def _answered(
+        self, backup: Owner, body: Append, end: int, answer: asyncio.Future[Body]
+    ) -> None:
+        failed = answer.cancelled() or answer.exception() is not None
+        if body.stream != self._stream:
+            return
+        if failed:
+            self._task = self.mesh.spawn(self._insist(backup, body, end))
+        else:
+            self._taken(end)
+
+    async def _insist(self, backup: Owner, body: Append, end: int) -> None:
+        """Until the backup has it; it waits as long as the roster names this backup."""
         while True:
-            while begun and not self._is_due:
-                self.synced = True
-                self._more.clear()
-                await self._more.wait()
-                await asyncio.sleep(0)  # what follows at once, as a lease does a put, goes along
-            # Also of nothing: the backup may have kept what there was in a stream before this one.
-            begun = True
-            # With what went along with answers: this message may overtake them.
-            body, end = self._message(self._first, MESSAGE_BYTES)
-            self._is_asked, self._under_way = end < self._end, True
+            roster = self.host.roster
             try:
-                await self._append(backup, body)
-            except ProtocolError as exc:
-                log.warning("the backup %s begins anew: %s", backup.peer, exc)
-                self._task = None
-                self._stop()
-                asyncio.get_running_loop().call_later(RETRY_S, self._begin)
-                return
-            self._under_way = False
-            self._confirmed(end)
+                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
+                break
+            except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
+                if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
+                    log.warning("the backup %s begins anew: %s", backup.peer, exc)
+                    self._task = None
+                    self._stop()
+                    asyncio.get_running_loop().call_later(RETRY_S, self._begin)
+                    return
+                log.info("the backup %s is asked again: %s", backup.peer, exc)
+                await self.host.another_roster(roster, self.host.now() + RETRY_S)
+        self._taken(end)
+
+    def _taken(self, end: int) -> None:
+        self._under_way = False
+        self._confirmed(end)
+        if self._is_due:
+            self._send()
+        else:
+            self.synced = True
 
     @property
     def _end(self) -> int:
@@ -199,6 +235,12 @@ class Shipping:
     @property
     def _is_due(self) -> bool:
         return bool(self._queue) and (self._is_asked or self.progress.is_awaited)
+
+    def _next(self) -> tuple[Append, int]:
+        """With what went along with answers: this message may overtake them."""
+        body, end = self._message(self._first, MESSAGE_BYTES)
+        self._is_asked = end < self._end
+        return body, end
 
     def _message(self, first: int, most_bytes: int) -> tuple[Append, int]:
         """As many operations from this number on as one message takes, and the number behind."""
@@ -263,19 +305,6 @@ class Shipping:
         self._looks = False
         if stream == self._stream and self._first < end:
             self._is_asked = True
-            self._more.set()
+            self._send_soon()
         elif self._queue:
             self._look_later()
-
-    async def _append(self, backup: Owner, body: Append) -> None:
-        """Until the backup has it; it waits as long as the roster names this backup."""
-        while True:
-            roster = self.host.roster
-            try:
-                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
-                return
-            except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
-                if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
-                    raise
-                log.info("the backup %s is asked again: %s", backup.peer, exc)
-                await self.host.another_roster(roster, self.host.now() + RETRY_S)

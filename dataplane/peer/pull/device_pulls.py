@@ -121,44 +121,56 @@ class DevicePulls:
 
     # reading from others
 
+    def device_of(self, reader: int) -> int:
+        """The device here that values are brought to for this reader, 1 is the first; 0: none."""
+        if self._memory is None or self.engine is None:
+            return 0
+        return self._memory.first_read(reader)
+
     async def bring(
         self, owner: Owner, remote: Records, needed: Records, holder: int
     ) -> tuple[Records, list[int]]:
-        """Local RANGE on the holder's device for each remote one, generation 0 for those that are
-        to come another way. They are pinned for `holder`; the caller lets go of the pins."""
-        local = np.zeros(len(remote), RANGE)
-        pins: list[int] = []
-        memory = self._memory
-        number = memory.first_read(holder) if memory is not None else 0
-        if memory is None or not number or self.engine is None:
-            return local, pins
+        """As `Pulls.bring`, on the holder's device what is on one there."""
+        memory, number = self._memory, self.device_of(holder)
+        assert memory is not None
         copies = memory.devices[number - 1].space.copies
-        every = np.arange(len(remote))
-        self.pulls.pin_found(copies, owner, remote, needed, holder, local, pins, every)
-        rest = np.flatnonzero(local["generation"] == 0)
-        if not len(rest):
-            return local, pins
+        local, pins = self.pulls.found(copies, owner, remote, needed), list[int]()
+        try:
+            pins.append(memory.pin(holder, local[local["generation"] != 0]))
+            rest = (local["generation"] == 0).nonzero()[0]
+            if len(rest):
+                fresh = await self._from_device(number, owner, remote[rest], needed[rest])
+                here = fresh["generation"] != 0
+                pins.append(memory.pin(holder, fresh[here]))
+                copies.insert(owner.incarnation, remote[rest][here], fresh[here])
+                local[rest], rest = fresh, rest[~here]
+            if len(rest):
+                local[rest], more = await self.pulls.bring(
+                    owner, remote[rest], needed[rest], holder
+                )
+                pins += more
+        except BaseException:
+            memory.unpin(holder, pins)
+            raise
+        return local, pins
+
+    async def _from_device(
+        self, number: int, owner: Owner, remote: Records, needed: Records
+    ) -> Records:
+        """Copies of those that are on a device there, generation 0 for what is to come another
+        way."""
         way = STAGED
         try:
             source, staged = await self._remotes_of(owner)
             if source is not None:
                 way = await self.paths.take(source, staged, number, FIRST_S)
             if source is not None and way != STAGED:
-                fresh = await self._transfer(
-                    memory, number, source, way, remote[rest], needed[rest]
-                )
-                here = fresh["generation"] != 0
-                if here.any():
-                    pins.append(memory.pin(holder, fresh[here]))
-                    local[rest] = fresh
-                    copies.insert(owner.incarnation, remote[rest][here], fresh[here])
-        except BaseException as exc:
-            if isinstance(exc, DataplaneError) and not self.paths.required:
-                self.paths.failed(owner, way, exc)
-                return local, pins
-            memory.unpin(holder, pins)
-            raise
-        return local, pins
+                return await self._transfer(number, source, way, remote, needed)
+        except DataplaneError as exc:
+            if self.paths.required:
+                raise
+            self.paths.failed(owner, way, exc)
+        return np.zeros(len(remote), RANGE)
 
     async def ways(self, owner: Owner) -> Path | None:
         """The ways to the first device here, tried anew; None where one of the two has none."""
@@ -175,18 +187,11 @@ class DevicePulls:
         return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     async def _transfer(
-        self,
-        memory: HostMemory,
-        number: int,
-        source: Remote,
-        way: str,
-        remote: Records,
-        needed: Records,
+        self, number: int, source: Remote, way: str, remote: Records, needed: Records
     ) -> Records:
-        """Copies of those that are on a device there, generation 0 for the others; one reference
-        to each."""
-        engine = self.engine
-        assert engine is not None
+        """With one reference to each."""
+        memory, engine = self._memory, self.engine
+        assert memory is not None and engine is not None
         sizes = padded(needed.astype(U8))
         try:
             granted = self.pulls.room.beside[number - 1].at_once(PULLER, Admission.PULL, [sizes])

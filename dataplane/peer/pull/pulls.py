@@ -30,7 +30,7 @@ from dataplane.errors import (
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import padded
+from dataplane.memory.extents import padded, some
 from dataplane.memory.placement import place, remainder
 from dataplane.memory.spill import DISK
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
@@ -115,25 +115,28 @@ class Pulls:
 
         They are pinned for `holder`; the caller lets go of the pins. RowsGone, RowsLost.
         """
-        local = np.zeros(len(remote), RANGE)
-        pins: list[int] = []
+        space = self.host.space
+        local, pins = np.zeros(len(remote), RANGE), list[int]()
+        rest = np.arange(len(remote))
         try:
             while True:
-                rest = (local["generation"] == 0).nonzero()[0]
-                if len(rest):
-                    copies = self.host.space.copies
-                    self.pin_found(copies, owner, remote, needed, holder, local, pins, rest)
-                    rest = rest[local["generation"][rest] == 0]
-                if not len(rest):
-                    return local, pins
+                found = self.found(space.copies, owner, remote[rest], needed[rest])
+                here = found["generation"] != 0
+                if some(here):
+                    pins.append(space.pin(holder, found[here]))
+                    local[rest[here]] = found[here]
+                    rest = rest[~here]
+                    if not len(rest):
+                        return local, pins
                 keys: list[int] = remote[rest].view(np.uint64).tolist()
                 coming = self._under_way.get(owner.incarnation, {})
                 if waits := [coming[key] for key in keys if key in coming] if coming else []:
                     await self._wait_for_others(waits, owner)
                     continue
-                await self._pull(owner, remote[rest], needed[rest], keys, holder, local, rest, pins)
+                local[rest], pin = await self._pull(owner, remote[rest], needed[rest], keys, holder)
+                return local, [*pins, pin]
         except BaseException:
-            self.host.space.unpin(holder, pins)
+            space.unpin(holder, pins)
             raise
 
     def left_s(self) -> float:
@@ -150,28 +153,22 @@ class Pulls:
                 limit_s=limit_s,
             )
 
-    def pin_found(
+    def found(
         self,
         copies: PulledCopies,
         owner: Owner,
         remote: npt.NDArray[Any],
         needed: npt.NDArray[Any],
-        holder: int,
-        local: npt.NDArray[Any],
-        pins: list[int],
-        rest: npt.NDArray[np.intp],
-    ) -> None:
-        """Of these, take the copies that are there and reach far enough."""
-        space = self.host.space
-        found = copies.lookup(owner.incarnation, remote[rest])
+    ) -> npt.NDArray[Any]:
+        """The copies that are there and reach far enough, generation 0 for the others."""
+        found = copies.lookup(owner.incarnation, remote)
         hit = found["generation"].nonzero()[0]
         if len(hit):
-            long_enough = space.ranges.extents(found[hit])["length"] >= needed[rest[hit]]
-            hit = hit[long_enough]
-        if len(hit):
-            pins.append(space.pin(holder, found[hit]))
-            local[rest[hit]] = found[hit]
-            self.hits += len(hit)
+            lengths = self.host.space.ranges.extents(found[hit])["length"]
+            short = hit[lengths < needed[hit]]
+            found[short] = 0
+            self.hits += len(hit) - len(short)
+        return found
 
     async def _pull(
         self,
@@ -180,22 +177,20 @@ class Pulls:
         needed: npt.NDArray[Any],
         keys: list[int],
         holder: int,
-        local: npt.NDArray[Any],
-        rest: npt.NDArray[Any],
-        pins: list[int],
-    ) -> None:
-        """One transfer for all that nobody else is bringing already."""
+    ) -> tuple[npt.NDArray[Any], int]:
+        """Copies of what nobody else is bringing already, in one transfer, and their pin."""
+        space = self.host.space
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         coming = self._under_way.setdefault(owner.incarnation, {})
         coming |= dict.fromkeys(keys, done)
         try:
             copies = await self._transfer(owner, remote, needed)
-            pins.append(self.host.space.pin(holder, copies))
-            local[rest] = copies
+            pin = space.pin(holder, copies)
             if owner.incarnation == DISK or self.host.roster.has(owner):
-                self.host.space.copies.insert(owner.incarnation, remote, copies)
+                space.copies.insert(owner.incarnation, remote, copies)
             else:  # nobody will ask for it again, nor say that it has gone
-                self.host.space.release(copies)
+                space.release(copies)
+            return copies, pin
         finally:
             for key in keys:
                 del coming[key]
@@ -297,7 +292,8 @@ class Pulls:
 
     def away(self, ranges: npt.NDArray[Any], reader: int = PULLER) -> bool:
         """Whether this client, or none, reads any of these ranges of this peer only as a copy."""
-        return bool(np.count_nonzero(self.host.space.away(ranges, reader)))
+        space = self.host.space
+        return not space.all_here and some(space.away(ranges, reader))
 
     async def at_hand(
         self, ranges: npt.NDArray[Any], holder: int, reader: int = PULLER
@@ -430,10 +426,11 @@ class Pulls:
 
     def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
-        space = self.host.space
-        if gone := space.alive(ranges).tolist().count(False):
-            return Pulled(b"", gone)
-        places, wanted, view = space.ranges.extents(ranges), sizes.tolist(), self.host.arena.view
+        try:
+            places = self.host.space.ranges.extents(ranges)
+        except RowsGone as exc:
+            return Pulled(b"", exc.details["gone"])
+        wanted, view = sizes.tolist(), self.host.arena.view
         if any(map(gt, wanted, places["length"].tolist())):
             raise ProtocolError("more is asked for than a range has")
         parts = zip(places["offset"].tolist(), wanted, strict=True)

@@ -164,34 +164,12 @@ class Reading:
         else:
             reach = (wanted["nbytes"] + wanted["delta"])[order]
             needed = np.maximum.reduceat(reach, starts)
-            local, more = await self._bring(owner, ranges, needed, holder, reader)
+            to_device = reader != PULLER and self.device_pulls.device_of(reader)
+            bring = self.device_pulls.bring if to_device else self.pulls.bring
+            local, more = await bring(owner, ranges, needed, holder)
         pins += more
         local, at = local[first.cumsum() - 1], at[order]
         flat["range"][at], flat["generation"][at] = local["range"], local["generation"]
-
-    async def _bring(
-        self,
-        owner: Owner,
-        remote: npt.NDArray[Any],
-        needed: npt.NDArray[Any],
-        holder: int,
-        reader: int,
-    ) -> tuple[npt.NDArray[Any], list[int]]:
-        """As `Pulls.bring`, on the reader's device what another device of this host has."""
-        if reader == PULLER:
-            return await self.pulls.bring(owner, remote, needed, holder)
-        local, pins = await self.device_pulls.bring(owner, remote, needed, holder)
-        rest = np.flatnonzero(local["generation"] == 0)
-        if len(rest):
-            try:
-                local[rest], more = await self.pulls.bring(
-                    owner, remote[rest], needed[rest], holder
-                )
-            except BaseException:
-                self.host.space.unpin(holder, pins)
-                raise
-            pins += more
-        return local, pins
 
     # reads
 

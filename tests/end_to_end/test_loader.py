@@ -125,21 +125,22 @@ def test_a_loader_goes_on_exactly_behind_a_checkpoint(cluster: Cluster, tmp_path
 
 
 class Workers(IterableDataset):  # type: ignore[type-arg]
-    def __init__(self, run_dir: str) -> None:
-        self.run_dir = run_dir
+    def __init__(self, call: str) -> None:
+        self.call = call
 
     def __iter__(self) -> Any:
         with dataplane.connect("a", run="test") as plane:
-            yield from plane.partition("p").loader("train", rows=1)
+            yield from getattr(plane.partition("p"), self.call)("train", rows=1)
 
 
-def test_in_a_dataloaders_workers_it_says_why_not(cluster: Cluster) -> None:
+def test_in_a_dataloaders_workers_loaders_and_streams_say_why_not(cluster: Cluster) -> None:
     cluster.start("a")
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 2)
-        with pytest.raises(dataplane.InvalidCall, match="belongs into the training process"):
-            list(DataLoader(Workers(str(cluster.run_dir)), num_workers=1, batch_size=None))
-        with pytest.raises(dataplane.InvalidCall, match="belongs into the training process"):
+        for call in ("loader", "stream"):
+            with pytest.raises(dataplane.InvalidCall, match="belong into the training process"):
+                list(DataLoader(Workers(call), num_workers=1, batch_size=None))
+        with pytest.raises(dataplane.InvalidCall, match="belong into the training process"):
             pickle.dumps(part.loader("train", rows=1))
         part.claim("train", rows=2).ack()
     assert torch.utils.data.get_worker_info() is None
@@ -276,7 +277,7 @@ def test_with_await_a_loader_goes_on_exactly_behind_a_checkpoint(
         again.load_state_dict(state)
         after = [batch.keys async for batch in again]
         assert after == [[6, 7], [8, 9], [10, 11]] and before == [[0, 1], [2, 3], [4, 5]]
-        with pytest.raises(dataplane.InvalidCall, match="belongs into the training process"):
+        with pytest.raises(dataplane.InvalidCall, match="belong into the training process"):
             pickle.dumps(again)
 
     awaited(main)

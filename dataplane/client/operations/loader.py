@@ -128,8 +128,8 @@ class Loading(Generic[B, L]):
 
 
 _WHY = (
-    "a loader belongs into the training process: in a DataLoader's worker it would lease batches "
-    "that nobody can ack when the training loop is done with them, and workers would wait for each "
+    "batches belong into the training process: in a DataLoader's worker they would be leased where "
+    "nobody can ack them when the training loop is done with them, and workers would wait for each "
     "other's rows. Iterate over part.loader(…) itself, without a DataLoader: it prefetches by "
     "itself, and collate= does there what workers did"
 )

@@ -15,6 +15,7 @@ from dataplane.client import arguments
 from dataplane.client.core import DEFAULT_TIMEOUT_S, Handle, Operation
 from dataplane.client.operations.lease import Claiming, Demand, Lease
 from dataplane.client.operations.leased import LeasedRows
+from dataplane.client.operations.loader import refuse_workers
 from dataplane.errors import DataplaneError, StreamEnd
 from dataplane.wire.messages import Claimed
 
@@ -91,6 +92,7 @@ class Looping(Generic[B]):
 
     def __init__(self, stream: Streaming[B]) -> None:
         self.lease: Lease | None = None
+        refuse_workers()
         self._stream = stream
         self._given = 0
         self._over = False

@@ -33,7 +33,7 @@ class Stream(Streaming[Batch]):
     releases the batch in hand: `ack()` it before a `break` to keep what was done. The rows are back
     within moments, in a `with` when that ends at the latest. `batches=n` ends the loop after n and
     acks the last, which `itertools.islice` and `zip` do not: they never ask after their last one.
-    Each loop over a stream has a batch of its own in hand.
+    Each loop over a stream has a batch of its own in hand. InvalidCall in a DataLoader's worker.
     """
 
     _kind = "Stream"

@@ -39,7 +39,7 @@ from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.room.admission import Credit, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices, devices_of, memory_of
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.sessions import Session, Sessions
@@ -93,7 +93,6 @@ class Peer:
 
         self.room = room = Room(host)
         room.on_wait.append(self._producers_wait)
-        self.credit = Credit(host, room)
         self.spilling = self._spilling(config.spill) if config.spill is not None else None
         from_disk = self.spilling.read if self.spilling is not None else None
         self.devices = Devices(host, devices, config.device_arena, room, from_disk)
@@ -129,7 +128,7 @@ class Peer:
         self.checkpoints = Checkpoints(self.writing, reading, parts)
         self.waits = Waits(host, mesh, parts, sessions)
         self.claims = claims = Claims(
-            host, mesh, parts, queues, leases, finishing, reading, self.waits, self.credit
+            host, mesh, parts, queues, leases, finishing, reading, self.waits, room
         )
         answers = Answers(self)
         self.door = Door(host, sessions, answers.handlers, answers.unsent, serving, self._is_over)
@@ -209,7 +208,7 @@ class Peer:
         host = self.host
         name = f"{host.plane}\0{host.name}\0{host.incarnation}"
         file = SpillFile(spill.folder(), name, host.arena.view)
-        return Spilling(host, self.mesh, self.room, self.credit, file, spill.size_bytes)
+        return Spilling(host, self.mesh, self.room, file, spill.size_bytes)
 
     def _bulk(self) -> tuple[str, str, str]:
         engine = self.pulls.engine

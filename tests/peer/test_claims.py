@@ -56,8 +56,8 @@ class Asker:
         finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         waits: Any = SimpleNamespace(looks=lambda *_: self.look, explain=self.explain)
-        credit: Any = SimpleNamespace(of=lambda table: 0, back=lambda number: None)
-        self.claims = Claims(self.host, mesh, None, None, leases, finishing, reading, waits, credit)  # type: ignore[arg-type]
+        room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
+        self.claims = Claims(self.host, mesh, None, None, leases, finishing, reading, waits, room)  # type: ignore[arg-type]
 
     @staticmethod
     def at(roster: Roster, home: str) -> Roster:

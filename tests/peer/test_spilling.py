@@ -15,7 +15,7 @@ import pytest
 from dataplane.errors import RowsGone, TransferFailed
 from dataplane.memory.space import Space
 from dataplane.memory.spill import Move
-from dataplane.peer.room.admission import Credit, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.room.spilling import Spilling
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink
@@ -56,7 +56,7 @@ def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
     mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
     part: Any = file
     room = Room(host)
-    made = Spilling(host, mesh, room, Credit(host, room), part, 64 * PAGE)
+    made = Spilling(host, mesh, room, part, 64 * PAGE)
     ranges = put(host.space, PAGE)
     move = host.space.choose_spill(PAGE)
     assert isinstance(move, Move) and host.space.settle_spill(move) == PAGE

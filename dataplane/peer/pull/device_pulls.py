@@ -193,11 +193,12 @@ class DevicePulls:
         memory, engine = self._memory, self.engine
         assert memory is not None and engine is not None
         sizes = padded(needed.astype(U8))
+        space = memory.devices[number - 1].space
         try:
-            granted = self.pulls.room.beside[number - 1].at_once(PULLER, Admission.PULL, [sizes])
+            count, extents = space.reserve(PULLER, Admission.PULL, [sizes])
         except ValueTooLarge:
-            granted = None
-        if granted is None:
+            count = 0
+        if not count:
             return np.zeros(len(remote), RANGE)
         gone = np.zeros(len(remote), np.bool_)
 
@@ -208,7 +209,7 @@ class DevicePulls:
             gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)
-        fresh = await self.pulls.write(sizes, granted[1], read, ones, Admission.PULL)
+        fresh = await self.pulls.write(sizes, extents, read, ones, Admission.PULL)
         if gone.any():
             memory.release(fresh[gone])
             fresh[gone] = np.zeros(1, RANGE)

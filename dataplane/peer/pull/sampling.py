@@ -22,6 +22,7 @@ from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.placement import place, remainder
+from dataplane.memory.space import Space
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
@@ -90,15 +91,17 @@ class Sampling:
         self._threads = Threads()
         mesh.handlers[Sample] = self._asked
 
+    def _spaces(self) -> list[Space]:
+        space = self.host.space
+        devices = space.devices if isinstance(space, HostMemory) else []
+        return [space, *(device.space for device in devices)]
+
     def _size_bytes(self, number: int) -> int:
         """A small part of that memory, so that lending it is not felt; 0 where there is none."""
-        if number >= len(self._rooms):
+        spaces = self._spaces()
+        if number >= len(spaces):
             return 0
-        return min(SAMPLE_BYTES, self._rooms[number].space.size_bytes // 64 & ~0xFFF)
-
-    @property
-    def _rooms(self) -> list[Room]:
-        return [self.room, *self.room.beside]
+        return min(SAMPLE_BYTES, spaces[number].size_bytes // 64 & ~0xFFF)
 
     # the owner
 
@@ -121,7 +124,7 @@ class Sampling:
 
     async def _known(self, number: int, nbytes: int) -> Any:
         """The RANGE of the known bytes; None where there is no room for them at once."""
-        copies, name = self._rooms[number].space.copies, np.ones(1, RANGE)
+        copies, name = self._spaces()[number].copies, np.ones(1, RANGE)
         found = copies.lookup(KNOWN, name)
         if not found[0]["generation"]:
             reserved = self._reserved(number, nbytes)
@@ -143,8 +146,10 @@ class Sampling:
     def _reserved(self, number: int, nbytes: int) -> tuple[int, Records] | None:
         """Where a sample has room now, and the extents to give back."""
         sizes = np.array([nbytes], U8)
-        granted = self._rooms[number].at_once(PULLER, Admission.PULL, [sizes])
-        return None if granted is None else (int(place(sizes, granted[1])[0]), granted[1])
+        if number == ARENA and self.room.waiting(Admission.PULL):
+            return None
+        count, extents = self._spaces()[number].reserve(PULLER, Admission.PULL, [sizes])
+        return (int(place(sizes, extents)[0]), extents) if count else None
 
     async def _write(self, number: int, dest: int, data: Bytes) -> None:
         if number:

@@ -38,7 +38,7 @@ from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.requests.reads import LEARN_S, Reading, Resolved
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.room.admission import Credit
+from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.peer.shards.partitions import Partitions
@@ -111,7 +111,7 @@ class Claims:
         finishing: Finishing,
         reading: Reading,
         waits: Waits,
-        credit: Credit,
+        room: Room,
     ) -> None:
         self.host = host
         self.mesh = mesh
@@ -121,7 +121,7 @@ class Claims:
         self.finishing = finishing
         self.reading = reading
         self.waits = waits
-        self.credit = credit
+        self.room = room
         self.far_bytes = ByLabel()
         """by stage: what claims were granted of values that other hosts have"""
         # no claim of another peer, or of this one's last life, has the same number
@@ -319,7 +319,7 @@ class Claims:
         try:
             if body.fields and granted.plan is None:
                 _check_fields(table, body.fields)
-            needed_bytes = self.credit.of(table)
+            needed_bytes = self.room.needed(table)
             resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
         except BaseException:
             self.finishing.release(one.session, granted.lease)
@@ -337,7 +337,7 @@ class Claims:
     ) -> Body:
         try:
             if resolved is None:
-                await self._room(one, needed_bytes)
+                await self._has_room(one, needed_bytes)
                 self.far_bytes.add(one.body.stage, needed_bytes)
                 now = self.reading.resolve(granted.table, one.session.id)
                 table, pin = now if isinstance(now, tuple) else await now
@@ -351,24 +351,24 @@ class Claims:
                 raise _too_late(exc, one.body.partition) from exc
             raise
         finally:
-            self.credit.back(one.number)
+            self.room.back(one.number)
         return self._claimed(one, granted, table, pin)
 
-    async def _room(self, one: _Waiting, needed_bytes: int) -> None:
+    async def _has_room(self, one: _Waiting, needed_bytes: int) -> None:
         """Room for all that it brings here, under its lease. ClaimTimeout."""
-        if self.credit.promise(one.number, needed_bytes):
+        if self.room.promise(one.number, needed_bytes):
             return
 
         async def look(limit_s: float) -> tuple[str, dict[str, Any]]:
-            return self.credit.why(needed_bytes)
+            return self.room.why(needed_bytes)
 
         one.session.waiting += 1
         subject = Subject("pull", one.body.partition, one.body.stage)
         try:
             with Telling(self.host, str(one), subject, look):
                 left_s = one.left_s(self.host.now())
-                if not await self.credit.wait(one.number, needed_bytes, left_s):
-                    why, details = self.credit.why(needed_bytes)
+                if not await self.room.promised(one.number, needed_bytes, left_s):
+                    why, details = self.room.why(needed_bytes)
                     raise ClaimTimeout(f"{one} is out of time: {why}", **details)
         finally:
             one.session.waiting -= 1

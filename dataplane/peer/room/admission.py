@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure
 from dataplane.memory.admission import Admission
-from dataplane.memory.space import Space
 from dataplane.metadata.shard.pull_credit import pulled_per_row, rounding
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.host import Host
@@ -48,16 +47,11 @@ class Waiter:
 
 
 class Room:
-    """Reservations of this peer, of its host arena or of a device's."""
+    """In the host arena. Nobody waits for room on a device."""
 
-    def __init__(self, host: Host, space: Space | None = None) -> None:
-        """space: None for the host arena. Nobody waits for room on a device: see `Devices`."""
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self.space = host.space if space is None else space
-        self.beside: list[Room] = []
-        """the rooms of the devices"""
-        self.on_room: list[Callable[[], None]] = []
-        """called when room may have come that no reservation waits for"""
+        self.space = host.space
         self.on_wait: list[Callable[[], None]] = []
         """called when somebody begins to wait"""
         self.beyond: Callable[[], tuple[type[BackPressure], str]] = lambda: (BackPressure, "")
@@ -68,6 +62,9 @@ class Room:
         self.refused = [0] * len(Admission)
         """waits that ended in BackPressure"""
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
+        self._promised: dict[int, int] = {}
+        """by a number that each claim has chosen"""
+        self._claims: dict[int, tuple[int, asyncio.Future[None]]] = {}
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
@@ -117,8 +114,7 @@ class Room:
 
         began = self._host.now()
         self.waited[admission] += 1
-        for told in self.on_wait:
-            told()
+        self._waits()
         try:
             what = f"room for {_DOING[admission]}"
             with Telling(self._host, f"call for {what}", Subject(what), look):
@@ -151,7 +147,10 @@ class Room:
                     waiter.granted.set_result((count, extents))
                 else:
                     self.space.give_back(waiter.holder, extents)
-        for told in self.on_room:
+        self._look_at_claims()
+
+    def _waits(self) -> None:
+        for told in self.on_wait:
             told()
 
     def end_in_vain(self) -> None:
@@ -214,68 +213,52 @@ class Room:
             holders=holders,
         )
 
+    # claims that pull
 
-class Credit:
-    """How many bytes the claims of this host may still bring here from other hosts, promised by a
-    number that the caller chose for each.
-
-    What a claim was granted counts until its bytes are here, all of it or none: a claim that waits
-    for room holds its rows and no room, so that no two wait for each other.
-    """
-
-    def __init__(self, host: Host, room: Room) -> None:
-        self._host = host
-        self._promised: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, asyncio.Future[None]]] = {}
-        self.on_wait: list[Callable[[], None]] = []
-        """called when a claim begins to wait"""
-        room.on_room.append(self.look)
-
-    def __repr__(self) -> str:
-        return f"<Credit {self._promised} promised, {len(self._waiting)} wait>"
-
-    def __len__(self) -> int:
+    @property
+    def starved(self) -> int:
         """Claims that wait for room."""
-        return len(self._waiting)
+        return len(self._claims)
 
-    def room(self) -> int:
-        """How many bytes may be granted now."""
-        return max(0, self._host.space.pullable_bytes - sum(self._promised.values()))
+    def credit_bytes(self) -> int:
+        """What claims may still bring here from other hosts."""
+        return max(0, self.space.pullable_bytes - sum(self._promised.values()))
 
-    def promise(self, number: int, nbytes: int) -> bool:
-        """Whether so many bytes may come for this claim; then they count."""
-        if nbytes > self.room():
+    def promise(self, claim: int, nbytes: int) -> bool:
+        """Whether so many bytes may come for this claim; then they count until they are given
+        `back`, all of them or none: a claim that waits for room holds its rows and no room, so
+        that no two wait for each other."""
+        if nbytes > self.credit_bytes():
             return False
-        self._promised[number] = nbytes
+        self._promised[claim] = nbytes
         return True
 
-    def back(self, number: int) -> None:
+    def back(self, claim: int) -> None:
         """The claim's bytes are here, or will not come."""
-        if self._promised.pop(number, 0):
-            self.look()
+        if self._promised.pop(claim, 0):
+            self._look_at_claims()
 
-    def look(self) -> None:
-        """Room came back: those who have waited longest get theirs."""
-        for number, (nbytes, turn) in self._waiting.items():
-            if not turn.done() and self.promise(number, nbytes):
+    def _look_at_claims(self) -> None:
+        """Those who have waited longest get theirs."""
+        for claim, (nbytes, turn) in self._claims.items():
+            if not turn.done() and self.promise(claim, nbytes):
                 turn.set_result(None)
 
-    async def wait(self, number: int, nbytes: int, timeout_s: float | None) -> bool:
-        """Until it is promised; False when the time is up. To be given `back` either way."""
+    async def promised(self, claim: int, nbytes: int, timeout_s: float | None) -> bool:
+        """Until it is; False when the time is up. To be given `back` either way."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[number] = nbytes, turn
-        for told in self.on_wait:
-            told()
+        self._claims[claim] = nbytes, turn
+        self._waits()
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.done()
         finally:
-            del self._waiting[number]
+            del self._claims[claim]
 
     def why(self, needed_bytes: int) -> tuple[str, dict[str, Any]]:
         """What a claim waits for that waits for room, and the figures."""
-        stats = self._host.space.stats()
-        may, pinned = self.room(), stats["pinned_bytes"]
+        stats, may = self.space.stats(), self.credit_bytes()
+        pinned = stats["pinned_bytes"]
         return (
             f"the next rows need {needed_bytes} bytes of other hosts here and {may} may be pulled "
             f"now ({pinned} B are in view or being read, {stats['used_bytes']} B used of "
@@ -283,7 +266,7 @@ class Credit:
             {"needed_bytes": needed_bytes, "credit_bytes": may, "pinned_bytes": pinned},
         )
 
-    def of(self, table: Table) -> int:
+    def needed(self, table: Table) -> int:
         """What a granted table brings to this host."""
         near = (self._host.address, INLINE.peer)
         here = {code for code, owner in enumerate(table.owners) if owner.peer in near}

@@ -67,12 +67,9 @@ class Devices:
         self._room = room
         space = self._host.space
         self._memory = space if isinstance(space, HostMemory) else None
-        self._rooms: list[Room] = []
         for device in devices:
             assert self._memory is not None and wanted is not None
-            arena = self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
-            self._rooms.append(Room(self._host, arena.space))
-        room.beside = self._rooms
+            self._memory.add_device(device, wanted.nbytes, DEVICE_SHARES)
         self._read_disk = from_disk
         self._threads = Threads()
 
@@ -89,20 +86,18 @@ class Devices:
     ) -> tuple[int, npt.NDArray[Any]]:
         """As `Room.reserve`, on the device of this number, 1 is the first; in the host arena where
         the device has no room now, or never."""
-        if not 0 < number <= len(self._rooms):
-            raise ProtocolError(
-                f"this peer has no device arena {number}: it has {len(self._rooms)}"
-            )
-        assert self._memory is not None
+        devices = self._memory.devices if self._memory is not None else []
+        if not 0 < number <= len(devices):
+            raise ProtocolError(f"this peer has no device arena {number}: it has {len(devices)}")
+        device = devices[number - 1]
         try:
-            granted = self._rooms[number - 1].at_once(holder, admission, units)
+            count, extents = device.space.reserve(holder, admission, units)
         except ValueTooLarge:
-            granted = None
-        if granted is None:
-            granted = await self._room.reserve(holder, admission, units, timeout_s)
-            overflowed = sum(int(unit.sum()) for unit in units[: granted[0]])
-            self._memory.devices[number - 1].overflowed_bytes += overflowed
-        return granted
+            count = 0
+        if not count:
+            count, extents = await self._room.reserve(holder, admission, units, timeout_s)
+            device.overflowed_bytes += sum(int(unit.sum()) for unit in units[:count])
+        return count, extents
 
     async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""

@@ -18,7 +18,7 @@ from dataplane.errors import BackPressure, SpillFull, TransferFailed
 from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.room.admission import Credit, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.tasks import Threads
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 class Spilling:
     def __init__(
-        self, host: Host, mesh: Mesh, room: Room, credit: Credit, file: SpillFile, size_bytes: int
+        self, host: Host, mesh: Mesh, room: Room, file: SpillFile, size_bytes: int
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.room = room
-        self.credit = credit
         self.file = file
         self.spill = host.space.spill = Spilled(size_bytes, host.space.ranges)
         self.spill.on_left = self.wake
@@ -50,7 +49,6 @@ class Spilling:
         self._threads = Threads()
         self._closed = False
         room.on_wait.append(self.wake)
-        credit.on_wait.append(self.wake)
         room.beyond = self._beyond
 
     def __repr__(self) -> str:
@@ -87,7 +85,7 @@ class Spilling:
 
     @property
     def _waiting(self) -> int:
-        return len(self.room) + len(self.credit)
+        return len(self.room) + self.room.starved
 
     async def _while_needed(self) -> None:
         while self.spill.has_left or self._waiting:

@@ -130,7 +130,7 @@ class Standstill:
         return Stirring(
             filled=[entry.name for entry in entries],
             busy=sorted(busy),
-            held=leased or drop or len(self.claims.credit) > 0,
+            held=leased or drop or self.claims.room.starved > 0,
             claims=self.claims.waiting,
             claimable=any(one.rows.ready(None) for e in entries for one in e.store.stages.values()),
             done=self.host.progress.done,

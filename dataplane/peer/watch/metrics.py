@@ -291,7 +291,7 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "admission_lag": max((store.admission[1] for store in stores), default=0),
         "lost_rows_total": peer.host.lost_rows,
         "waiting_claims": peer.claims.waiting,
-        "starved_claims": len(peer.claims.credit),
+        "starved_claims": peer.room.starved,
         "second_copies": sum(len(e.copies) for e in entries if e.copies is not None),
     }
 

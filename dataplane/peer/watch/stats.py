@@ -76,7 +76,7 @@ class Reporting:
             "waiting_claims": self.peer.claims.waiting,
             "waits": self._waits(),
             "holders": self._holders(),
-            "starved_claims": len(self.peer.claims.credit),
+            "starved_claims": self.peer.room.starved,
             "waiting_puts": len(self.peer.room) + self.peer.share.writers,
             "pulled_bytes": self.peer.pulls.pulled_bytes,
             "carried_bytes": self.peer.pulls.carried_bytes,

@@ -1,71 +1,137 @@
-"""Second copies of another peer's values: how many transfers, where some were freed meanwhile."""
+"""Second copies of another peer's values: how many transfers, and what one attempt leaves."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from dataplane.errors import DeadlineExceeded
 from dataplane.memory.space import Space
+from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies
+from dataplane.peer.host import Caller
 from dataplane.peer.pull.pulls import Pulls
-from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.backup import Replicas
+from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.records import RANGE, U4, U8
-from dataplane.wire.tables import Owner
+from dataplane.wire.journal import Op, encode_ops
+from dataplane.wire.messages import Done
+from dataplane.wire.peering import Append, Shipment
+from dataplane.wire.records import RANGE, U4, U8, VALUE
+from dataplane.wire.tables import Column, Owner
+from tests.metadata import stores
 
-THERE = Owner("tcp://10.0.0.2:7101", 2)
-ARENA_BYTES, VALUE_BYTES, VALUES = 1 << 20, 64, 1000
+HERE, THERE = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
+ARENA_BYTES, VALUE_BYTES, VALUES = 128 << 20, 64, 1000
 
 
 class Engine:
-    """Of the owner's ranges every other one is gone."""
+    """Stands where the bulk engine does. gone: ranges that their owner has freed. Where `fails`,
+    each second transfer is out of time."""
 
     transport = TCP
 
-    def __init__(self, arena: memoryview) -> None:
-        self.arena = arena
-        self.reads = 0
+    def __init__(self, gone: set[int], fails: bool = False) -> None:
+        self.gone = gone
+        self.fails = fails
+        self.arena = memoryview(bytearray(ARENA_BYTES))
+        self.reads: list[list[int]] = []
 
     async def read(self, remote: Remote, copies: Records, *how: Any) -> ReadOutcome:
-        self.reads += 1
-        gone = np.asarray(copies["range"] % 2 == 1, np.bool_)
+        self.reads.append(copies["range"].tolist())
+        if self.fails and not len(self.reads) % 2:
+            raise DeadlineExceeded("out of time")
+        gone = np.isin(copies["range"], list(self.gone))
         for copy in copies[~gone]:
             dest, text = int(copy["dest"]), b"%64d" % copy["range"]
             self.arena[dest : dest + VALUE_BYTES] = text
         return ReadOutcome(gone, int(copies["nbytes"][~gone].sum()), 0.0)
 
 
+class Peer:
+    """One that keeps second copies, as far as that goes."""
+
+    def __init__(self, engine: Any) -> None:
+        self.space = Space(ARENA_BYTES)
+        made = Authority(Roster.from_seeds([THERE.peer, HERE.peer]), 77)
+        for owner in (THERE, HERE):
+            made.beat(owner, made.roster.epoch)
+        self.host: Any = SimpleNamespace(
+            space=self.space,
+            arena=SimpleNamespace(view=engine.arena),
+            now=asyncio.get_running_loop().time,
+            owner=HERE,
+            address=HERE.peer,
+            roster=made.roster,
+            lease_numbers=iter(range(1, 100)),
+        )
+        others = SimpleNamespace(on_away=[])
+        self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
+        room: Any = SimpleNamespace(reserve=self._reserve, pump=lambda: None)
+        pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]
+        pulls.use(engine)
+        self.copying = Copying(self.host, self.mesh, pulls, room)
+
+    async def _reserve(self, *what: Any) -> tuple[int, Any]:
+        return self.space.reserve(*what[:3])
+
+    async def _hello(self, address: str) -> Any:
+        return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")
+
+
 async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     """A backup that is told of much at once finds half of it gone: it went one by one then, and did
     not get in sync while its primary was busy."""
-    space, arena = Space(ARENA_BYTES), memoryview(bytearray(ARENA_BYTES))
-
-    async def reserve(*what: Any) -> tuple[int, Any]:
-        return space.reserve(*what[:3])
-
-    async def hello(address: str) -> Any:
-        return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")
-
-    now = asyncio.get_running_loop().time
-    host: Any = SimpleNamespace(space=space, arena=SimpleNamespace(view=arena), now=now)
-    mesh: Any = SimpleNamespace(handlers={}, hello=hello, others=SimpleNamespace(on_away=[]))
-    room: Any = SimpleNamespace(reserve=reserve, pump=lambda: None)
-    pulls = Pulls(host, mesh, room, None)  # type: ignore[arg-type]
-    engine: Any = Engine(arena)
-    pulls.use(engine)
+    engine = Engine(set(range(1, VALUES, 2)))
+    peer = Peer(engine)
     copies, ranges = Copies(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
     copies.note(THERE, ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8))
-    await Copying(host, mesh, pulls, room).bring(copies, THERE)
-    assert engine.reads == 1
+    await peer.copying.bring(copies, THERE)
+    assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
     assert missing["range"].tolist() == list(range(1, VALUES, 2))
     brought, _, local = copies.take(THERE)
-    places = space.ranges.extents(local)["offset"].tolist()
-    assert [int(bytes(arena[at : at + VALUE_BYTES])) for at in places] == brought["range"].tolist()
-    assert space.stats()["used_bytes"] == VALUES // 2 * VALUE_BYTES
-    assert space.stats()["granted_bytes"] == 0
+    places = peer.space.ranges.extents(local)["offset"].tolist()
+    found = [int(bytes(engine.arena[at : at + VALUE_BYTES])) for at in places]
+    assert found == brought["range"].tolist()
+    assert peer.space.stats()["used_bytes"] == VALUES // 2 * VALUE_BYTES
+    assert peer.space.stats()["granted_bytes"] == 0
+
+
+async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
+    """A message to the backup may name more than a link brings while its sender waits."""
+    engine = Engine(set(), fails=True)
+    peer = Peer(engine)
+    partitions: Any = SimpleNamespace(heard=lambda generation: None)
+    shipping: Any = SimpleNamespace(copying=peer.copying)
+    references: Any = SimpleNamespace(inherited=None)
+    replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
+    append, caller = peer.mesh.handlers[Append], Caller(THERE.peer, THERE.incarnation)
+
+    shard, ops = stores.store(replicas=2), list[Op]()
+    shard.emit = ops.append
+    for n in range(12):
+        record = np.zeros(1, VALUE)
+        record["range"], record["nbytes"] = n, BATCH_BYTES // 4
+        column = Column("tokens", record.tobytes())
+        shard.put(stores.Wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
+    begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    assert await begun == Done()
+    told = Append(5, 1, [Shipment("step-1", 1, [encode_ops([op]) for op in ops])])
+    answer: Awaitable[Any] | None = None
+    for _ in range(3):
+        answer = append(caller, told)
+        with contextlib.suppress(DeadlineExceeded):
+            assert await answer == Done()
+            break
+    assert engine.reads == [[*range(4)], *2 * [[*range(4, 8)]], *2 * [[*range(8, 12)]]]
+    assert len(replicas) == 12
+    assert peer.space.stats()["used_bytes"] == 3 * BATCH_BYTES

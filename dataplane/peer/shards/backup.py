@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -18,7 +18,7 @@ import numpy as np
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import apply
-from dataplane.metadata.shard.second_copies import Copies, named_by
+from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Host
@@ -26,6 +26,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
+from dataplane.peer.shards.replication import BATCH_BYTES
 from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Append, Inherited, Shipment
@@ -109,39 +110,45 @@ class Replicas:
             raise ProtocolError(f"operations of {caller.address} came without their beginning")
         if origin.lock.locked() or _brings_values(origin, body):
             return self._append_with_values(caller, origin, body)
-        self._replay(caller.owner, origin, _new(origin, body))
+        self._replay(caller.owner, origin, _new(origin, body).shipments)
         return Done()
 
     async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
+        """In pieces: where all of it takes longer than the sender waits, what is sent again begins
+        behind those that were carried out."""
         async with origin.lock:
-            body = _new(origin, body)
-            async with self._beforehand(caller.owner, origin, body):
-                self._replay(caller.owner, origin, body)
+            for shipment in _new(origin, body).shipments:
+                copy = origin.copies.get((shipment.partition, shipment.generation))
+                if copy is None or copy.values is None:  # nobody was promised what only begins
+                    self._check_backs_up(caller.owner, origin)
+                    self._replay(caller.owner, origin, [shipment])
+                    continue
+                for piece, named in _pieces(shipment, caller.owner):
+                    async with self._beforehand(caller.owner, origin, copy.values, named):
+                        self._replay(caller.owner, origin, [piece])
             for copy in list(origin.copies.values()):
                 if copy.values is not None:
                     await self.copying.bring(copy.values, caller.owner)
         return Done()
 
     @contextlib.asynccontextmanager
-    async def _beforehand(self, owner: Owner, origin: _Origin, body: Append) -> AsyncIterator[None]:
-        """Second copies of what the primary wrote are here before its operations are replayed. What
-        begins with this message nobody was promised yet. StaleEpoch where it was taken over."""
-        async with contextlib.AsyncExitStack() as held:
-            for shipment in body.shipments:
-                copy = origin.copies.get((shipment.partition, shipment.generation))
-                if copy is None or copy.values is None:
-                    continue
-                ops = [op for raw in shipment.ops for op in decode_ops(raw)]
-                named = [one for op in ops for one in named_by(op) if one[0] == owner]
-                await held.enter_async_context(self.copying.held(copy.values, named))
-                await self.copying.bring(copy.values, owner)
-            if self._origins.get(owner) is not origin:
-                raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
+    async def _beforehand(
+        self, owner: Owner, origin: _Origin, values: Copies, named: list[Named]
+    ) -> AsyncIterator[None]:
+        """Second copies of what the primary wrote are here before its operations are replayed."""
+        async with self.copying.held(values, named):
+            await self.copying.bring(values, owner)
+            self._check_backs_up(owner, origin)
             yield
 
-    def _replay(self, owner: Owner, origin: _Origin, body: Append) -> None:
+    def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
+        """StaleEpoch where its shards were taken over meanwhile."""
+        if self._origins.get(owner) is not origin:
+            raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
+
+    def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> None:
         try:
-            for shipment in body.shipments:
+            for shipment in shipments:
                 self._carry_out(owner, origin, shipment)
         except ProtocolError:
             self._forget(owner)
@@ -293,6 +300,24 @@ def _behind(one: Shipment, passed: int) -> Shipment:
     if passed and one.definition is not None:
         one, passed = Shipment(one.partition, one.generation, one.ops), passed - 1
     return Shipment(one.partition, one.generation, one.ops[passed:], one.definition)
+
+
+def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]]]:
+    """Of a partition that is here already: in order, operations that write few bytes of the owner,
+    and what those name."""
+    ops: list[bytes] = []
+    named: list[Named] = []
+    nbytes = 0
+    for raw in one.ops:
+        mine = [found for op in decode_ops(raw) for found in named_by(op) if found[0] == owner]
+        more = sum(int(reach.sum()) for *_, reach in mine)
+        if ops and nbytes + more > BATCH_BYTES:
+            yield Shipment(one.partition, one.generation, ops), named
+            ops, named, nbytes = [], [], 0
+        ops.append(raw)
+        named += mine
+        nbytes += more
+    yield Shipment(one.partition, one.generation, ops), named
 
 
 def _brings_values(origin: _Origin, body: Append) -> bool:

@@ -29,8 +29,9 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 64 << 20
-"""What is brought at once, and no more than an eighth of the arena."""
+BATCH_BYTES = 16 << 20
+"""What is brought at once, and no more than an eighth of the arena. It has to arrive while a
+primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB/s left."""
 PATIENCE_S = 4.0
 """How long room for copies is awaited before the asker is told."""
 

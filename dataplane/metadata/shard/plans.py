@@ -84,7 +84,7 @@ def join(
     if any(one.holder == holder and not one.acked for one in of_rank):
         raise InvalidCall(
             f"this process takes part in the plan of stage {stage.name!r} as rank {rank} already: "
-            "ack or release that plan first",
+            "ack or release that plan first, as a `with` around it does",
             stage=stage.name,
         )
     if len(plan.members) >= MAX_RANKS:

@@ -269,15 +269,36 @@ def waits_for_ray(environ: Environ = os.environ) -> bool:
     return ("ray" in sys.modules or "RAY_ADDRESS" in environ) and _initialised_ray() is None
 
 
-def _ray_has_several_hosts() -> bool:
+def ray_nodes() -> list[Any] | None:
+    """The living nodes of the cluster of an initialised ray; none without one. None in a child that
+    was forked when ray was, where a call that leaves the process never comes back."""
+    if _of_the_parent:
+        return None
     ray = _initialised_ray()
-    alive = ray.nodes() if ray is not None else []
-    return len({node["NodeManagerAddress"] for node in alive if node["Alive"]}) > 1
+    return [node for node in ray.nodes() if node["Alive"]] if ray is not None else []
+
+
+def _ray_has_several_hosts() -> bool:
+    """True where that cannot be asked: no child makes a private plane of its host."""
+    nodes = ray_nodes()
+    return nodes is None or len({node["NodeManagerAddress"] for node in nodes}) > 1
 
 
 def _initialised_ray() -> Any:
     ray = sys.modules.get("ray")
     return ray if ray is not None and getattr(ray, "is_initialized", bool)() else None
+
+
+_of_the_parent = False
+"""Whether what this process has of ray is its parent's."""
+
+
+def _after_fork() -> None:
+    global _of_the_parent
+    _of_the_parent = _initialised_ray() is not None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _torchrun(environ: Environ) -> Job | None:

@@ -133,4 +133,4 @@ def test_a_queue_that_actors_of_several_nodes_begin_at_once_is_one(cluster: Ray)
     names = [f"k{number}" for number in range(found["peers"])]
     assert found["peers"] >= RAYLETS
     assert found["got"] == [{name: name for name in names}] * found["peers"]
-    assert found["left"] == {}
+    assert found["child"] == names and found["left"] == {}

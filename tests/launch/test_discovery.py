@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dataplane.launch.discovery import (
     launchers_run,
     node_peer,
     own_seed,
+    ray_nodes,
     seed_port,
 )
 
@@ -217,6 +219,18 @@ def test_workers_of_ray_ask_it_for_the_head_and_whether_there_are_others(
     assert hosts(find_seeds({})) == ["127.0.0.1"]
     initialised_ray(monkeypatch, "192.0.2.7", "192.0.2.7", "192.0.2.8")
     assert hosts(find_seeds({"RAY_JOB_ID": "01000000"})) == ["192.0.2.7"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_never_asks_its_parents_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialised_ray(monkeypatch, "127.0.0.1", "127.0.0.1")
+    assert len(ray_nodes() or ()) == 1 and find_seeds({}) == ()
+    child = os.fork()
+    if not child:
+        sys.modules["ray"].nodes = None  # whoever calls it waits for ever
+        right = ray_nodes() is None and hosts(find_seeds({})) == ["127.0.0.1"]
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_host_that_is_not_the_first_joins_it_from_its_own_address() -> None:

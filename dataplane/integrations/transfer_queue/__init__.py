@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from dataplane.integrations.transfer_queue.sampler import (
 )
 from dataplane.integrations.transfer_queue.store import StorageKeyNotFoundError, Store
 from dataplane.integrations.transfer_queue.streaming import StreamingDataLoader, StreamingDataset
+from dataplane.launch import discovery
 
 __all__ = [
     "BaseSampler",
@@ -151,20 +151,12 @@ def attach(config: Any = None) -> TransferQueueClient:
 
 def _store(conf: Any) -> Store:
     if _here.store is None:
-        if _several_nodes():
+        if len(discovery.ray_nodes() or ()) > 1:  # each of which needs a peer
             from dataplane.integrations import ray as on_ray
 
             _here.peers = on_ray.started()
         _here.store = Store(dataplane.connect())
     return _here.store
-
-
-def _several_nodes() -> bool:
-    """Whether this is a process of a Ray job on several nodes, each of which needs a peer."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return False
-    return len([node for node in ray.nodes() if node["Alive"]]) > 1
 
 
 def _client(store: Store) -> TransferQueueClient:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import pickle  # noqa: S403
+import random
 import subprocess
 import sys
 import tempfile
@@ -287,6 +288,22 @@ class EveryOther(BaseSampler):
         return taken, taken
 
 
+class Lucky(BaseSampler):
+    """As TransferQueue's tutorial makes one: with replacement, from generators that it keeps."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._states["rng"] = numpy.random.RandomState(seed)
+        self.more = [numpy.random.default_rng(seed), random.Random(seed)]
+        self.had: tuple[Any, ...] = ()
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        luck = [self._states["rng"], *self.more]
+        taken = [int(one.choice(ready_indexes)) for one in luck]
+        self.had = (*self.had, taken)
+        return sorted({*taken, len(self.had)}), []
+
+
 def test_ranks_of_several_processes_share_what_the_sampler_remembers(
     plane: None,
 ) -> None:
@@ -313,6 +330,19 @@ def test_a_sampler_of_the_users_own_is_asked(
         client.put(rows(6), partition_id="train")
         taken = [client.get_meta(["x"], 3, "train", task_name="t").global_indexes for _ in "ab"]
         assert taken == [[1, 3, 5], [2]]  # of 0, 2 and 4, which were left
+    finally:
+        transfer_queue.close()
+
+
+def test_a_sampler_has_the_attributes_that_it_left(plane: None) -> None:
+    wanted, ready = Lucky(7), list(range(100))
+    transfer_queue.init({"controller": {"polling_mode": True, "sampler": Lucky(7)}})
+    try:
+        client = transfer_queue.get_client()
+        client.put(rows(100), partition_id="train")
+        for _ in range(3):
+            meta = client.get_meta(["x"], 1, "train", task_name="t")
+            assert meta.global_indexes == wanted.sample(ready, 1)[0]
     finally:
         transfer_queue.close()
 

@@ -120,7 +120,7 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
         made = OmegaConf.merge(made, OmegaConf.create(_DEFAULTS), conf or {})
         made.dataplane.run = store.plane.name
         told = {
-            "sampler": samplers.description(_sampler_of(made.controller.sampler)),
+            "sampler": samplers.packed(_sampler_of(made.controller.sampler)),
             "polling": bool(made.controller.polling_mode),
             "dedup": list(made.dataplane.dedup or ()),
             "metrics": _endpoint(store) if made.metrics.enabled else None,
@@ -130,7 +130,6 @@ def init(conf: DictConfig | dict[str, Any] | None = None) -> DictConfig | dict[s
         _client(store)
         if not first:
             return conf
-        store.tell("sampler", told["sampler"])
         made.metrics.endpoint = told["metrics"]
         whole: DictConfig = made
         return whole

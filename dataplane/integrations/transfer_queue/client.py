@@ -20,8 +20,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane.integrations.transfer_queue.columns import columns_of
-from dataplane.integrations.transfer_queue.metadata import BatchMeta, KVBatchMeta
-from dataplane.integrations.transfer_queue.sampler import BaseSampler, SequentialSampler, rebuilt
+from dataplane.integrations.transfer_queue.metadata import BatchMeta, KVBatchMeta, equal
+from dataplane.integrations.transfer_queue.sampler import packed, rebuilt
 from dataplane.integrations.transfer_queue.store import (
     INDEX_BITS,
     Row,
@@ -145,8 +145,8 @@ class TransferQueueClient:
         with store.alone("sampler"):
             rows = self._in_order(name, store.rows(name))
             ready = [i for i, row in rows.items() if row.has(fields) and not row.consumed(task)]
-            state = store.told("sampler state")
-            sampler = self._sampler(state)
+            told = self._told_of_the_sampler()
+            sampler = rebuilt(told)
             if len(ready) < count and not sampler.has_cached_result(name, task, config):
                 return None
             known = _Partition(name, rows)
@@ -156,18 +156,16 @@ class TransferQueueClient:
                 return None
             if new := [i for i in consumed if i in rows and not rows[i].consumed(task)]:
                 store.consume(name, [rows[i].key for i in new], task)
-            if (now := sampler.save_checkpoint()) != state:
-                store.tell("sampler state", now)
+            if not equal(now := packed(sampler), told):
+                store.tell("sampler", now)
         if cleared := [i for i in chosen if i not in rows]:
             raise StorageKeyNotFoundError(f"rows {cleared[:3]} of {name!r} were cleared")
         return self._meta(name, {i: rows[i] for i in chosen}, fields, ready=True)
 
-    def _sampler(self, state: dict[str, Any] | None) -> BaseSampler:
-        told = self._store.told("sampler")
-        sampler = rebuilt(told) if told else SequentialSampler()
-        if state:
-            sampler.load_checkpoint(state)
-        return sampler
+    def _told_of_the_sampler(self) -> dict[str, Any]:
+        """As it was after the last fetch, or as `init` was given it."""
+        told: dict[str, Any] = self._store.told("sampler") or self._store.told("config")["sampler"]
+        return told
 
     def _meta(
         self, name: str, rows: Mapping[int, Row], fields: Sequence[str], ready: bool = False
@@ -305,9 +303,9 @@ class TransferQueueClient:
             if keys:
                 self._store.consume(partition_id, keys, task, done=False)
         with self._store.alone("sampler"):
-            sampler = self._sampler(self._store.told("sampler state"))
+            sampler = rebuilt(self._told_of_the_sampler())
             sampler.clear_cache(partition_id)
-            self._store.tell("sampler state", sampler.save_checkpoint())
+            self._store.tell("sampler", packed(sampler))
         return True
 
     def get_partition_list(self) -> list[str]:

@@ -53,13 +53,18 @@ def _portions(rows: int, chunks: int) -> Iterator[range]:
         start = end
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same, arrays inside included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
 
 
@@ -68,7 +73,7 @@ def _joined_info(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for info in infos:
         for key, value in (info or {}).items():
-            if key in joined and not _equal(joined[key], value):
+            if key in joined and not equal(joined[key], value):
                 raise ValueError(
                     f"extra_info {key!r} has conflicting values in what is concatenated: "
                     f"{joined[key]!r:.80} and {value!r:.80}"

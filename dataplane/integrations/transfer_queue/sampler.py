@@ -1,18 +1,22 @@
 """Samplers: which of the ready rows a fetch gets. Users make their own of `BaseSampler`.
 
-A sampler has no process of its own. Whoever fetches makes it anew from what `init` was given, loads
-what it remembered, asks it, and keeps what it remembers now for the next; one fetch at a time in
-the whole queue. So all that a sampler remembers goes through `save_checkpoint` and
-`load_checkpoint`, as dicts, lists, tuples, numbers, texts and arrays.
+A sampler has no process of its own. Whoever fetches makes it anew of the attributes that it had,
+asks it, and keeps those that it has then for the next; one fetch at a time in the whole queue. So
+its attributes are dicts, lists, tuples, numbers, texts, arrays, and generators of random numbers.
 """
 
 from __future__ import annotations
 
 import heapq
+import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+
+from dataplane.integrations.transfer_queue.columns import packed_object, unpacked_object
 
 Choice = tuple[list[int], list[int]]
 """Rows to hand out, and rows that the task has had from now on."""
@@ -244,17 +248,16 @@ def get_seqlen_balanced_partitions(
     return sorted(sorted(places) for _, places in heap[0][2])
 
 
-def description(sampler: BaseSampler) -> dict[str, Any]:
+def packed(sampler: BaseSampler) -> dict[str, Any]:
     """What `rebuilt` makes the sampler of, in another process."""
     kind = type(sampler)
-    kept = sampler.save_checkpoint()
-    given = {name: value for name, value in vars(sampler).items() if name not in kept}
-    return {"module": kind.__module__, "class": kind.__qualname__, "given": given}
+    told = {name: _packed(value) for name, value in vars(sampler).items()}
+    return {"module": kind.__module__, "class": kind.__qualname__, "attributes": told}
 
 
 def rebuilt(told: dict[str, Any]) -> BaseSampler:
-    """A sampler as it was before it had chosen anything. TypeError where the class is none, or not
-    imported here: what others tell names code, and never has it loaded."""
+    """The sampler as it was. TypeError where the class is none, or not imported here: what others
+    tell names code, and never has it loaded."""
     kind: Any = sys.modules.get(told["module"])
     for name in told["class"].split("."):
         kind = getattr(kind, name, None)
@@ -264,6 +267,44 @@ def rebuilt(told: dict[str, Any]) -> BaseSampler:
             "sampler of your own is a class of a module that every process imports"
         )
     made = kind.__new__(kind)
-    BaseSampler.__init__(made)
-    vars(made).update(told["given"])
+    vars(made).update((name, _unpacked(value)) for name, value in told["attributes"].items())
+    return made
+
+
+_LUCK = "\0luck"
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.random.RandomState):
+        return {_LUCK: value.get_state(legacy=False)}
+    if isinstance(value, np.random.Generator):
+        return {_LUCK: value.bit_generator.state, "generator": True}
+    if isinstance(value, random.Random):
+        return {_LUCK: value.getstate()}
+    if isinstance(value, dict):
+        return {key: _packed(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_packed, value))
+    return packed_object(value)
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_unpacked, value))
+    if not isinstance(value, dict):
+        return unpacked_object(value)
+    if _LUCK not in value:
+        return {key: _unpacked(one) for key, one in value.items()}
+    state = value[_LUCK]
+    if isinstance(state, tuple):
+        made: Any = random.Random()
+        made.setstate(state)
+        return made
+    if "generator" not in value:
+        made = np.random.RandomState()
+        made.set_state(state)
+        return made
+    kinds = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
+    made = np.random.Generator(kinds[state["bit_generator"]]())
+    made.bit_generator.state = state
     return made

@@ -86,7 +86,7 @@ def _filters(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         wire = objects.decode(data)
         with contextlib.suppress(InvalidCall, DataplaneError):
-            where.parse(wire)
+            where.checked(wire)
 
 
 def _manifest(data: bytes) -> None:

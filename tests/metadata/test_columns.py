@@ -106,7 +106,7 @@ def test_a_lane_that_nobody_claims_from_stays_small() -> None:
 
 
 def test_only_so_many_filtered_lanes_are_kept_and_an_evicted_one_is_rebuilt() -> None:
-    units = Units(lambda where, unit, bits: bits if unit == where.values[0] else 0)
+    units = Units(lambda where, unit, bits: bits if unit == where[2] else 0)
     units.add(64)
     for unit in range(64):
         units.move(unit, 1, PENDING, READY)

@@ -60,8 +60,3 @@ def test_a_long_name_is_refused_with_its_size() -> None:
     with pytest.raises(LimitExceeded) as caught:
         names.hash_name("x" * 513)
     assert caught.value.details == {"size": 513, "limit": 512}
-
-
-def test_only_given_names_are_kept() -> None:
-    minted = names.format_minted(names.mint(2, 3))
-    assert names.given_names([4, 5, 6], ["a", minted, 7]) == {4: "a", 6: 7}

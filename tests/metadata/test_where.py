@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, ProtocolError
 from dataplane.metadata.tables.tags import MISSING, Tags, check
-from dataplane.metadata.tables.where import Where, parse, tag
+from dataplane.metadata.tables.where import Where, checked, tag
 from dataplane.metadata.tables.where import test as holds
 
 SCALARS = (
@@ -31,7 +31,7 @@ def selected(where: Where, values: list[Any], missing: list[int] | None = None) 
         if row not in (missing or []):
             tags.set([row], {"t": [value]})
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(where.to_wire()))
-    found = holds(parse(wire), tags)
+    found = holds(checked(wire), tags)
     return [bool(found >> row & 1) for row in range(len(values))]
 
 
@@ -140,7 +140,7 @@ def deep() -> list[Any]:
 )
 def test_what_is_no_filter_is_a_protocol_error(wire: Any) -> None:
     with pytest.raises(ProtocolError):
-        parse(wire)
+        checked(wire)
 
 
 @given(st.lists(SCALARS, min_size=1, max_size=12))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from dataplane.metadata.tables.bits import all_of, first_of, rows_of
+from dataplane.metadata.tables.bits import first_of, rows_of
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import Values
@@ -213,8 +213,3 @@ def given(names: Sequence[Name] | None) -> tuple[Name, ...] | None:
     if names is None or all([type(n) is str and n.startswith("~") for n in names]):
         return None
     return tuple(names)
-
-
-def whole(block: Block) -> bool:
-    """Whether all rows are there that it came with."""
-    return block.live == all_of(block.count)

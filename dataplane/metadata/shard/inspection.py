@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY
+from dataplane.metadata.shard.blocks import LEASED, READY
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
@@ -100,37 +99,6 @@ def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float)
 
     found = _holders(((lease, wanted(lease)) for lease in state.leases), now)
     return sorted(found, key=lambda one: -one[3])
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """stages: rows by stage, and by what they are for it. admission: the trainer's version, and how
-    many the slowest group is behind it; 0, 0 without."""
-
-    rows: int
-    groups: int
-    tombstones: int
-    metadata_bytes: int
-    stages: dict[str, dict[str, int]]
-    admission: tuple[int, int]
-
-
-def figures(state: State) -> Figures:
-    """The part of `stats` that costs the same however many rows there are, but for the lag when the
-    group was finished that was the slowest."""
-    permits, stages = state.permits, {}
-    for name, stage in state.stages.items():
-        counts = stage.rows.counts
-        states = {"pending": PENDING, "ready": READY, "leased": LEASED, "acked": ACKED}
-        stages[name] = {word: counts[number] for word, number in states.items()}
-    return Figures(
-        rows=len(state.index),
-        groups=len(state.groups),
-        tombstones=len(state.tombstones),
-        metadata_bytes=state.nbytes,
-        stages=stages,
-        admission=(permits.version, permits.version - permits.oldest(state)),
-    )
 
 
 def stats(state: State) -> dict[str, Any]:

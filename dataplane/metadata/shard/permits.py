@@ -198,6 +198,10 @@ class Permits:
         slow = [] if self._slow is None else [self._slow.begun]
         return min([self.version, *slow, *self._promised()])
 
+    def lag(self, state: State) -> int:
+        """How many versions the slowest groups are behind that are not all there yet."""
+        return self.version - self.oldest(state)
+
     def look_again(self) -> None:
         """Groups that were all there may not be any more, or were begun earlier than was known."""
         self._slow = None

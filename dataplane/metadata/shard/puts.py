@@ -133,12 +133,13 @@ def apply_put(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     _enter_groups(state, plan, op.holder)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, values)
-    kept: Counter[str] = Counter()
+    kept: dict[str, int] = {}
     known: list[Block] = []
     for part in _known_parts(plan):
         known.append(part.block)
         mine = values if len(part.at) == values.count else values.split([part.at])[0]
-        kept.update(state.merge(part.block, part.rows, mine, op.mode == "keep"))
+        for name, stayed in state.merge(part.block, part.rows, mine, op.mode == "keep").items():
+            kept[name] = kept.get(name, 0) + stayed
         if plan.tags:
             tags = tagging.only(plan.tags, part.at, rows.count)
             state.set_tags(part.block, part.rows, tags)
@@ -147,19 +148,19 @@ def apply_put(state: State, plan: PutPlan, op: Wrote) -> PutOutcome:
     closed = state.written([*blocks, *known], touched.values())
     if plan.tags and known:
         state.retag([block for block in known if block.live])
-    return PutOutcome(dict(kept), closed, gone)
+    return PutOutcome(kept, closed, gone)
 
 
 def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]]) -> dict[str, int]:
     """Write values that `check_added` let through; those that are there stay, and are counted."""
-    kept: Counter[str] = Counter()
+    kept: dict[str, int] = {}
     for part, values in parts:
-        block = part.block
-        kept.update(state.merge(block, part.rows, values, keep=True))
-        note_added(block, stage.name, part, values)
-    blocks, fields = [part.block for part, _ in parts], parts[0][1].fields
-    state.written(blocks, state.groups_of([(block, 0) for block in blocks]), fields)
-    return dict(kept)
+        for name, stayed in state.merge(part.block, part.rows, values, keep=True).items():
+            kept[name] = kept.get(name, 0) + stayed
+        note_added(part.block, stage.name, part, values)
+    blocks, fields = [(part.block, part.bits) for part, _ in parts], parts[0][1].fields
+    state.written([block for block, _ in blocks], state.groups_of(blocks), fields)
+    return kept
 
 
 def note_added(block: Block, stage: str, part: Part, values: Values) -> None:

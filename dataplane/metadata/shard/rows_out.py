@@ -17,7 +17,7 @@ from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values import Values, joined
-from dataplane.metadata.tables.where import parse
+from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import KEY, U4, column
@@ -191,7 +191,7 @@ def read(
     after: bytes = b"",
 ) -> tuple[Rows, bool]:
     """(the rows a read means, whether there are more). They hold until the next change."""
-    wanted = None if where is None else parse(where)
+    wanted = None if where is None else checked(where)
     most = min(limit, MAX_ROWS_PER_MESSAGE) if limit > 0 else MAX_ROWS_PER_MESSAGE
     parts = state.rows.parts if rows is None else find_rows(state, rows.keys, rows.names).parts
     if after:

@@ -22,12 +22,12 @@ from dataplane.metadata.shard.blocks import (
     Standing,
 )
 from dataplane.metadata.shard.lanes import Lane, Unit
-from dataplane.metadata.tables.where import Filter, parse
+from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
 MAX_FILTERED_LANES = 32
 
-Test = Callable[[Filter, Unit, int], int]
+Test = Callable[[Where, Unit, int], int]
 
 
 class Counts(NamedTuple):
@@ -83,7 +83,7 @@ class Units:
         name = msgspec.msgpack.encode(where)
         lane = self._filtered.pop(name, None)
         if lane is None:
-            wanted = parse(where)
+            wanted = checked(where)
             lane = Lane(lambda unit, bits: self._test(wanted, unit, bits))
             for unit, bits in self.plain:
                 lane.enter(unit, bits)

@@ -32,11 +32,10 @@ from dataplane.metadata.tables.references import Array, Move
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.tombstones import Tombstones, of_group
 from dataplane.metadata.tables.values import Loose, Values, by_tables
-from dataplane.metadata.tables.where import Filter
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.records import VALUE, joined
-from dataplane.wire.tables import INLINE, Definition, Name, Owner, Scalar, Spec
+from dataplane.wire.tables import INLINE, Definition, Name, Owner, Scalar, Spec, Where
 
 _MANY_LAYOUTS = 1_024
 _NO_VALUES = Values(0)
@@ -133,7 +132,7 @@ class State:
         """LimitExceeded unless the partition may have these fields too. stage: it gives progress of
         them."""
         if stage is None:
-            new = {name for name in names if name not in self.fields}
+            new = set(names) - self.fields.keys()
         else:
             new = {name for name in names if (stage, name) not in self.progress}
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
@@ -192,7 +191,7 @@ class State:
             parts.append((block, bits))
         return Rows(parts)
 
-    def matching(self, where: Filter) -> Rows:
+    def matching(self, where: Where) -> Rows:
         """All rows for which a filter holds."""
         found = [(b, self.test(where, b, b.live)) for b in self.blocks.values()]
         return Rows([one for one in found if one[1]])
@@ -429,7 +428,7 @@ class State:
                 full.append(group)
             for stage in stages if group.closed else ():
                 stage.settle(group)
-        return self._count_closed(full)
+        return self._count_closed(full) if full else 0
 
     def close_groups(self, groups: Sequence[Group]) -> int:
         """Groups close at the size they have. Returns how many of them count as made."""
@@ -600,11 +599,11 @@ class State:
     # filters
 
     @staticmethod
-    def test(where: Filter, block: Block, bits: int) -> int:
+    def test(where: Where, block: Block, bits: int) -> int:
         tags = Tags(block.count) if block.tags is None else block.tags
         return bits & holding(where, tags)
 
-    def _test_group(self, where: Filter, group: Group, bits: int) -> int:
+    def _test_group(self, where: Where, group: Group, bits: int) -> int:
         """Whether the filter holds for all its rows."""
         if not group.live:
             return 0

@@ -47,7 +47,7 @@ from dataplane.metadata.tables.bits import bytes_of, rows_of
 from dataplane.metadata.tables.references import Array, Move, extents_of, ids_of, ranges_of
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.values import loose_by_owner
-from dataplane.metadata.tables.where import parse
+from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
@@ -387,7 +387,7 @@ class Store(State):
         elif groups is not None:
             dropped = drops.drop_groups(self, groups)
         else:
-            found = self.matching(parse(where))
+            found = self.matching(checked(where))
             dropped = len(found), self.remove(found.parts, dropped=True)
         if self.emit is not None:
             keys = b"" if rows is None else rows.keys

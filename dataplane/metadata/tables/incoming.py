@@ -44,7 +44,8 @@ def keys_in(raw: bytes | memoryview) -> list[bytes]:
     """A KEY column as the keys one by one."""
     if len(raw) % KEY_BYTES:
         column(raw, KEY)
-    return [bytes(raw[at : at + KEY_BYTES]) for at in range(0, len(raw), KEY_BYTES)]
+    raw = bytes(raw)
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
 def different(raw: bytes, what: str) -> list[bytes]:

@@ -8,7 +8,7 @@ session made them. Shared by client and peer; no state.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -65,15 +65,6 @@ def mint_many(session: int, first: int, count: int) -> bytes:
     keys["session"] = session
     keys["counter"] = np.arange(first, first + count, dtype=np.uint64)
     return keys.tobytes()
-
-
-def given_names(ids: Iterable[int], names: Iterable[Name]) -> dict[int, Name]:
-    """The names that must be kept: a minted key says its own."""
-    return {
-        id_: name
-        for id_, name in zip(ids, names, strict=True)
-        if type(name) is not str or not name.startswith(MINTED_MARK)
-    }
 
 
 def format_minted(key: bytes) -> str:

@@ -29,7 +29,7 @@ from dataplane.wire.limits import (
     MAX_LEAVES_PER_ROW,
     MAX_NAME_BYTES,
 )
-from dataplane.wire.records import U4, VALUE, column
+from dataplane.wire.records import U4, U8, VALUE, column
 from dataplane.wire.tables import INLINE, Column, Owner, Spec
 
 Leaves = dict[str, tuple[bytes, ...]]
@@ -267,20 +267,19 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _numbered(self, specs: list[Spec], owners: list[Owner], base: int) -> Values:
         """By these tables, which have all that is used; small values lie `base` further back."""
-        same = _starts(specs, self.specs) and _starts(owners, self.owners)
-        if same and not (base and self.inline):
+        same_specs, same_owners = _starts(specs, self.specs), _starts(owners, self.owners)
+        if same_specs and same_owners and not (base and self.inline):
             return replace(self, specs=specs, owners=owners)
         records = np.frombuffer(bytearray(self.blob), VALUE)
         if base and self.inline:
             here = records["owner"] == self.owners.index(INLINE)
             records["range"] += here * np.uint32(base)
-        if not same:
-            there = records["owner"] != ABSENT
-            # an ABSENT record may have any number: what is looked up is bounded first
-            of_spec = _numbers(self.specs, specs).take(records["spec"], mode="clip")
+        # an ABSENT record may have any number: what is looked up is bounded first
+        if not same_specs:
+            records["spec"] = _numbers(self.specs, specs).take(records["spec"], mode="clip")
+        if not same_owners:
             of_owner = _numbers(self.owners, owners).take(records["owner"], mode="clip")
-            records["spec"] = np.where(there, of_spec, 0)
-            records["owner"] = np.where(there, of_owner, ABSENT)
+            records["owner"] = np.where(records["owner"] == ABSENT, ABSENT, of_owner)
         return self._of_blob(records.tobytes(), specs=specs, owners=owners)
 
     def _of_blob(self, blob: bytes, **changed: Any) -> Values:
@@ -514,10 +513,11 @@ def values_in(
         raise InvalidRows("a field occurs twice in one call")
     if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
         raise ProtocolError("an owner of values is named twice")
-    width = count * _SIZE
-    short = all(fields) and max(map(len, fields), default=0) <= MAX_NAME_BYTES
-    if not short or any([len(one.values) != width for one in columns]):
-        _check_shapes(columns, count)
+    for one in columns:
+        if not 0 < len(one.field) <= MAX_NAME_BYTES:
+            raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
+        if len(one.values) != count * _SIZE:
+            raise _not_one_a_row(one, count)
     records = b"".join([one.values for one in columns])
     known = ABSENT if owners is None else min(len(owners), ABSENT)
     holes: dict[str, int] | None = None
@@ -532,24 +532,22 @@ def values_in(
     return found
 
 
-def _check_shapes(columns: Sequence[Column], rows: int) -> None:
-    """Raise what is wrong with a field's name, or how many values it has."""
-    for one in columns:
-        if not 0 < len(one.field) <= MAX_NAME_BYTES:
-            raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
-        values = len(column(one.values, VALUE))
-        if values != rows:
-            raise InvalidRows(
-                f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
-                field=one.field,
-                values=values,
-                rows=rows,
-            )
+def _not_one_a_row(one: Column, rows: int) -> InvalidRows:
+    values = len(column(one.values, VALUE))
+    return InvalidRows(
+        f"field {one.field!r} has {counted(values, 'value')} for {counted(rows, 'row')}",
+        field=one.field,
+        values=values,
+        rows=rows,
+    )
 
 
 def _is_sound(records: bytes, specs: int | None, owners: int) -> bool:
     """Whether every record is a value, of a spec and an owner that there are."""
     if not records:
+        return True
+    # spec, delta and owner of each, the owner uppermost: most often they are of the first
+    if int(np.maximum.reduce(np.frombuffer(records, U8)[2::3])) < (specs or 0) and owners:
         return True
     raw = np.frombuffer(records, VALUE)
     if int(np.maximum.reduce(raw["owner"])) >= owners:
@@ -627,8 +625,8 @@ def _check_inline(values: Values) -> None:
     if INLINE not in values.owners:
         raise ProtocolError(f"{len(inline)} bytes of values that no owner is named for")
     mine = np.frombuffer(values.blob, VALUE)
-    here = mine["owner"] == values.owners.index(INLINE)
-    mine = mine if every(here) else mine[here]
+    if len(values.owners) > 1 or values.holes:
+        mine = mine[mine["owner"] == values.owners.index(INLINE)]
     if not len(mine):
         if inline:
             raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
 
@@ -42,10 +41,9 @@ class Where:
     def to_wire(self) -> WireWhere:
         """The form that travels; LimitExceeded when the filter is too large or too deep."""
         try:
-            parse(self._wire)
+            return checked(self._wire)
         except ProtocolError as exc:
             raise LimitExceeded(exc.message, **exc.details) from exc
-        return self._wire
 
     def __and__(self, other: Where) -> Where:
         return self._joined("and", other)
@@ -158,41 +156,37 @@ class Tested(Protocol):
         """Which have the tag."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """A checked filter as the store keeps it: `how` with a tag and operands, or with parts."""
-
-    how: str
-    tag: str = ""
-    values: tuple[Scalar, ...] = ()
-    parts: tuple[Filter, ...] = ()
+def checked(wire: Any) -> WireWhere:
+    """What arrived, if it is a filter. ProtocolError for an unknown form or a broken limit."""
+    _check(wire, MAX_NESTING, [MAX_WHERE_NODES])
+    return wire  # type: ignore[no-any-return]
 
 
-def parse(wire: Any) -> Filter:
-    """Check what arrived. ProtocolError for an unknown form or a broken limit."""
-    budget = [MAX_WHERE_NODES]
-    return _parse(wire, MAX_NESTING, budget)
-
-
-def _parse(wire: Any, depth: int, budget: list[int]) -> Filter:
+def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
         raise ProtocolError("a filter is a list that starts with its kind")
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(f"a filter nests deeper than {MAX_NESTING}", limit=MAX_NESTING)
     how, rest = wire[0], wire[1:]
-    if how in _JOINTS and rest:
-        return Filter(how, parts=tuple(_parse(part, depth - 1, budget) for part in rest))
-    if how == "not" and len(rest) == 1:
-        return Filter(how, parts=(_parse(rest[0], depth - 1, budget),))
+    if (how in _JOINTS and rest) or (how == "not" and len(rest) == 1):
+        for part in rest:
+            _check(part, depth - 1, budget)
+        return
     if how == "exists" and len(rest) == 1:
-        return Filter(how, _tag_name(rest[0]))
-    if how == "in" and len(rest) == 2 and isinstance(rest[1], list):
-        _spend(budget, len(rest[1]))
-        return Filter(how, _tag_name(rest[0]), tuple(_wire_scalar(v) for v in rest[1]))
-    if how in _COMPARISONS and len(rest) == 2:
-        return Filter(how, _tag_name(rest[0]), (_wire_scalar(rest[1]),))
-    raise ProtocolError(f"{how!r} with {len(rest)} operands is no filter")
+        values = []
+    elif how == "in" and len(rest) == 2 and isinstance(rest[1], list):
+        values = rest[1]
+        _spend(budget, len(values))
+    elif how in _COMPARISONS and len(rest) == 2:
+        values = rest[1:]
+    else:
+        raise ProtocolError(f"{how!r} with {len(rest)} operands is no filter")
+    if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
+        raise ProtocolError("a filter names a tag by a str of bounded length")
+    for value in values:
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
 
 
 def _spend(budget: list[int], nodes: int) -> None:
@@ -203,33 +197,20 @@ def _spend(budget: list[int], nodes: int) -> None:
         )
 
 
-def _tag_name(name: Any) -> str:
-    if not isinstance(name, str) or len(name) > MAX_NAME_BYTES:
-        raise ProtocolError("a filter names a tag by a str of bounded length")
-    return name
-
-
-def _wire_scalar(value: Any) -> Scalar:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ProtocolError(f"a filter compares with a scalar, not {type(value).__name__}")
-
-
-def test(where: Filter, tags: Tested) -> int:
-    """The rows for which the filter holds. Never raises, whatever the tags are."""
-    how = where.how
+def test(where: WireWhere, tags: Tested) -> int:
+    """The rows for which a checked filter holds. Never raises, whatever the tags are."""
+    how, first, *rest = where
     if how == "exists":
-        return tags.has(where.tag)
+        return tags.has(first)
     if how == "not":
-        return tags.rows & ~test(where.parts[0], tags)
-    if how == "and":
-        return reduce(operator.and_, [test(part, tags) for part in where.parts])
-    if how == "or":
-        return reduce(operator.or_, [test(part, tags) for part in where.parts])
+        return tags.rows & ~test(first, tags)
+    if how in _JOINTS:
+        joined = operator.and_ if how == "and" else operator.or_
+        return reduce(joined, [test(part, tags) for part in where[1:]])
     if how == "in":
-        found = [tags.compare(where.tag, operator.eq, value) for value in where.values]
+        found = [tags.compare(first, operator.eq, value) for value in rest[0]]
         return reduce(operator.or_, found, 0)
-    return tags.compare(where.tag, _COMPARISONS[how], where.values[0])
+    return tags.compare(first, _COMPARISONS[how], rest[0])
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # no test case, whatever pytest thinks

@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.memory.admission import Admission
 from dataplane.memory.host_memory import HostMemory
-from dataplane.metadata.shard import inspection
+from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import OTHER, ByLabel
 from dataplane.transport.registry import TCP
@@ -70,6 +70,8 @@ CALLS: dict[type[m.Body], str] = {
     m.Fetch: "fetch",
     m.Read: "read",
 }
+_STATES = {"pending": PENDING, "ready": READY, "leased": LEASED, "acked": ACKED}
+
 TABLE = {
     "call_failures_total{error}": "Calls that ended in an error.",
     "put_rows_total": "Rows that clients here put.",
@@ -269,26 +271,26 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
     stages: Counter[tuple[str, ...]] = Counter()
     names = ByLabel()
     entries = peer.host.entries.values()
-    stores = [inspection.figures(entry.store) for entry in entries]
+    stores = [entry.store for entry in entries]
     for store in stores:
-        for stage, states in store.stages.items():
-            names.add(stage, 0)
-            label = _short(stage) if stage in names.sums else OTHER
-            for state, count in states.items():
-                stages[label, state] += count
+        for name, stage in store.stages.items():
+            names.add(name, 0)
+            label = _short(name) if name in names.sums else OTHER
+            for state, kind in _STATES.items():
+                stages[label, state] += stage.rows.counts[kind]
     return {
         "leases": len(peer.claims.leases),
         "leases_abandoned_total": peer.finishing.abandoned_leases,
         "leases_expired_total": peer.janitor.expired_leases,
         "rows_by_stage": stages,
         "partitions": len(stores),
-        "rows": sum(store.rows for store in stores),
-        "groups": sum(store.groups for store in stores),
-        "metadata_bytes": sum(store.metadata_bytes for store in stores),
+        "rows": sum(len(store) for store in stores),
+        "groups": sum(len(store.groups) for store in stores),
+        "metadata_bytes": sum(store.nbytes for store in stores),
         "inline_bytes": peer.share.figures()["values_bytes"],
-        "tombstones": sum(store.tombstones for store in stores),
-        "admission_version": max((store.admission[0] for store in stores), default=0),
-        "admission_lag": max((store.admission[1] for store in stores), default=0),
+        "tombstones": sum(len(store.tombstones) for store in stores),
+        "admission_version": max((store.permits.version for store in stores), default=0),
+        "admission_lag": max((store.permits.lag(store) for store in stores), default=0),
         "lost_rows_total": peer.host.lost_rows,
         "waiting_claims": peer.claims.waiting,
         "starved_claims": peer.room.starved,

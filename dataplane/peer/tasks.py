@@ -134,5 +134,6 @@ class Deadlines:
                 del self._awaited[answer]
                 if not answer.done():
                     answer.set_exception(late())
+                    answer.exception()  # whoever waited may have given up: that is no bug to log
         if self._awaited:
             self._set(min(until for until, _ in self._awaited.values()))

@@ -51,11 +51,11 @@ class Asker:
             another_roster=self.another_roster,
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
-        mesh: Any = SimpleNamespace(call=self.call, insist=self.insist, spawn=asyncio.ensure_future)
+        mesh: Any = SimpleNamespace(ask=self.ask, insist=self.insist, spawn=asyncio.ensure_future)
         leases: Any = SimpleNamespace(among=lambda *_: False, open=lambda *_: None)
         finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
-        waits: Any = SimpleNamespace(looks=lambda *_: self.look, explain=self.explain)
+        waits: Any = SimpleNamespace(looks=lambda *_: self.look)
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         self.claims = Claims(self.host, mesh, None, None, leases, finishing, reading, waits, room)  # type: ignore[arg-type]
 
@@ -70,6 +70,9 @@ class Asker:
     def turn(self, home: str) -> None:
         self.host.roster = self.at(self.host.roster, home)
         self.claims.turned()
+
+    def ask(self, address: str, body: Any, **how: Any) -> asyncio.Future[Body]:
+        return asyncio.ensure_future(self.call(address, body, **how))
 
     async def call(self, address: str, body: Any, **how: Any) -> Body:
         assert how["epoch"] == self.host.roster.epoch
@@ -87,9 +90,6 @@ class Asker:
 
     async def look(self, limit_s: float = 0.0) -> tuple[str, dict[str, Any]]:
         return "nobody put anything", {"ready": 0}
-
-    def explain(self, end: float, look: Any) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(look())
 
     def claim(self, timeout_ms: int = -1, plan: Shape | None = None) -> asyncio.Future[Body]:
         body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms, plan=plan)

@@ -32,6 +32,10 @@ def nothing(link: Link, reply: PeerReply, append: Append) -> None:
     """No answer here brings operations."""
 
 
+def never() -> None:
+    """No peer here works under another roster."""
+
+
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
     context = Context()
     broke: list[Link] = []
@@ -45,7 +49,13 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         link = Link.open(
-            context, f"tcp://127.0.0.1:{port}", Gate(None, "test"), tell, nothing, Deadlines()
+            context,
+            f"tcp://127.0.0.1:{port}",
+            Gate(None, "test"),
+            tell,
+            nothing,
+            never,
+            Deadlines(),
         )
         accepted, _ = await asyncio.to_thread(server.accept)
         call = asyncio.create_task(link.ask(1, b"a question"))
@@ -59,7 +69,13 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
 async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
     context = Context()
     link = Link.open(
-        context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing, Deadlines()
+        context,
+        "tcp://127.0.0.1:9",
+        Gate(None, "test"),
+        lambda link: None,
+        nothing,
+        never,
+        Deadlines(),
     )
     call = asyncio.create_task(link.ask(1, b"a question"))
     await asyncio.sleep(0)
@@ -88,14 +104,16 @@ async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int
     context = Context()
     address, gate = "tcp://127.0.0.1:9", Gate(None, "test")
     first = Link.open(
-        context, address, gate, lambda link: None, nothing, Deadlines()
+        context, address, gate, lambda link: None, nothing, never, Deadlines()
     )  # the context has its own now
     made = []
     with descriptors(few):
         for _ in range(4):
             try:
                 made.append(
-                    Link.open(context, address, gate, lambda link: None, nothing, Deadlines())
+                    Link.open(
+                        context, address, gate, lambda link: None, nothing, never, Deadlines()
+                    )
                 )
             except LinkBroken as exc:
                 assert "ulimit -n" in exc.message
@@ -103,7 +121,7 @@ async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int
     for link in [
         first,
         *made,
-        Link.open(context, address, gate, lambda link: None, nothing, Deadlines()),
+        Link.open(context, address, gate, lambda link: None, nothing, never, Deadlines()),
     ]:
         link.close(Unavailable("enough"))
     context.destroy()
@@ -153,7 +171,7 @@ class Owner:
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
     context = Context()
     there = Owner(context)
-    link = Link(there.address, context.socket(zmq.DEALER), nothing, Deadlines())
+    link = Link(there.address, context.socket(zmq.DEALER), nothing, never, Deadlines())
     link.socket.connect(there.address)
     link.socket.receive(link.received)
     brings = limits.MAX_PULLED_BYTES
@@ -190,7 +208,13 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
     context = Context()
     link = Link.open(
-        context, "tcp://127.0.0.1:9", Gate(None, "test"), lambda link: None, nothing, Deadlines()
+        context,
+        "tcp://127.0.0.1:9",
+        Gate(None, "test"),
+        lambda link: None,
+        nothing,
+        never,
+        Deadlines(),
     )
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
     asked = link.ask_now(1, b"a question", math.inf, RuntimeError)
@@ -208,8 +232,6 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     """The connection broke, and whoever answers there now has the shard no more: a put that went on
     to the next as if for the first time found its own rows in the way."""
     mesh: Any = object.__new__(Mesh)
-    stale: list[bool] = []
-    mesh.on_stale = lambda: stale.append(True)
     answers: list[DataplaneError] = [StaleEpoch("it moved")]
     if broke:
         answers.insert(0, LinkBroken("it broke"))
@@ -230,4 +252,3 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
         await asked
-    assert bool(stale) == broke

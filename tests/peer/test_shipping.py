@@ -34,7 +34,7 @@ class Backup:
         self.tasks: list[asyncio.Task[Any]] = []
         self.door = SimpleNamespace()
 
-    def ask_now(self, address: str, body: Append, *_: Any, **__: Any) -> asyncio.Future[Any]:
+    def ask(self, address: str, body: Append, **_: Any) -> asyncio.Future[Any]:
         return asyncio.ensure_future(self.call(address, body))
 
     async def call(self, address: str, body: Append, **_: Any) -> None:

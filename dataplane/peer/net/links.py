@@ -16,7 +16,14 @@ from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import zmq
 
-from dataplane.errors import DataplaneError, InvalidConfig, ProtocolError, Unavailable, from_wire
+from dataplane.errors import (
+    DataplaneError,
+    InvalidConfig,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+    from_wire,
+)
 from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.sockets import Context, Socket, SocketClosed
@@ -106,6 +113,7 @@ class Link:
     address: str
     socket: Socket
     bring: Callable[[Link, PeerReply, Append], None]
+    stale: Callable[[], None]
     deadlines: Deadlines
     """of all links"""
     hello: PeerHello | None = None
@@ -125,11 +133,12 @@ class Link:
         gate: Gate,
         broke: Callable[[Link], None],
         bring: Callable[[Link, PeerReply, Append], None],
+        stale: Callable[[], None],
         deadlines: Deadlines,
     ) -> Link:
         """broke: told when the connection breaks. One that was never made does not break. bring:
         takes answers that bring operations of the peer there, whose backup this one is, and has
-        them `answered` afterwards.
+        them `answered` afterwards. stale: told when the peer there works under another roster.
 
         LinkBroken where there is no descriptor left for it: one may be free a moment later.
         """
@@ -137,7 +146,7 @@ class Link:
             socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as exc:
             raise _not_made(address, exc) from exc
-        link = Link(address, socket, bring, deadlines)
+        link = Link(address, socket, bring, stale, deadlines)
         try:
             tune(socket, address)
             gate.secure_dealer(socket)
@@ -230,10 +239,13 @@ class Link:
         body = reply.body
         if failure is None and type(body) is Failed:
             failure = from_wire(body.code, body.message, body.details)
+            if isinstance(failure, StaleEpoch):
+                self.stale()
         if failure is None:
             answer.set_result(body)
         else:
             answer.set_exception(failure)
+            answer.exception()  # whoever asked may have given up: that is no bug to log
 
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""
@@ -245,7 +257,7 @@ class Link:
             self.deadlines.done(answer)
             if not answer.done():
                 answer.set_exception(self._failure(why))
-                answer.exception()  # whoever asked may have given up: that is no bug to log
+                answer.exception()
 
     @staticmethod
     def _failure(why: Unavailable) -> Unavailable:

@@ -112,12 +112,30 @@ class Mesh:
                 self.host.speak()
             outcome = self.handlers[type(body)](who, body)
             return outcome if isinstance(outcome, Body) else await outcome
-        try:
+        limit_s = self._limit(address, timeout_s)
+        return await self._asked_of(address, body, who, limit_s, to, epoch, brings)
+
+    def ask(
+        self,
+        address: str,
+        body: Body,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float = CALL_S,
+        to: int | None = None,
+        epoch: tuple[int, int] | None = None,
+    ) -> asyncio.Future[Any]:
+        """As `call`, and without a task where a link is there, and nothing to be waited for first:
+        where that breaks, the answer is LinkBroken."""
+        other = address != self.host.address
+        if other and (type(body) in UNHELD or self.host.progress.is_settled):
+            who = caller or Caller(self.host.address, self.host.incarnation)
             limit_s = self._limit(address, timeout_s)
-            return await self._asked_of(address, body, who, limit_s, to, epoch, brings)
-        except StaleEpoch:
-            self.on_stale()
-            raise
+            asked = self._ask_now(address, body, who, limit_s, to, epoch, 0)
+            if asked is not None:
+                return asked[2]
+        call = self.call(address, body, caller=caller, timeout_s=timeout_s, to=to, epoch=epoch)
+        return asyncio.ensure_future(call)
 
     def _limit(self, address: str, timeout_s: float) -> float:
         if self.others.is_away(address):
@@ -152,15 +170,6 @@ class Mesh:
                 raise
         asking = self._exchange(address, body, who, limit_s, to, epoch, brings, broken)
         return await self._in_time(address, what, until - self.host.now(), asking)
-
-    def ask_now(
-        self, address: str, body: Body, timeout_s: float, to: int
-    ) -> asyncio.Future[Body] | None:
-        """As `call`, of what need not wait for the backup, where a link is there: the answer to
-        come, or what it fails with. None where there is none now."""
-        who = Caller(self.host.address, self.host.incarnation)
-        asked = self._ask_now(address, body, who, timeout_s, to, None, 0)
-        return None if asked is None else asked[2]
 
     def _ask_now(
         self,
@@ -235,7 +244,6 @@ class Mesh:
                     raise
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.
-                self.on_stale()
                 raise Unavailable(broken.message, **broken.details) from broken
 
     async def insist(
@@ -297,7 +305,13 @@ class Mesh:
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = Link.open(
-                self._context, address, self.gate, self._break, self._bring, self._deadlines
+                self._context,
+                address,
+                self.gate,
+                self._break,
+                self._bring,
+                lambda: self.on_stale(),
+                self._deadlines,
             )
         if link.hello is None:
             async with link.greeting:

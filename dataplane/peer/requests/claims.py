@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class _Waiting:
     session: Session
     body: Claim
     began: float
-    end: float | None
+    end: float
     asks: str = ""
     """the process that was asked, by address and incarnation"""
     answer: asyncio.Future[Any] | None = None
@@ -82,7 +83,7 @@ class _Waiting:
         """None: for ever. Who does not wait gets time to ask."""
         if self.body.timeout_ms == 0:
             return max(0.0, self.began + AT_ONCE_S - now)
-        return None if self.end is None else max(0.0, self.end - now)
+        return None if self.end == math.inf else max(0.0, self.end - now)
 
     def follows(self, other: _Waiting) -> bool:
         """Whether the same process asks for the same stage's plan again."""
@@ -140,7 +141,7 @@ class Claims:
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
         now = self.host.now()
-        end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else None
+        end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         one = _Waiting(next(self._numbers), session, body, now, end)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or self.host.silent or body.plan is not None:
@@ -178,21 +179,17 @@ class Claims:
         ClaimTimeout, of which the shard is told."""
         body, session = one.body, one.session
         look = self.waits.looks(session, body, lambda: one.number, body.own)
-        told = None if one.end is None else self.waits.explain(one.end, look)
         among = (body.generation, body.want.unit, str(body.want.where))
         subject = Subject("claim", body.partition, body.stage, among)
         session.waiting += 1
         self._waiting.add(one)
         try:
-            with Telling(self.host, str(one), subject, look, soon=body.own):
+            with Telling(self.host, one, subject, look, body.own, one.end) as telling:
                 granted = await self._answered(one, answer)
                 if granted is None:
-                    assert told is not None
-                    raise _in_vain(one, *await told)
+                    raise _in_vain(one, *await telling.why())
             return granted
         finally:
-            if told is not None:
-                told.cancel()
             session.waiting -= 1
             self._waiting.discard(one)
             if not one.settled:
@@ -243,10 +240,8 @@ class Claims:
         home = roster.home(one.body.partition)
         if home != self.host.address:
             caller = Caller(self.host.address, self.host.incarnation, one.session.id)
-            call = self.mesh.call(
-                home, self._asked(one), caller=caller, timeout_s=ASK_S, epoch=roster.epoch
-            )
-            return asyncio.ensure_future(call)
+            asked = self._asked(one)
+            return self.mesh.ask(home, asked, caller=caller, timeout_s=ASK_S, epoch=roster.epoch)
         answer = self._ask_here(one)
         if isinstance(answer, asyncio.Future):
             return answer
@@ -365,7 +360,7 @@ class Claims:
         one.session.waiting += 1
         subject = Subject("pull", one.body.partition, one.body.stage)
         try:
-            with Telling(self.host, str(one), subject, look):
+            with Telling(self.host, one, subject, look):
                 left_s = one.left_s(self.host.now())
                 if not await self.room.promised(one.number, needed_bytes, left_s):
                     why, details = self.room.why(needed_bytes)

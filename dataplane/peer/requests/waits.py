@@ -6,7 +6,6 @@ for what a call that waits says in the log.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -23,9 +22,6 @@ from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait
 from dataplane.wire.peering import Missing
 
 WHY_S = 2.0
-MOST_WHY_S = 0.5
-LEAST_WHY_S = 0.2
-"""How long the shard has for an answer; at the end of a call, a quarter of what was left of it."""
 
 
 def _wanted(body: Claim | Wait) -> str:
@@ -56,24 +52,20 @@ class Waits:
         """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
         end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         look = self.looks(session, body)
-        why = self.explain(end, look)
         subject = reasons.Subject(
             "wait", body.partition, body.stage, (body.generation, body.unit, str(body.where))
         )
         what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
-        try:
-            with Telling(self.host, what, subject, look):
-                done = await self._wait_in_turns(body, end)
-        except ClaimTimeout as exc:
-            told, details = await why
-            raise ClaimTimeout(
-                f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
-                f"within {body.timeout_ms / 1000:g} s: {told}",
-                **details,
-            ) from exc
-        finally:
-            why.cancel()
-        return done
+        with Telling(self.host, what, subject, look, end=end) as telling:
+            try:
+                return await self._wait_in_turns(body, end)
+            except ClaimTimeout as exc:
+                told, details = await telling.why()
+                raise ClaimTimeout(
+                    f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
+                    f"within {body.timeout_ms / 1000:g} s: {told}",
+                    **details,
+                ) from exc
 
     async def _wait_in_turns(self, body: Wait, end: float) -> Body:
         def turn(timeout_ms: int) -> Wait:
@@ -86,20 +78,6 @@ class Waits:
             raise ClaimTimeout(exc.message, **exc.details) from exc
 
     # what is missing
-
-    def explain(self, end: float, look: Callable[[float], Awaitable[Why]]) -> asyncio.Task[Why]:
-        """What `look` finds shortly before the end of a call, which is not late for the answer. To
-        be cancelled where it is not needed."""
-
-        async def later() -> Why:
-            left = end - self.host.now()
-            if left == math.inf:
-                await asyncio.Event().wait()
-            ask_s = max(LEAST_WHY_S, min(MOST_WHY_S, left / 4))
-            await asyncio.sleep(max(0.0, left - ask_s))
-            return await look(ask_s)
-
-        return asyncio.ensure_future(later())
 
     def looks(
         self,

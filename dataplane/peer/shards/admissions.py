@@ -102,7 +102,7 @@ class Admissions:
         subject = reasons.Subject("admit", body.partition, "", limits)
         session.waiting += 1
         try:
-            with Telling(self.host, str(call), subject, call.look, soon=body.own):
+            with Telling(self.host, call, subject, call.look, soon=body.own):
                 admitted = await call.run()
         finally:
             session.waiting -= 1

@@ -184,11 +184,8 @@ class Shipping:
             return
         self._under_way = True
         body, end = self._next()
-        answer = self.mesh.ask_now(backup.peer, body, ATTEMPT_S, to=backup.incarnation)
-        if answer is None:
-            self._task = self.mesh.spawn(self._insist(backup, body, end))
-        else:
-            answer.add_done_callback(functools.partial(self._answered, backup, body, end))
+        answer = self.mesh.ask(backup.peer, body, timeout_s=ATTEMPT_S, to=backup.incarnation)
+        answer.add_done_callback(functools.partial(self._answered, backup, body, end))
 
     def _answered(
         self, backup: Owner, body: Append, end: int, answer: asyncio.Future[Body]

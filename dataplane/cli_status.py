@@ -6,14 +6,15 @@ Made of what peers say of themselves (`plane.stats()`), and nothing else; two lo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dataplane.errors import counted
+from dataplane.errors import counted, few
 
 STUCK_S = 10.0
 """A call that waits for so long is shown first."""
 SHOWN_HOLDERS = 3
+SHOWN_DRAINED = 8
 SHOWN_RANKS = 8
 _BAR = 20
 
@@ -49,7 +50,7 @@ def lines(peers: Mapping[str, Stats], rates: Mapping[tuple[str, str], float]) ->
         else:
             drained.append(name)
     if drained:
-        yield f"  {counted(len(drained), 'drained partition')}: {_few(drained)}"
+        yield f"  {counted(len(drained), 'drained partition')}: {few(drained, SHOWN_DRAINED)}"
 
 
 def _everywhere(peers: Mapping[str, Stats]) -> Stats:
@@ -127,7 +128,7 @@ def _stage(
     holders = sorted(filter(ours, seen["holders"]), key=lambda one: -one["for_s"])
     if holders:
         shown = [f"{h['rows']} by {h['holder']} for {_age(h['for_s'])}" for h in holders]
-        parts[-1] += f": {_few(shown, SHOWN_HOLDERS)}"
+        parts[-1] += f": {few(shown, SHOWN_HOLDERS)}"
     if plan := figures.get("plan"):
         parts.append(f"plan: {_plan(plan)}")
     waits = list(filter(ours, seen["waits"]))
@@ -160,11 +161,6 @@ def _in_order(name: str) -> list[str | int]:
 
 def _waits(seen: Stats, name: str) -> bool:
     return any(wait["partition"] == name for wait in seen["waits"])
-
-
-def _few(names: Sequence[str], most: int = 8) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _age(seconds: float) -> str:

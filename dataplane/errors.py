@@ -7,6 +7,7 @@ people and says what to do. Nothing outside this package's classes is ever raise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -22,6 +23,12 @@ class DataplaneError(Exception):
 def counted(n: int, one: str, many: str = "") -> str:
     """How messages count: "1 row", "3 rows"; with a verb, "1 row lacks", "3 rows lack"."""
     return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """A list as messages have it: the first ones, "and 3 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 # finding and reaching a peer

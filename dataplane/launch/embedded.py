@@ -31,6 +31,7 @@ from dataplane.errors import (
     PeerAmbiguous,
     PeerNotFound,
     RunMissing,
+    few,
 )
 from dataplane.launch import discovery, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
@@ -52,6 +53,7 @@ MEET_TIMEOUT_S = 300.0
 """... of a peer that other hosts must let in: the hosts of a job start at different times."""
 END_S = 15.0
 OLD_S = 86_400.0
+SHOWN_RUNS = 3
 _POLL_S = 0.01
 _LOG_TAIL_BYTES = 2_000
 
@@ -104,10 +106,11 @@ class Attached:
                 "ray.init() to be in the run of its job"
             )
         if self.began and self.run.said_by == "launch":
-            others = [_introduced(one) for one in rundir.living_runs() if one.name != self.run.name]
+            living = reversed(rundir.living_runs())
+            others = [_introduced(one) for one in living if one.name != self.run.name]
             if others:
                 remarks.append(
-                    f"on this host there is also {', '.join(others)}: programs in several "
+                    f"on this host there is also {few(others, SHOWN_RUNS)}: programs in several "
                     "terminals share a name, connect(run=…) or DATAPLANE_RUN"
                 )
         return remarks

@@ -20,7 +20,7 @@ from dataplane.errors import (
     SeedsMissing,
     TokenMissing,
 )
-from dataplane.launch import embedded, rundir
+from dataplane.launch import embedded, rundir, runs
 from tests.launch import stand_in
 
 
@@ -191,3 +191,13 @@ def test_an_embedded_peer_is_told_of_bulk_tls(
     monkeypatch.delenv("DATAPLANE_BULK_TLS")
     arguments = cli._parser().parse_args(embedded.command_line(config)[3:])
     assert config.bulk_tls and cli.peer_config(arguments) == config
+
+
+def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
+    locks = [rundir.claim_name(rundir.plane_dir(f"r{n}"), "a") for n in range(5)]
+    first, mine = rundir.living_runs()[0], runs.Run("launch-1-00000000", "launch")
+    began = embedded.Attached(mine, first.peers[0], first, runs.this_process(), began=True)
+    shown = ", ".join(f"run 'r{n}' (a, 0 s old)" for n in (4, 3, 2))
+    assert f"there is also {shown} and 2 more: programs in several" in began.line()
+    for lock in locks:
+        lock.release()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import BackPressure
+from dataplane.errors import BackPressure, few
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.pull_credit import pulled_per_row, rounding
 from dataplane.metadata.shard.reasons import Subject
@@ -175,9 +175,8 @@ class Room:
         kind = waiter.admission.name.lower()
         room = stats["classes"][kind]["room_bytes"]
         held = {name: len(entry.store) for name, entry in host.entries.items() if len(entry.store)}
-        most = sorted(held, key=lambda name: -held[name])[:SHOWN_PARTITIONS]
-        rows = ", ".join(f"{held[name]} of {name!r}" for name in most) or "none"
-        rows += f" and of {len(held) - len(most)} partitions more" if len(held) > len(most) else ""
+        largest = sorted(held, key=lambda name: -held[name])
+        rows = few([f"{held[name]} of {name!r}" for name in largest], SHOWN_PARTITIONS) or "none"
         rows += f", and {len(host.lent)} values of rows at other peers" if len(host.lent) else ""
         holders: list[dict[str, Any]] = [
             {

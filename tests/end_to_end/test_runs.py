@@ -345,7 +345,10 @@ def test_connecting_before_ray_is_initialised_says_what_it_is(
         assert "ray is not initialised yet, so this is a run of its own" in caplog.text
 
 
-def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(launch: Launch) -> None:
+def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_LINGER", "60")
     used, left = launch("run=used"), launch("run=left")
     for step in (used, left):
         line(step)

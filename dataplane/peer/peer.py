@@ -172,7 +172,7 @@ class Peer:
             self.pulls.use(engine)
             if not self.config.bulk_tls:
                 await self.device_pulls.start(made, engine.transport)
-            self.mesh.listen()  # now that a greeting can say where bytes are read
+            await self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
             await self.membership.admitted(ADMITTED_S)
         self.door.open(socket_path)

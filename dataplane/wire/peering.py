@@ -54,7 +54,9 @@ class PeerHello(Body, tag=100):
 
     epoch: of the first roster, by which equal seeds are known. bulk: `host:port` of the bulk
     worker; "": there is none. bulk_fingerprint: SHA-256 in hex of the certificate that it shows;
-    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory."""
+    "": it speaks no TLS. device_bulk: as `bulk`, of the worker that moves device memory. stream,
+    stream_secret: in an answer, where the asker's requests go from now on, and the secret of that
+    one connection."""
 
     versions: tuple[int, int]
     plane: str
@@ -67,6 +69,8 @@ class PeerHello(Body, tag=100):
     max_frame_bytes: int = MAX_FRAME_BYTES
     bulk_fingerprint: str = ""
     device_bulk: str = ""
+    stream: str = ""
+    stream_secret: bytes = b""
 
 
 class Withdraw(Body, tag=112):

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-import zmq
 
 from dataplane.peer.net.intake import REQUEST_BYTES, Intake
-from dataplane.peer.net.sockets import Context, Socket
+from dataplane.peer.net.streams import Stream, Streams
 from dataplane.wire import peering
 from dataplane.wire.messages import Failed, Stats
 from dataplane.wire.peering import PeerRequest
@@ -18,14 +17,14 @@ from dataplane.wire.peering import PeerRequest
 class Door:
     """Keeps what it is given."""
 
-    def __init__(self, router: Socket) -> None:
-        self.intake = Intake(7, self._take)
+    def __init__(self) -> None:
+        self.intake = Intake(7, False, self._take)
         self.intake.limit_bytes = 2 * REQUEST_BYTES
-        self.intake.open(router)
         self.taken: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self.answers: asyncio.Queue[bytes] = asyncio.Queue()
         self.fails_at = 0
 
-    def _take(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
+    def _take(self, stream: Stream, request: PeerRequest, nbytes: int) -> None:
         if request.rid == self.fails_at:
             raise RuntimeError("a bug")
         self.taken.put_nowait((request.rid, nbytes))
@@ -35,14 +34,20 @@ class Door:
 
 
 @pytest.fixture
-async def sockets() -> AsyncIterator[tuple[Door, Socket]]:
-    """A door and a dealer that is connected to it."""
-    context = Context()
-    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    router.bind("inproc://door")
-    dealer.connect("inproc://door")
-    yield Door(router), dealer
-    context.destroy()
+async def there() -> AsyncIterator[tuple[Door, Stream]]:
+    """A door and a stream to it."""
+    door, here = Door(), "tcp://127.0.0.1:9"
+    streams = door.intake.streams
+    await streams.listen(here, here)
+    stream = await Streams.dial(
+        streams.address,
+        streams.promise(),
+        lambda stream, frame: door.answers.put_nowait(frame),
+        lambda stream, why: None,
+    )
+    yield door, stream
+    stream.close()
+    streams.close()
 
 
 def request(rid: int) -> bytes:
@@ -50,20 +55,21 @@ def request(rid: int) -> bytes:
 
 
 async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
-    sockets: tuple[Door, Socket],
+    there: tuple[Door, Stream],
 ) -> None:
-    door, dealer = sockets
+    door, stream = there
     door.fails_at = 1
-    await dealer.send([request(1), request(2)])
+    stream.post(request(1))
+    stream.post(request(2))
     assert await door.next() == (2, REQUEST_BYTES)
 
 
 async def test_requests_beyond_the_room_wait_until_others_are_answered(
-    sockets: tuple[Door, Socket],
+    there: tuple[Door, Stream],
 ) -> None:
-    door, dealer = sockets
+    door, stream = there
     for rid in range(1, 4):
-        await dealer.send([request(rid)])
+        stream.post(request(rid))
     assert [await door.next() for _ in range(2)] == [(1, REQUEST_BYTES), (2, REQUEST_BYTES)]
     third = asyncio.ensure_future(door.next())
     await asyncio.wait({third}, timeout=0.3)
@@ -72,14 +78,13 @@ async def test_requests_beyond_the_room_wait_until_others_are_answered(
     assert await third == (3, REQUEST_BYTES)
 
 
-async def test_what_is_no_request_is_answered_and_counted(sockets: tuple[Door, Socket]) -> None:
-    door, dealer = sockets
-    answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-    dealer.receive(answer.set_result)
-    await dealer.send([b"two", b"\xc1", request(4)])
-    await dealer.send([request(5)])
+async def test_what_is_no_request_is_answered_and_counted(there: tuple[Door, Stream]) -> None:
+    door, stream = there
+    for frame in (b"two", b"\xc1", request(4), request(5)):
+        stream.post(frame)
     assert [(await door.next())[0] for _ in range(2)] == [4, 5]
     assert door.intake.refusals.total == 2
-    replies = [peering.decode_reply(frame) for frame in await asyncio.wait_for(answer, 10)]
+    frames = [await asyncio.wait_for(door.answers.get(), 10) for _ in range(2)]
+    replies = [peering.decode_reply(frame) for frame in frames]
     assert [(reply.rid, reply.incarnation) for reply in replies] == [(0, 7), (0, 7)]
     assert all(isinstance(r.body, Failed) and r.body.code == "ProtocolError" for r in replies)

@@ -21,6 +21,7 @@ from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.sockets import Context
+from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Deadlines
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done, Put
@@ -147,40 +148,44 @@ def test_links_to_one_peer_do_not_try_again_in_step() -> None:
     ):
         drawn = {socket_.options[option] for socket_ in sockets}
         assert len(drawn) > 10 and least <= min(drawn) and max(drawn) <= most
-    assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_FRAME_BYTES for s in sockets)
+    assert all(s.options[zmq.MAXMSGSIZE] == limits.MAX_HELLO_BYTES for s in sockets)
     assert all(s.options[zmq.LINGER] == 0 for s in sockets)
 
 
 class Owner:
     """The other end of a link: it answers when it is told to."""
 
-    def __init__(self, context: Context) -> None:
-        self.came: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue()
-        self._router = context.socket(zmq.ROUTER)
-        self._router.bind(address := f"inproc://{id(self)}")
-        self._router.receive(lambda parts: self.came.put_nowait((parts[0], int(parts[1]))))
-        self.address = address
+    def __init__(self) -> None:
+        self.came: asyncio.Queue[tuple[Stream, int]] = asyncio.Queue()
+        self.streams = Streams(False, lambda s, frame: self.came.put_nowait((s, int(frame))))
 
-    async def asked(self) -> tuple[bytes, int]:
+    async def greets(self, link: Link, broke: Any = lambda link: None) -> None:
+        """The link has a stream to here from now on."""
+        here = "tcp://127.0.0.1:9"
+        await self.streams.listen(here, here)
+        hello = PeerHello((1, 1), "p", "b", 1, here, (1, 1), 4096, "")
+        hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
+        await link.greeted(hello, self.streams.dial, broke)
+
+    async def asked(self) -> tuple[Stream, int]:
         return await asyncio.wait_for(self.came.get(), 10)
 
-    def answers(self, who: bytes, rid: int) -> None:
-        self._router.send_now([who, peering.encode(PeerReply(rid, 1, Done()))])
+    def answers(self, who: Stream, rid: int) -> None:
+        self.streams.answer(who, peering.encode(PeerReply(rid, 1, Done())))
 
 
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
     context = Context()
-    there = Owner(context)
-    link = Link(there.address, context.socket(zmq.DEALER), nothing, never, Deadlines())
-    link.socket.connect(there.address)
-    link.socket.receive(link.received)
+    there = Owner()
+    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
+    await there.greets(link)
     brings = limits.MAX_PULLED_BYTES
     most = limits.MAX_COMING_BYTES // brings
 
     def ask(rid: int) -> asyncio.Task[Body]:
         return asyncio.create_task(link.ask(rid, str(rid).encode(), brings))
 
-    async def comes_last(rid: int, after: list[int]) -> bytes:
+    async def comes_last(rid: int, after: list[int]) -> Stream:
         """A request that brings no values waits for nobody, and passes those that do."""
         calls.append(asyncio.create_task(link.ask(rid, str(rid).encode())))
         came = [await there.asked() for _ in [*after, rid]]
@@ -201,6 +206,41 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
         with pytest.raises(LinkBroken):
             await asyncio.wait_for(call, 10)
     assert not link.room.used_bytes and not link.coming and not link.answers
+    there.streams.close()
+    context.destroy()
+
+
+async def test_a_link_whose_stream_ends_breaks() -> None:
+    """Though zmq's connection is there still; who waits for an answer would wait in vain."""
+    context = Context()
+    there, broke = Owner(), asyncio.Event()
+    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
+
+    def tell(one: Link) -> None:
+        one.close(LinkBroken("it broke"))
+        broke.set()
+
+    await there.greets(link, tell)
+    asked = asyncio.create_task(link.ask(1, b"1"))
+    await there.asked()
+    there.streams.close()
+    await asyncio.wait_for(broke.wait(), 10)
+    with pytest.raises(LinkBroken, match="it broke"):
+        await asked
+    context.destroy()
+
+
+async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
+    context = Context()
+    there = Owner()
+    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
+    greeting = asyncio.create_task(there.greets(link))
+    await asyncio.sleep(0)
+    link.close(Unavailable("the peer is no member any more"))
+    with pytest.raises(Unavailable, match="no member"):
+        await asyncio.wait_for(greeting, 10)
+    assert link.calls is None and link.hello is None
+    there.streams.close()
     context.destroy()
 
 
@@ -217,11 +257,12 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
         Deadlines(),
     )
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
+    link.calls = Stream(lambda stream, frame: None, lambda stream, why: None)
     asked = link.ask_now(1, b"a question", math.inf, RuntimeError)
     assert asked is not None
-    link.received([peering.encode(PeerReply(1, 8, Done()))])
+    link.received(peering.encode(PeerReply(1, 8, Done())))
     assert not asked.done()
-    link.received([peering.encode(PeerReply(1, 7, Done()))])
+    link.received(peering.encode(PeerReply(1, 7, Done())))
     assert asked.result() == Done()
     link.close(Unavailable("enough"))
     context.destroy()

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.peer_door import PeerDoor
 from dataplane.peer.net.serving import Serving
-from dataplane.peer.net.sockets import Context
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
-from dataplane.wire.peering import PeerReply, PeerRequest
+from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 FIRST = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
@@ -30,7 +27,7 @@ NEXT = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
 
 
 class Door:
-    """A door without a socket, and what it answered."""
+    """A door without a socket, a stream to it, and what it answered."""
 
     def __init__(self) -> None:
         progress = SimpleNamespace(is_settled=True)
@@ -43,8 +40,7 @@ class Door:
         self.door = PeerDoor(
             self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"), Serving(self.host)
         )
-        self.door._router = self  # type: ignore[assignment]
-        self.door.intake.open(self)  # type: ignore[arg-type]
+        self.id, self.waiting_bytes = b"b", 0
 
     async def _seal(self, caller: Caller, body: Seal) -> Body:
         self.under.append(self.host.roster)
@@ -54,15 +50,12 @@ class Door:
         """A handler that carries most out at once, and some in a coroutine."""
         return self._seal(caller, body)
 
-    def receive(self, take: Any) -> None:
-        self.take = take
-
-    def post(self, frame: bytes, to: bytes) -> None:
+    def post(self, frame: bytes) -> None:
         self.answered.put_nowait(peering.decode_reply(frame))
 
     def arrives(self, rid: int) -> None:
         request = PeerRequest(rid, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, Seal("p", 1))
-        self.take([b"b", peering.encode(request)])
+        self.door.intake._arrived(self, peering.encode(request))  # type: ignore[arg-type]
 
     async def answer(self) -> Body:
         return (await asyncio.wait_for(self.answered.get(), 10)).body
@@ -92,30 +85,20 @@ async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
     assert door.door.under_way == 0
 
 
-async def test_answers_wait_until_a_peer_takes_them(door: Door) -> None:
-    """Beyond its queue's bound zmq dropped them, and nobody was told."""
-    many, context = 20_000, Context()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        door.host.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    came: asyncio.Queue[Any] = asyncio.Queue()
-    door.door.intake._take = lambda *request: came.put_nowait(request)
-    door.door.listen(context)
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(door.host.address)
-    await dealer.send([peering.encode(PeerRequest(1, THERE, 2, 0, 0, 0, (0, 1), 1, Seal("p", 1)))])
-    identity, request, _ = await asyncio.wait_for(came.get(), 20)
-    for _ in range(many):
-        door.door._answer(identity, request, Failed("StaleEpoch", "x" * 1_000))
-    got, all_there = 0, asyncio.Event()
+async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
+    def greets(caller: Caller, body: PeerHello) -> Body:
+        return door.door.welcome(body)
 
-    def take(parts: list[bytes]) -> None:
-        nonlocal got
-        got += len(parts)
-        if got == many:
-            all_there.set()
+    door.door.handlers[PeerHello] = greets
+    hello = PeerHello((1, 1), "p", "b", 2, THERE, (1, 1), 4096, "")
 
-    dealer.receive(take)
-    await asyncio.wait_for(all_there.wait(), 20)
-    assert not door.door.intake.refusals.total
-    context.destroy()
+    def said(body: Body) -> Body:
+        request = PeerRequest(1, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, body)  # type: ignore[arg-type]
+        return peering.decode_reply(door.door._greeting(peering.encode(request))).body
+
+    first, second = said(hello), said(hello)
+    assert isinstance(first, PeerHello) and isinstance(second, PeerHello)
+    assert len(first.stream_secret) == 16 and first.stream_secret != second.stream_secret
+    refused = said(Seal("p", 1))
+    assert isinstance(refused, Failed) and refused.code == "ProtocolError" and not door.under
+    assert door.door.refused == 1

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
+from dataplane.errors import Unavailable
 from dataplane.peer.net.sockets import SocketClosed
+from dataplane.peer.net.streams import JOIN_S, StreamClosed
+from dataplane.wire.refusals import Refusals
 from tests.simulation.loop import Machine, VirtualLoop
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
+
+log = logging.getLogger(__name__)
 
 SILENT_S = (1.0, 1.4)
 """How soon a connection breaks that nothing comes through: `links.SILENT_MS` after the next of
@@ -33,8 +38,8 @@ RETRY_S = 0.05
 class Wire:
     """One established connection, from a dialler's machine to a listener's."""
 
-    dealer: Dealer
-    router: Router
+    dealer: Dealer | Stream
+    router: Router | Stream
     identity: bytes
     broken: bool = False
     last: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "back": 0.0})
@@ -53,6 +58,7 @@ class Network:
         self.delay_s = 0.0005
         self.cuts: set[frozenset[str]] = set()
         self.listeners: dict[str, Router] = {}
+        self.doors: dict[str, Streams] = {}
         self.peers: dict[tuple[str, int], tuple[Machine, Peer]] = {}
         """by address and incarnation, for bulk reads"""
         self.vacant: dict[str, str] = {}
@@ -175,6 +181,95 @@ class Network:
             self.carry(wire, "to", frame)
 
 
+class Stream:
+    """One end of a stream, as `peer.net.streams.Stream`."""
+
+    is_full, waiting_bytes = False, 0
+
+    def __init__(
+        self,
+        network: Network,
+        machine: Machine,
+        way: str,
+        take: Callable[[Any, bytes], None],
+        ended: Callable[[Any, str], None] = lambda stream, why: None,
+    ) -> None:
+        self.network, self.machine = network, machine
+        self.id, self.wire, self.closed = b"", cast(Wire, None), False
+        self._way, self._take, self._ended = way, take, ended
+
+    def post(self, frame: bytes) -> None:
+        if not self.closed:
+            self.network.carry(self.wire, self._way, bytes(frame))
+
+    async def send(self, frame: bytes) -> None:
+        if self.closed:
+            raise StreamClosed
+        self.post(frame)
+
+    def arrived(self, wire: Wire, frame: bytes) -> None:
+        if not self.closed:
+            self._take(self, frame)
+
+    def disconnected(self, wire: Wire) -> None:
+        if not self.closed:
+            self.closed = True
+            self._ended(self, "the network broke it")
+
+    def close(self) -> None:
+        self.closed = True
+        if not self.wire.broken:
+            self.network.snap(self.wire)
+
+
+class Streams:
+    """Stands where `peer.net.streams.Streams` does."""
+
+    def __init__(self, network: Network, sealed: bool, take: Callable[[Any, bytes], None]) -> None:
+        self.network, self.machine, self._take = network, network.loop.current, take
+        self.refusals, self.address = Refusals(log, "the stream door"), ""
+        self._open: list[Stream] = []
+
+    async def listen(self, where: str, told: str) -> None:
+        self.address = told
+        self.network.doors[told] = self
+
+    def promise(self) -> bytes:
+        return b"%d" % next(self.network._identities)
+
+    def answer(self, stream: Stream, frame: bytes) -> None:
+        stream.post(frame)
+
+    def pause(self) -> None:
+        raise AssertionError("no simulated peer is asked for so much")
+
+    def close(self) -> None:
+        for stream in self._open:
+            stream.close()
+
+    async def dial(
+        self,
+        address: str,
+        secret: bytes,
+        take: Callable[[Any, bytes], None],
+        ended: Callable[[Any, str], None],
+    ) -> Stream:
+        network, asks = self.network, self.network.loop.current
+        await asyncio.sleep(network.delay())
+        there = network.doors[address]
+        runs = there.machine.runs and not there.machine.crashed
+        if not runs or network.is_cut(asks, there.machine):
+            await asyncio.sleep(JOIN_S)
+            raise Unavailable(f"nobody accepts a stream at {address}", address=address)
+        mine = Stream(network, asks, "to", take, ended)
+        theirs = Stream(network, there.machine, "back", there._take)
+        theirs.id = mine.id = secret
+        mine.wire = theirs.wire = Wire(mine, theirs, secret)
+        there._open.append(theirs)
+        network.wires.append(mine.wire)
+        return mine
+
+
 class Socket:
     """As `peer.net.sockets.Socket`; what a socket does with options means nothing here."""
 
@@ -183,8 +278,7 @@ class Socket:
         self.machine = network.loop.current
         self.closed = False
         self._take: Callable[[list[bytes]], None] | None = None
-        self._paused = False
-        self._unread: deque[list[bytes]] = deque()
+        self._unread: list[list[bytes]] = []
 
     def setsockopt(self, option: int, value: Any) -> None:
         pass
@@ -199,18 +293,7 @@ class Socket:
         self._take = take
         self._look()
 
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-        self.network.loop.call_soon(self._look)
-
-    def post(self, frame: bytes, to: bytes = b"") -> None:
-        if not self.closed:
-            self.send_now([to, frame] if to else [frame])
-
-    def send_now(self, parts: list[bytes]) -> bool:
+    def send(self, parts: list[bytes]) -> bool:
         raise NotImplementedError
 
     def got(self, parts: list[bytes]) -> None:
@@ -218,8 +301,8 @@ class Socket:
         self._look()
 
     def _look(self) -> None:
-        while self._unread and self._take is not None and not self._paused and not self.closed:
-            self._take(self._unread.popleft())
+        while self._unread and self._take is not None and not self.closed:
+            self._take(self._unread.pop(0))
 
 
 class Dealer(Socket):
@@ -239,10 +322,7 @@ class Dealer(Socket):
         network = self.network
         network.loop.call_on(network.loop.world, network.delay(), network.dial, self)
 
-    async def send(self, parts: list[bytes]) -> None:
-        self.send_now(parts)
-
-    def send_now(self, parts: list[bytes]) -> bool:
+    def send(self, parts: list[bytes]) -> bool:
         if self.closed:
             raise SocketClosed
         if self.wire is None:
@@ -279,7 +359,7 @@ class Router(Socket):
         if not self.closed:
             self.got([wire.identity, frame])
 
-    def send_now(self, parts: list[bytes]) -> bool:
+    def send(self, parts: list[bytes]) -> bool:
         wire = self.wires.get(parts[0])
         if wire is not None:
             self.network.carry(wire, "back", bytes(parts[1]))

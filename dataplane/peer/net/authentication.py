@@ -80,7 +80,7 @@ class Gate:
         desk.bind(_HANDLER)
 
         def answer(asked: list[bytes]) -> None:
-            desk.send_now(self._answer(asked))
+            desk.send(self._answer(asked))
 
         desk.receive(answer)
         return desk

@@ -27,6 +27,7 @@ from dataplane.errors import (
 from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.sockets import Context, Socket, SocketClosed
+from dataplane.peer.net.streams import Dial, Stream, StreamClosed
 from dataplane.peer.tasks import Deadlines
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
@@ -46,9 +47,8 @@ RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
 no jitter once there is a maximum: each link draws its own, or all who lost a peer would knock in
 the same moments."""
 KNOCK_S = 1.0
-MAX_QUEUED_MESSAGES = 10_000
-MAX_UNREAD_MESSAGES = 256
-"""Of one link, when this peer is slow: then the sender waits."""
+MAX_QUEUED_MESSAGES = 256
+"""Greetings, and answers to them, at either end of a link."""
 
 
 class LinkBroken(Unavailable):
@@ -81,10 +81,10 @@ def bindable(address: str) -> str:
 def tune(socket: Socket, address: str) -> None:
     """libzmq's defaults: no size limit, infinite linger, no heartbeats, no IPv6."""
     socket.setsockopt(zmq.IPV6, "[" in address)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_HELLO_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -108,7 +108,8 @@ async def refuses(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The way to one remote peer. `hello` is there once it has been greeted."""
+    """The way to one remote peer. `hello` is there once it has been greeted, on the zmq socket, and
+    calls go over a stream of their own."""
 
     address: str
     socket: Socket
@@ -117,6 +118,7 @@ class Link:
     deadlines: Deadlines
     """of all links"""
     hello: PeerHello | None = None
+    calls: Stream | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
     ended: Unavailable | None = None
@@ -155,7 +157,7 @@ class Link:
         except zmq.ZMQError as exc:
             socket.close()
             raise _not_made(address, exc) from exc
-        socket.receive(link.received)
+        socket.receive(lambda parts: link.received(parts[0]))
         return link
 
     async def ask(self, rid: int, frame: bytes, brings: int = 0) -> Body:
@@ -169,27 +171,35 @@ class Link:
                 await self.room.acquire(brings)
                 self.coming[rid] = brings
             try:
-                await self.socket.send([frame])
+                await self._send(frame)
             except BaseException:
                 self._came(rid)
                 raise
             return await answer
-        except SocketClosed:
-            assert self.ended is not None
-            raise self._failure(self.ended) from None
+        except (SocketClosed, StreamClosed):
+            ended = self.ended or LinkBroken("a greeting was not sent", address=self.address)
+            raise self._failure(ended) from None
         finally:
             self.answers.pop(rid, None)
+
+    async def _send(self, frame: bytes) -> None:
+        if self.calls is not None:
+            await self.calls.send(frame)
+        elif not self.socket.send([frame]):  # a greeting, for which libzmq's queue is long enough
+            raise SocketClosed
 
     def ask_now(
         self, rid: int, frame: bytes, until: float, late: Callable[[], Exception], brings: int = 0
     ) -> asyncio.Future[Body] | None:
         """As `ask`, but have the answer to wait for, which fails as `late` says unless it comes in
-        time (monotonic); None where what it brings has no room now."""
-        if self.ended is not None or (brings and not self.room.acquire_now(brings)):
+        time (monotonic); None where what it brings, or the request itself, has no room now."""
+        if self.ended is not None or self.calls is None or self.calls.is_full:
             return None
         if brings:
+            if not self.room.acquire_now(brings):
+                return None
             self.coming[rid] = brings
-        self.socket.post(frame)
+        self.calls.post(frame)
         answer = self._awaited(rid)
         self.deadlines.add(answer, until, late)
         return answer
@@ -209,24 +219,39 @@ class Link:
         self.answers[rid] = answer
         return answer
 
-    def received(self, frames: list[bytes]) -> None:
-        """Hand the answers that come to those who wait for them."""
-        for frame in frames:
-            try:
-                reply = peering.decode_reply(frame)
-            except ProtocolError as exc:
-                log.warning("a peer sent a bad reply: %s", exc)
-                continue
-            if self.hello is not None and reply.incarnation != self.hello.incarnation:
-                continue  # libzmq connected again before this link was told: its ranges are others
-            self._came(reply.rid)
-            if reply.append is None:
-                self.answered(reply)
-                continue
-            try:
-                self.bring(self, reply, reply.append)
-            except Exception:  # those that came with it are others'
-                log.exception("an answer was not taken")
+    async def greeted(self, hello: PeerHello, dial: Dial, broke: Callable[[Link], None]) -> None:
+        """That peer answered: calls go over the stream that it promises. LinkBroken."""
+
+        def ended(stream: Stream, why: str) -> None:
+            log.debug("the stream to %s ended: %s", self.address, why)
+            broke(self)
+
+        try:
+            stream = await dial(hello.stream, hello.stream_secret, self._on_stream, ended)
+        except Unavailable as exc:
+            raise LinkBroken(exc.message, **exc.details) from exc
+        if self.ended is not None:
+            stream.close()
+            raise self._failure(self.ended)
+        self.calls, self.hello = stream, hello
+
+    def _on_stream(self, stream: Stream, frame: bytes) -> None:
+        self.received(frame)
+
+    def received(self, frame: bytes) -> None:
+        """Hand an answer to who waits for it."""
+        try:
+            reply = peering.decode_reply(frame)
+        except ProtocolError as exc:
+            log.warning("a peer sent a bad reply: %s", exc)
+            return
+        if self.hello is not None and reply.incarnation != self.hello.incarnation:
+            return  # libzmq connected again before this link was told: its ranges are others
+        self._came(reply.rid)
+        if reply.append is None:
+            self.answered(reply)
+        else:
+            self.bring(self, reply, reply.append)
 
     def answered(self, reply: PeerReply, failure: DataplaneError | None = None) -> None:
         """Whoever waits for it has an answer, or cannot get it."""
@@ -251,6 +276,8 @@ class Link:
         """End it; calls under way fail with `why`."""
         self.ended = why
         self.socket.close()
+        if self.calls is not None:
+            self.calls.close()
         for rid in list(self.coming):
             self._came(rid)
         for answer in self.answers.values():

@@ -1,4 +1,4 @@
-"""Calls to other peers, over one zmq DEALER each; what they ask comes in at `peer_door`.
+"""Calls to other peers, over a link to each; what they ask comes in at `peer_door`.
 
 Connections are made when first needed. Before its first request a peer shows who it is
 (`PeerHello`); planes, seeds, versions and names are compared and a stranger is refused. A call to
@@ -71,11 +71,11 @@ class Mesh:
     @property
     def refused(self) -> int:
         """Messages and strangers turned away so far."""
-        return self.door.intake.refusals.total + self.gate.refusals.total
+        return self.door.refused + self.gate.refusals.total
 
-    def listen(self) -> None:
+    async def listen(self) -> None:
         """AddressInUse when the address belongs to somebody else."""
-        self.door.listen(self._context)
+        await self.door.listen(self._context)
 
     async def close(self) -> None:
         self._closing = True
@@ -322,7 +322,7 @@ class Mesh:
                     if not isinstance(reply, PeerHello):
                         raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)
-                    link.hello = reply
+                    await link.greeted(reply, self.door.streams.dial, self._break)
         return link
 
     # who is there
@@ -433,4 +433,4 @@ class Mesh:
         if link and link.hello and link.hello.incarnation != body.incarnation:
             self._break(link)
         self.others.meet(body)
-        return self.others.introduction()
+        return self.door.welcome(self.others.introduction())

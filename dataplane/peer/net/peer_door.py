@@ -1,4 +1,4 @@
-"""The peer door: requests of other peers, over a zmq ROUTER.
+"""The peer door: greetings of other peers, over a zmq ROUTER, and their requests, over streams.
 
 A request is answered under the roster that its sender works under, or not at all: one that is
 behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up.
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import CoroutineType
 from typing import Any, cast
 
+import msgspec
 import zmq
 
 from dataplane.errors import AddressInUse, FrameTooLarge, ProtocolError, StaleEpoch
@@ -21,12 +22,13 @@ from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.failures import failed
-from dataplane.peer.net.intake import REQUEST_BYTES, Intake
+from dataplane.peer.net.intake import Intake
 from dataplane.peer.net.links import bindable, tune
 from dataplane.peer.net.once import REPEATABLE, Once
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket
-from dataplane.wire import limits, peering
+from dataplane.peer.net.streams import Stream
+from dataplane.wire import peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import (
     Append,
@@ -45,8 +47,6 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-MAX_UNTAKEN = limits.MAX_BYTES_UNDER_WAY // REQUEST_BYTES
-"""Messages of answers that wait for one peer to take them: as many as there may be requests."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
@@ -80,7 +80,8 @@ class PeerDoor:
         self._serving = serving
         self._router: Socket | None = None
         self._once = Once(Operations())
-        self.intake = Intake(host.incarnation, self._arrived)
+        self.intake = Intake(host.incarnation, gate.encrypted, self._arrived)
+        self.streams = self.intake.streams
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
@@ -88,13 +89,16 @@ class PeerDoor:
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
         """told how far the backup is, as its requests say"""
 
-    def listen(self, context: Context) -> None:
+    @property
+    def refused(self) -> int:
+        """Messages and strangers turned away so far, but for those whom libzmq asks about."""
+        return self.intake.refusals.total + self.streams.refusals.total
+
+    async def listen(self, context: Context) -> None:
         """AddressInUse when the address belongs to somebody else."""
         where = bindable(self.host.address)
         router = context.socket(zmq.ROUTER)
         tune(router, where)
-        router.setsockopt(zmq.SNDHWM, MAX_UNTAKEN)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or what is not sent is lost without a word
         self._gate.open_desk(context)
         self._gate.secure_router(router)
         try:
@@ -107,14 +111,43 @@ class PeerDoor:
                 address=self.host.address,
             ) from exc
         self._router = router
-        router.on_untaken = self._untaken
-        self.intake.open(router)
+        await self.streams.listen(where, self.host.address)  # before anybody is told where
+        router.receive(self._greeted)
 
     def close(self) -> None:
+        self.streams.close()
         if self._router is not None:
             self._router.close()
 
-    def _arrived(self, identity: bytes, request: PeerRequest, nbytes: int) -> None:
+    def _greeted(self, parts: list[bytes]) -> None:
+        """All that comes over zmq are greetings."""
+        assert self._router is not None
+        who, *frames = parts
+        for frame in frames:
+            self._router.send([who, self._greeting(frame)])
+
+    def _greeting(self, frame: bytes) -> bytes:
+        try:
+            request = peering.decode_request(frame)
+            if not isinstance(request.body, PeerHello):
+                raise ProtocolError("over zmq a peer only greets; what it asks goes over a stream")
+        except ProtocolError as exc:
+            return self.intake.refusal(exc)
+        try:
+            reply = self._handle(request)
+            assert isinstance(reply, Body)
+        except Exception as exc:
+            reply = failed(exc)
+        self.host.sent_between[type(reply).__name__] += 1
+        return peering.encode(PeerReply(request.rid, self.host.incarnation, reply))  # type: ignore[arg-type]
+
+    def welcome(self, hello: PeerHello) -> PeerHello:
+        """The answer to a greeting: with a stream for the requests of who greets."""
+        return msgspec.structs.replace(
+            hello, stream=self.streams.address, stream_secret=self.streams.promise()
+        )
+
+    def _arrived(self, stream: Stream, request: PeerRequest, nbytes: int) -> None:
         """Answered at once, unless somebody or something has to be waited for."""
         limit_s = request.deadline_ms / 1000
         sender = Owner(request.sender, request.incarnation)
@@ -130,43 +163,43 @@ class PeerDoor:
         except Exception as exc:
             outcome = failed(exc)
         if isinstance(outcome, Body):
-            self._carried_out(identity, request, nbytes, outcome)
+            self._carried_out(stream, request, nbytes, outcome)
             return
         call = self._hold(asyncio.ensure_future(outcome))
-        call.add_done_callback(functools.partial(self._ended, identity, request, nbytes))
+        call.add_done_callback(functools.partial(self._ended, stream, request, nbytes))
 
     def _ended(
-        self, identity: bytes, request: PeerRequest, nbytes: int, call: asyncio.Future[Body]
+        self, stream: Stream, request: PeerRequest, nbytes: int, call: asyncio.Future[Body]
     ) -> None:
         if call.cancelled():  # this peer ends
             self.intake.answered(nbytes)
             return
         failure = call.exception()
         reply = failed(failure) if isinstance(failure, Exception) else call.result()
-        self._carried_out(identity, request, nbytes, reply)
+        self._carried_out(stream, request, nbytes, reply)
 
-    def _carried_out(self, identity: bytes, request: PeerRequest, nbytes: int, reply: Body) -> None:
+    def _carried_out(self, stream: Stream, request: PeerRequest, nbytes: int, reply: Body) -> None:
         """The answer goes out when the backup has all that it may tell of."""
         progress = self.host.progress
         refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
         if type(request.body) in UNHELD or refused or progress.is_settled:
             self.intake.answered(nbytes)
-            self._answer(identity, request, reply)
+            self._answer(stream, request, reply)
             return
-        append = self.carry(Owner(request.sender, request.incarnation), identity)
+        append = self.carry(Owner(request.sender, request.incarnation), stream.id)
         if append is not None:
             self.intake.answered(nbytes)
-            self._answer(identity, request, reply, append)
+            self._answer(stream, request, reply, append)
             return
         until = self.host.now() + request.deadline_ms / 1000
         confirmed = self._hold(asyncio.ensure_future(progress.confirmation(until)))
         confirmed.add_done_callback(
-            functools.partial(self._confirmed, identity, request, nbytes, reply)
+            functools.partial(self._confirmed, stream, request, nbytes, reply)
         )
 
     def _confirmed(
         self,
-        identity: bytes,
+        stream: Stream,
         request: PeerRequest,
         nbytes: int,
         reply: Body,
@@ -176,23 +209,18 @@ class PeerDoor:
         if not confirmed.cancelled():
             failure = confirmed.exception()
             answer = failed(failure) if isinstance(failure, Exception) else reply
-            self._answer(identity, request, answer)
+            self._answer(stream, request, answer)
 
     def _answer(
-        self, identity: bytes, request: PeerRequest, reply: Body, append: Append | None = None
+        self, stream: Stream, request: PeerRequest, reply: Body, append: Append | None = None
     ) -> None:
-        assert self._router is not None
         self.host.sent_between[type(reply).__name__] += 1
         here = self.host.incarnation
         try:
             frame = peering.encode(PeerReply(request.rid, here, reply, append))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             frame = peering.encode(PeerReply(request.rid, here, failed(exc), append))
-        self._router.post(frame, identity)
-
-    def _untaken(self, answers: int) -> None:
-        for _ in range(answers):
-            self.intake.refusals.count(f"a peer has not taken {MAX_UNTAKEN} messages of answers")
+        self.streams.answer(stream, frame)
 
     async def _in_step(self, request: PeerRequest, sender: Owner) -> Body:
         """Once both sides work under the same roster. StaleEpoch where they will not."""

@@ -1,0 +1,384 @@
+"""Streams: what peers call each other on, TCP on the event loop itself.
+
+A link greets over zmq, whose thread tells of a peer that stopped while this one's loop works; with
+the answer comes where the other side's streams are accepted, and the secret of one of them. It is
+dialled once, and whatever is asked and answered goes over it: on its way through libzmq a message
+would wake two more threads on either side. With a token the secret, which only the encrypted
+greeting carried, has a fresh key for each direction, and every frame is sealed (ChaCha20-Poly1305,
+numbered by its place); anything out of place ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextvars import Context as Variables
+from typing import cast
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from dataplane.errors import Unavailable
+from dataplane.launch.values import parse_address
+from dataplane.wire import limits
+from dataplane.wire.refusals import Refusals
+
+log = logging.getLogger(__name__)
+
+ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
+HEADER_BYTES = 4
+"""The length of the sealed frame that follows, little-endian."""
+MAX_EXPECTED = 1_024
+"""Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
+MAX_UNKNOWN = 64
+"""Connections that have not said yet which stream they are."""
+JOIN_S = 3.0
+"""Within which a connection has to say it, and a dialled one to be made."""
+FULL_BYTES = 4 << 20
+"""More than this waits to be sent: who can wait does."""
+UNACKED_MS = 10_000
+"""After so long without a sign of the other host's kernel the connection ends."""
+
+Take = Callable[["Stream", bytes], None]
+Ended = Callable[["Stream", str], None]
+Dial = Callable[[str, bytes, Take, Ended], Awaitable["Stream"]]
+"""As `Streams.dial`"""
+
+
+class StreamClosed(Exception):
+    """It ended before the frame could be sent."""
+
+
+class Sealer:
+    """Seals, or opens, the frames of one direction in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = ChaCha20Poly1305(key)
+        self._number = 0
+
+    def _nonce(self) -> bytes:
+        self._number += 1
+        return self._number.to_bytes(12, "little")
+
+    def seal(self, frame: bytes) -> bytes:
+        return self._cipher.encrypt(self._nonce(), frame, None)
+
+    def open(self, sealed: bytes) -> bytes:
+        """InvalidTag for what was not sealed here, in this order."""
+        return self._cipher.decrypt(self._nonce(), sealed, None)
+
+
+class Stream(asyncio.Protocol):
+    """One connection. take: gets each frame that comes. ended: told once, unless it was closed
+    here; why, for people."""
+
+    def __init__(self, take: Take, ended: Ended) -> None:
+        self.id = b""
+        self.closed = False
+        self._take = take
+        self._told_ended = ended
+        self._loop = asyncio.get_running_loop()
+        # What comes belongs to no call that happened to be under way when the stream was made.
+        self._variables = Variables()
+        self._transport: asyncio.Transport | None = None
+        self._seals: Sealer | None = None
+        self._opens: Sealer | None = None
+        self._came: list[bytes] = []
+        self._came_bytes, self._needed_bytes = 0, HEADER_BYTES
+        self._paused = False
+        self._posted: list[bytes] = []
+        self._posted_bytes = 0
+        self._is_behind = False
+        """the kernel takes no more for now"""
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "paused" if self._paused else "open"
+        return f"<Stream {self.id.hex()[:8]} {state}, {self.waiting_bytes} bytes to send>"
+
+    def use(self, secret: bytes, accepted: bool) -> None:
+        """Its name and, where frames are sealed, a key for each direction: the dialler's first."""
+        self.id = secret[:ID_BYTES]
+        keys = secret[ID_BYTES:]
+        if keys:
+            to, back = Sealer(keys[:KEY_BYTES]), Sealer(keys[KEY_BYTES:])
+            self._seals, self._opens = (back, to) if accepted else (to, back)
+
+    # in
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=FULL_BYTES)
+        raw = transport.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKED_MS)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            raw.setsockopt(socket.IPPROTO_TCP, option, UNACKED_MS // 3_000)
+        if self._paused:
+            self._transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._came.append(data)
+        self._came_bytes += len(data)
+        if self._came_bytes >= self._needed_bytes and not self._paused:
+            self._variables.run(self._take_frames)
+
+    def _take_frames(self) -> None:
+        data = b"".join(self._came) if len(self._came) > 1 else self._came[0]
+        at, end = 0, len(data)
+        self._needed_bytes = HEADER_BYTES
+        while not (self.closed or self._paused) and end - at >= HEADER_BYTES:
+            size = int.from_bytes(data[at : at + HEADER_BYTES], "little")
+            if size > limits.MAX_FRAME_BYTES + TAG_BYTES:
+                self._end(f"a frame of {size} bytes; the limit is {limits.MAX_FRAME_BYTES}")
+                return
+            if end - at < HEADER_BYTES + size:
+                self._needed_bytes = HEADER_BYTES + size
+                break
+            at += HEADER_BYTES
+            frame = data[at : at + size]
+            at += size
+            if self._opens is not None:
+                try:
+                    frame = self._opens.open(frame)
+                except InvalidTag:
+                    self._end("a frame that was not sealed by its peer")
+                    return
+            try:
+                self._take(self, frame)
+            except Exception:  # those that came with it are others'
+                log.exception("a message was not taken")
+        self._came = [data[at:]] if at < end else []
+        self._came_bytes = end - at
+
+    def pause(self) -> None:
+        """Take nothing more: TCP makes the sender wait."""
+        self._paused = True
+        if self._transport is not None and not self.closed:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._transport is not None and not self.closed:
+            self._transport.resume_reading()
+            self._loop.call_soon(self._take_rest, context=self._variables)
+
+    def _take_rest(self) -> None:
+        if self._came and not (self.closed or self._paused):
+            self._take_frames()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(str(exc) if exc is not None else "the other side closed it")
+
+    # out
+
+    @property
+    def waiting_bytes(self) -> int:
+        there = self._transport is not None and not self.closed
+        sent = self._transport.get_write_buffer_size() if there else 0  # type: ignore[union-attr]
+        return self._posted_bytes + sent
+
+    @property
+    def is_full(self) -> bool:
+        return not self._room.is_set()
+
+    def post(self, frame: bytes) -> None:
+        """Send it when this turn of the loop is over, with all else that is posted in it. Where the
+        stream has ended, or does before, it is lost."""
+        if not self._posted:
+            self._loop.call_soon(self._send_posted, context=self._variables)
+        self._posted.append(frame)
+        self._posted_bytes += len(frame)
+        if self._posted_bytes > FULL_BYTES:
+            self._room.clear()
+
+    async def send(self, frame: bytes) -> None:
+        """As `post`, once there is room. StreamClosed."""
+        while not (self.closed or self._room.is_set()):
+            await self._room.wait()
+        if self.closed:
+            raise StreamClosed
+        self.post(frame)
+
+    def _send_posted(self) -> None:
+        posted, self._posted, self._posted_bytes = self._posted, [], 0
+        if self.closed or self._transport is None:
+            return
+        parts: list[bytes] = []
+        for frame in posted:
+            sealed = frame if self._seals is None else self._seals.seal(frame)
+            parts += (len(sealed).to_bytes(HEADER_BYTES, "little"), sealed)
+        self._transport.write(b"".join(parts))
+        if not self._is_behind:
+            self._room.set()
+
+    def pause_writing(self) -> None:
+        self._is_behind = True
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._is_behind = False
+        self._room.set()
+
+    # its end
+
+    def close(self) -> None:
+        """At once: what has not been sent is lost, and who waits to send gets StreamClosed."""
+        self.closed = True
+        self._room.set()
+        self._came.clear()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, why: str) -> None:
+        if not self.closed:
+            self.close()
+            self._told_ended(self, why)
+
+
+class _Unknown(asyncio.Protocol):
+    """A connection that has not said yet which stream it is."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._said = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._late = asyncio.get_running_loop().call_later(JOIN_S, transport.abort)  # type: ignore[attr-defined]
+        self._streams.unknown.add(self)
+        if len(self._streams.unknown) > MAX_UNKNOWN:
+            self._streams.refusals.count(f"more than {MAX_UNKNOWN} connections that say nothing")
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._said += data
+        if len(self._said) < ID_BYTES:
+            return
+        self._late.cancel()
+        self._streams.unknown.discard(self)
+        stream = self._streams.joined(self._said[:ID_BYTES])
+        if stream is None:
+            self._transport.abort()
+            return
+        self._transport.set_protocol(stream)
+        stream.connection_made(self._transport)
+        if rest := self._said[ID_BYTES:]:
+            stream.data_received(rest)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        self._streams.unknown.discard(self)
+
+
+class Streams:
+    """Those of one peer. sealed: whether frames are; take: gets what comes on those that others
+    dialled."""
+
+    def __init__(self, sealed: bool, take: Take) -> None:
+        self.refusals = Refusals(log, "the stream door")
+        self.unknown: set[_Unknown] = set()
+        self.address = ""
+        """`host:port` where streams are accepted; "": nowhere"""
+        self._sealed = sealed
+        self._take = take
+        self._expected: OrderedDict[bytes, bytes] = OrderedDict()
+        self._open: set[Stream] = set()
+        self._server: asyncio.Server | None = None
+        self._paused = False
+
+    def __repr__(self) -> str:
+        return f"<Streams at {self.address or 'no port'}, {len(self._open)} open>"
+
+    # those that others dial
+
+    async def listen(self, where: str, told: str) -> None:
+        """At a port of the system's choice. where: the peer's address (tcp://host:port) as it can
+        be bound, told: as others know it."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Unknown(self), parse_address(where)[0], 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{told.removeprefix('tcp://').rpartition(':')[0]}:{port}"
+
+    def promise(self) -> bytes:
+        """The secret of a stream that will be dialled: its name, and a key for each direction."""
+        secret = secrets.token_bytes(ID_BYTES + (2 * KEY_BYTES if self._sealed else 0))
+        self._expected[secret[:ID_BYTES]] = secret
+        if len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
+        return secret
+
+    def joined(self, name: bytes) -> Stream | None:
+        """The stream that has this name; None for a stranger."""
+        secret = self._expected.pop(name, None)
+        if secret is None:
+            self.refusals.count("a stranger's stream")
+            return None
+        stream = Stream(self._arrived, self._ended)
+        stream.use(secret, accepted=True)
+        self._open.add(stream)
+        if self._paused:
+            stream.pause()
+        return stream
+
+    def _arrived(self, stream: Stream, frame: bytes) -> None:
+        self._take(stream, frame)
+
+    def _ended(self, stream: Stream, why: str) -> None:
+        log.debug("%r ended: %s", stream, why)
+        self._open.discard(stream)
+
+    def answer(self, stream: Stream, frame: bytes) -> None:
+        """Post an answer. Whoever takes none is cut off: it will call again."""
+        if stream.waiting_bytes > limits.MAX_BYTES_UNDER_WAY:
+            self.refusals.count(f"a peer has not taken {stream.waiting_bytes} bytes of answers")
+            stream.close()
+            self._open.discard(stream)
+            return
+        stream.post(frame)
+
+    def pause(self) -> None:
+        self._paused = True
+        for stream in self._open:
+            stream.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        for stream in self._open:
+            stream.resume()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for one in list(self.unknown):
+            one._transport.abort()
+        for stream in list(self._open):
+            stream.close()
+
+    # those that this peer dials
+
+    @staticmethod
+    async def dial(address: str, secret: bytes, take: Take, ended: Ended) -> Stream:
+        """Unavailable where nobody accepts it in time."""
+        host, port = parse_address(f"tcp://{address}")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(JOIN_S):
+                transport, stream = await loop.create_connection(
+                    lambda: Stream(take, ended), host, port
+                )
+        except (OSError, TimeoutError) as exc:
+            raise Unavailable(
+                f"no stream to {address} can be opened: {exc or 'nobody answers'}; peers reach "
+                "each other at the port of their --listen and at ports that the system chooses",
+                address=address,
+            ) from exc
+        transport.write(secret[:ID_BYTES])
+        stream.use(secret, accepted=False)
+        return stream

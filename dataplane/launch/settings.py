@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -390,17 +389,12 @@ class PeerConfig:
             )
 
     def _check_bulk_tls(self) -> None:
-        """InvalidConfig where TLS cannot be had as the rest is set, or as things are installed."""
+        """InvalidConfig where TLS cannot be had as the rest is set."""
         if self.transport.required:
             raise InvalidConfig(
                 f"{self.transport.required} moves bytes unencrypted: give --transport "
                 f"{self.transport} or --bulk-tls (DATAPLANE_BULK_TLS), not both",
                 transport=self.transport.required,
-            )
-        if find_spec("cryptography") is None:
-            raise InvalidConfig(
-                "--bulk-tls (DATAPLANE_BULK_TLS) makes certificates with cryptography, which is "
-                "not installed: pip install 'dataplane-rl[tls]'"
             )
 
     def _check_own_seed(self) -> None:

@@ -122,7 +122,7 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """A fresh P-256 key and a certificate that it signed itself. ImportError without `[tls]`."""
+    """A fresh P-256 key and a certificate that it signed itself."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

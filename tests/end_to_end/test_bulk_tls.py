@@ -15,8 +15,6 @@ import dataplane
 from dataplane.errors import TransportMissing
 from tests.end_to_end.conftest import PLANE, Cluster
 
-pytest.importorskip("cryptography")
-
 ROOT = Path(__file__).parents[2]
 THEIRS = ROOT / "tests" / "transport" / "third_party"
 SIZES = (1, 4096, 65_537, 1 << 20, (8 << 20) + 1)

@@ -185,7 +185,6 @@ def test_an_embedded_peer_is_told_of_bulk_tls(
 ) -> None:
     from dataplane import cli
 
-    pytest.importorskip("cryptography")
     monkeypatch.setenv("DATAPLANE_BULK_TLS", "1")
     config = embedded.embedded_config("p", os.environ)
     monkeypatch.delenv("DATAPLANE_BULK_TLS")

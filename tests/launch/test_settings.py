@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,13 +92,6 @@ def test_a_switch_is_on_or_off() -> None:
         assert settings.of_variable("bulk-tls", {"DATAPLANE_BULK_TLS": text}) is asked
     with pytest.raises(InvalidConfig, match="DATAPLANE_BULK_TLS: 'yes please' is neither"):
         settings.of_variable("bulk-tls", {"DATAPLANE_BULK_TLS": "yes please"})
-
-
-def test_bulk_tls_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)  # as where it is not installed
-    with pytest.raises(InvalidConfig, match=r"pip install 'dataplane-rl\[tls\]'"):
-        changed(bulk_tls=True)
-    assert not changed().bulk_tls
 
 
 def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:

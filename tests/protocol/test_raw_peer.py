@@ -179,11 +179,11 @@ def test_a_bad_frame_ends_its_connection_and_no_other(what: str, door: Door, pee
         assert other.reply()[1][0] == HELLO_DONE
 
 
-# between peers: a DEALER of pyzmq, whose own framing is not ours
+# between peers: a DEALER of pyzmq, whose own framing is not ours, and a stream
 
 
 class Link:
-    """A DEALER to the peer, which takes this test for the other seed."""
+    """To the peer, which takes this test for the other seed."""
 
     def __init__(self, addresses: list[str]) -> None:
         self._context = zmq.Context()
@@ -194,23 +194,54 @@ class Link:
         self.address = addresses[1]
         self.epoch = [xxhash.xxh3_64_intdigest("\n".join(addresses).encode()) % 2**53, 1]
 
+        self._stream: socket.socket | None = None
+
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
         self.socket.close()
         self._context.term()
+
+    @property
+    def stream(self) -> socket.socket:
+        """Where all but greetings goes."""
+        if self._stream is None:
+            *_, address, secret = self.ask(0, self.hello())[2]
+            host, port = address.rsplit(":", 1)
+            self._stream = socket.create_connection((host, int(port)), SECONDS)
+            assert len(secret) == 16
+            self._stream.sendall(secret)
+        return self._stream
 
     def ask(self, rid: int, body: dict[str, Any], **envelope: Any) -> Any:
         fields = {"rid": rid, "sender": self.address, "incarnation": 9, "session": 0, "op": 0}
         fields |= {"floor": 0, "epoch": self.epoch, "deadline_ms": 5000, "body": body} | envelope
-        self.socket.send(pack(PEERS.array("PeerRequest", fields)))
+        packed = pack(PEERS.array("PeerRequest", fields))
+        if body["@"] == "PeerHello":
+            self.socket.send(packed)
+            return msgpack.unpackb(self.socket.recv())
+        self.stream.sendall(len(packed).to_bytes(4, "little") + packed)
         return self.reply()
 
     def reply(self) -> Any:
-        return msgpack.unpackb(self.socket.recv())
+        """The next one of the stream."""
+        with self.stream.makefile("rb", buffering=0) as replies:
+            frame = read(replies, int.from_bytes(read(replies, 4), "little"))
+        return msgpack.unpackb(frame)
 
     def hello(self, **other: Any) -> dict[str, Any]:
         hello = {"@": "PeerHello", "versions": [1, 3], "plane": "raw", "name": "b"}
         hello |= {"incarnation": 9, "address": self.address, "epoch": self.epoch}
         return hello | {"shards": 4096, "bulk": ""} | other
+
+
+def read(stream: Any, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = stream.read(count - len(data))
+        assert part, "the peer closed the connection"
+        data += part
+    return bytes(data)
 
 
 @pytest.fixture
@@ -328,6 +359,27 @@ def test_operations_of_one_whom_nobody_backs_up_here_are_refused(link: Link) -> 
 )
 def test_a_message_that_cannot_be_read_leaves_the_link(message: bytes, link: Link) -> None:
     link.socket.send(message)
-    rid, _, (tag, code, *_), _ = link.reply()
+    rid, _, (tag, code, *_), _ = msgpack.unpackb(link.socket.recv())
     assert (rid, tag, code) == (0, FAILED, "ProtocolError")
     assert link.ask(2, link.hello())[2][0] == PEER_HELLO
+    link.stream.sendall(len(message).to_bytes(4, "little") + message)
+    rid, _, (tag, code, *_), _ = link.reply()
+    assert (rid, tag, code) == (0, FAILED, "ProtocolError")
+    assert link.ask(3, {"@": "Stats", "partition": None}, epoch=[1, 1])[2][0] == STATS_DONE
+
+
+def test_over_zmq_a_peer_only_greets(link: Link) -> None:
+    fields = {"rid": 5, "sender": link.address, "incarnation": 9, "session": 0, "op": 0}
+    fields |= {"floor": 0, "epoch": link.epoch, "deadline_ms": 5000, "body": {"@": "Beat"}}
+    link.socket.send(pack(PEERS.array("PeerRequest", fields)))
+    assert msgpack.unpackb(link.socket.recv())[2][:2] == [FAILED, "ProtocolError"]
+
+
+@pytest.mark.parametrize("said", [b"x" * 16, b"\x00\x00", b"x" * 40])
+def test_a_stream_that_was_not_promised_ends(said: bytes, link: Link) -> None:
+    host, port = link.stream.getpeername()[:2]
+    with socket.create_connection((host, port), SECONDS) as stranger:
+        stranger.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert link.ask(3, {"@": "Stats", "partition": None}, epoch=[1, 1])[2][0] == STATS_DONE

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dataplane.testing import TransportConformance
-
-pytest.importorskip("cryptography")
 
 
 class TestTcpInsideTls(TransportConformance):

@@ -24,8 +24,6 @@ from dataplane.transport.secure_stream import SecureStream, door
 from dataplane.transport.tickets import Identity, new_identity
 from dataplane.wire.limits import PROTOCOL_VERSION
 
-pytest.importorskip("cryptography")
-
 MIB = 1 << 20
 SAID = b"nobody on the wire reads this sentence. "
 StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest

@@ -134,7 +134,7 @@ class PeerDoor:
         except ProtocolError as exc:
             return self.intake.refusal(exc)
         try:
-            reply = self._handle(request)
+            reply = self._carry_out(request)
             assert isinstance(reply, Body)
         except Exception as exc:
             reply = failed(exc)

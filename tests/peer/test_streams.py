@@ -289,6 +289,7 @@ async def test_who_says_nothing_does_not_stay(door: Door, monkeypatch: pytest.Mo
         assert await is_cut_off(reader)
         writer.close()
     assert not door.streams.unknown and door.streams.refusals.total == 5
+    monkeypatch.undo()
     stream = await Dialler().dial(door)
     stream.post(b"1")
     assert (await door.next())[1] == b"1"

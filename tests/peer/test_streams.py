@@ -16,7 +16,6 @@ from dataplane.peer.net.streams import (
     HEADER_BYTES,
     ID_BYTES,
     MAX_EXPECTED,
-    MAX_UNKNOWN,
     Stream,
     StreamClosed,
     Streams,
@@ -283,8 +282,9 @@ async def test_nothing_is_readable_or_of_use_to_who_has_the_name_alone() -> None
 
 
 async def test_who_says_nothing_does_not_stay(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "JOIN_S", 0.2)
-    silent = [await connected(door) for _ in range(MAX_UNKNOWN + 5)]
+    monkeypatch.setattr(streams, "JOIN_S", 0.5)
+    monkeypatch.setattr(streams, "MAX_UNKNOWN", 20)
+    silent = [await connected(door) for _ in range(25)]
     for reader, writer in silent:
         assert await is_cut_off(reader)
         writer.close()

@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
 HEADER_BYTES = 4
 """The length of the sealed frame that follows, little-endian."""
-MAX_EXPECTED = 1_024
+MAX_EXPECTED = limits.MAX_MEMBERS
 """Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
-MAX_UNKNOWN = 64
-"""Connections that have not said yet which stream they are."""
+MAX_UNKNOWN = 1_024
+"""Connections that have not said yet which stream they are: all peers of a plane may come at once."""
 JOIN_S = 3.0
 """Within which a connection has to say it, and a dialled one to be made."""
 FULL_BYTES = 4 << 20

@@ -35,7 +35,7 @@ HEADER_BYTES = 4
 MAX_EXPECTED = limits.MAX_MEMBERS
 """Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
 MAX_UNKNOWN = 1_024
-"""Connections that have not said yet which stream they are: all peers of a plane may come at once."""
+"""Connections that have not said yet which stream they are: all peers may come at once."""
 JOIN_S = 3.0
 """Within which a connection has to say it, and a dialled one to be made."""
 FULL_BYTES = 4 << 20

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from dataplane.metadata.shard.blocks import PENDING, READY
-from dataplane.metadata.shard.lanes import Lane
-from dataplane.metadata.shard.stages import Units
+from dataplane.metadata.shard.stages import Lane, Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of, to_mask
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import hash_names

@@ -1,7 +1,7 @@
 """Why a call waits, as people are told it, and when they are told.
 
 Plain facts in, one sentence out; nothing here asks anybody. What a store knows of them comes from
-`looks.missing`, as a dict of these very names.
+`inspection.missing`, as a dict of these very names.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ import numpy as np
 
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.shard.blocks import Block, Group, Rows
-from dataplane.metadata.shard.lanes import Lane, Picked
 from dataplane.metadata.shard.pull_credit import PullCredit, pulled_per_row, rounding
-from dataplane.metadata.shard.stages import Stage
+from dataplane.metadata.shard.stages import Lane, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import rows_of, to_mask
 from dataplane.metadata.tables.references import Array
@@ -44,7 +43,7 @@ Kept = tuple[str, Where | None]
 @dataclass(slots=True)
 class Taken:
     """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
-    more, or any. rows: what was taken, for `Store.table`; it holds until the next change."""
+    more, or any. rows: what was taken, for `rows_out.table`; it holds until the next change."""
 
     lease: int | None = None
     units: int = 0

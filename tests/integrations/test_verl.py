@@ -57,6 +57,8 @@ def test_a_step_of_verls_trainer_gives_what_it_gives_on_transfer_queue() -> None
     assert ours["told"]["of"] == theirs["told"]["of"] == "0.9.1"
     assert str(SHIM) in ours["told"]["by"] and str(SHIM) not in theirs["told"]["by"]
     assert ours["steps"] == theirs["steps"]
+    assert ours["resumed"] == theirs["resumed"] and ours["resumed"]["same"]
+    assert ours["resumed"]["again"] == 2 and ours["resumed"]["left"] == {}
     assert len(ours["steps"]["async"]["keys"]) == 16 and not ours["steps"]["async"]["cleared"]
 
 

@@ -12,10 +12,12 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from PIL import Image
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -217,6 +220,36 @@ def digest(value: Any) -> Any:
     return value
 
 
+def digests(data: TensorDict) -> dict[str, Any]:
+    return {
+        name: digest(column if isinstance(column, torch.Tensor) else list(column))
+        for name, column in sorted(data.items())
+    }
+
+
+def resumed(trainer: Any, buffer: Any) -> dict[str, Any]:
+    """A checkpoint of the queue with prompts that nobody has answered; what is restored of it; the
+    prompts are given out again, and the batch is padded to a multiple."""
+    trainer.trainer_mode, manager = "async", trainer.agent_loop_manager
+    trainer.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: None)
+    trainer._submit_batch_to_rollout(prompts(2, "resumed"))
+    trainer.agent_loop_manager = manager
+    before = tq.kv_list("train")
+    with tempfile.TemporaryDirectory() as folder:
+        tq.save_checkpoint(f"{folder}/queue", metadata={"global_steps": 1})
+        tq.kv_clear(keys=list(before["train"]), partition_id="train")
+        tq.load_checkpoint(f"{folder}/queue")
+    same, again = tq.kv_list("train") == before, trainer._reissue_inflight_prompts()
+    batch, _ = buffer.sample(1, "train", 2)
+    batch.reorder(sorted(range(len(batch)), key=lambda place: batch.keys[place]))
+    padded = upsample_batch_to_divisible_size(batch, 5, Tokens.eos_token_id)
+    whole = tq.kv_batch_get(keys=padded.keys, partition_id="train")
+    whole.pop("uid")  # of padding it is random
+    tq.kv_clear(keys=padded.keys, partition_id="train")
+    left = tq.kv_list("train")["train"]
+    return {"same": same, "again": again, "values": digests(whole), "left": digest(left)}
+
+
 def step(mode: str, mark: str, buffer: Any, trainer: Any, count: int) -> dict[str, Any]:
     """One step of a trainer: rollout, reward, log-probabilities, advantages, and the end of it."""
     trainer.trainer_mode = mode
@@ -244,10 +277,7 @@ def step(mode: str, mark: str, buffer: Any, trainer: Any, count: int) -> dict[st
     batch = trainer._balance_batch(batch, metrics)
     whole = tq.kv_batch_get(keys=sorted(batch.keys), partition_id="train")
     timed("read")
-    values = {
-        name: digest(column if isinstance(column, torch.Tensor) else list(column))
-        for name, column in sorted(whole.items())
-    }
+    values = digests(whole)
     left = tq.kv_list("train")["train"]
     start = time.monotonic()
     tq.kv_clear(keys=batch.keys, partition_id="train")
@@ -309,6 +339,7 @@ def main(count: int, media_bytes: int) -> None:
         steps[mode] = step(mode, mode, buffer, trainer, count)
     done.set()
     looking.join()
+    after = resumed(trainer, buffers["async"])
     peak, rest = max(looks, key=lambda look: sum(look.values())), memory()
     more = {name: now - before.get(name, 0) for name, now in peak.items()}
     seconds = {name: one.pop("seconds") for name, one in steps.items()}
@@ -322,7 +353,7 @@ def main(count: int, media_bytes: int) -> None:
     }
     tq.close()
     ray.shutdown()
-    print("RESULTS " + json.dumps({"steps": steps, "told": told}))
+    print("RESULTS " + json.dumps({"steps": steps, "resumed": after, "told": told}))
 
 
 if __name__ == "__main__":

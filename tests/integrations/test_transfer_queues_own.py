@@ -1,7 +1,8 @@
-"""TransferQueue 0.1.11's own tests, from its wheel, on the module that takes its place.
+"""TransferQueue 0.1.11's own tests and tutorials, of its wheel, on the module in its place.
 
 `make test-frameworks`. Tests of its controller, storage and sockets are of what is not there here;
-those of its surface are played as they are, and those below fail, for the reason said.
+those of its surface are played as they are, and those below fail, for the reason said. Its last
+tutorial asks an actor that is not there here for the configuration, docs/verl.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ HERE = Path(__file__).parent
 FRAMEWORKS = Path(sys.executable).parent.parent / "frameworks"
 PYTHON = FRAMEWORKS / "bin" / "python"
 TESTS = FRAMEWORKS / "transfer-queue" / "tests"
+TUTORIALS = [
+    "01_core_components",
+    "02_kv_interface",
+    "03_metadata_concepts",
+    "04_understanding_controller",
+    "05_custom_sampler",
+]
 SHIM = HERE.parents[1] / "packages" / "dataplane-transfer-queue"
 LIMIT_S = 400
 
@@ -55,28 +63,40 @@ pytestmark = [
 ]
 
 
+def played(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{SHIM}:{HERE}",
+        "DATAPLANE_RUN_DIR": folder,
+        "DATAPLANE_ARENA": "64MiB",
+        "DATAPLANE_LINGER": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": folder,  # else `ray.init` joins another cluster of this machine
+    }
+    return subprocess.run(
+        [str(PYTHON), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_transfer_queues_tutorials_run(name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder:
+        done = played(folder, str(TESTS.parent / "tutorial" / f"{name}.py"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "Tutorial Complete!" in done.stdout
+
+
 @pytest.mark.parametrize("name", PLAYED)
 def test_transfer_queues_own_tests_pass_but_for_what_differs(name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="dp-") as folder:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{SHIM}:{HERE}",
-            "DATAPLANE_RUN_DIR": folder,
-            "DATAPLANE_ARENA": "64MiB",
-            "DATAPLANE_LINGER": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_TMPDIR": folder,  # else `ray.init` joins another cluster of this machine
-        }
         plugin = ["-c", os.devnull, "-p", "transfer_queue_own", "-p", "no:cacheprovider"]
         plugin += ["-o", "asyncio_mode=auto"]
-        done = subprocess.run(
-            [str(PYTHON), "-m", "pytest", "-q", "-rA", *plugin, str(TESTS / name)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=environment,
-        )
+        done = played(folder, "-m", "pytest", "-q", "-rA", *plugin, str(TESTS / name))
     ended = dict(
         reversed(line.split(" - ")[0].split(maxsplit=1))
         for line in done.stdout.splitlines()

@@ -266,24 +266,28 @@ def _end_if_stopped(connection: Connection, until: asyncio.Timeout) -> None:
 
 async def _converse(connection: Connection, frame: bytearray) -> Any:
     loop, sock = asyncio.get_running_loop(), connection.sock
-    if frame:
-        await loop.sock_sendall(sock, frame)
+    rest = memoryview(frame)
+    while rest and (rest := rest[connection.send_some(rest) :]):
+        await _ready(sock, loop.add_writer, loop.remove_writer)
     while (reply := connection.arrived_reply()) is None:
-        await _readable(loop, sock)
+        await _ready(sock, loop.add_reader, loop.remove_reader)
         # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
         # much, and with it the answer that the housekeeper must undo.
         with contextlib.suppress(BlockingIOError):
-            connection.count(sock.recv_into(connection.inbox.room()))
+            connection.take()
     return reply
 
 
-async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, _set, ready)
+async def _ready(
+    sock: socket.socket, add: Callable[..., object], remove: Callable[..., object]
+) -> None:
+    """Until the loop finds it readable, or writable."""
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    add(sock, _set, ready)
     try:
         await ready
     finally:
-        loop.remove_reader(sock)
+        remove(sock)
 
 
 def _set(ready: asyncio.Future[None]) -> None:

@@ -61,7 +61,7 @@ def open_connection(
     try:
         connection.sock.settimeout(limit_s)
         welcome = _receive_welcome(connection, descriptors if session is None else None)
-        connection.sock.setblocking(False)
+        connection.sock.setblocking(True)
         if session is not None and welcome.incarnation != session.incarnation:
             session.peer_is_gone()
             raise peer_lost(peer)
@@ -114,7 +114,9 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
     return body
 
 
-def _receive_with_descriptors(sock: socket.socket, room: memoryview, descriptors: list[int]) -> int:
+def _receive_with_descriptors(
+    sock: socket.socket, room: bytearray | memoryview, descriptors: list[int]
+) -> int:
     count, ancillary, _, _ = sock.recvmsg_into(
         [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
     )

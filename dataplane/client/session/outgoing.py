@@ -57,6 +57,7 @@ class Outgoing:
         "_then",
         "_until",
         "frame",
+        "later",
         "rid",
     )
 
@@ -74,22 +75,20 @@ class Outgoing:
         self._request = session.request(step.body, 0 if step.blocking else deadline_ms)
         self.rid = self._request.rid
         """names the answer"""
+        self.later = 0
+        """names the answer to what goes along; 0 where nothing does"""
         try:
             self.frame = frame_of(self._request)
             if step.then is not None:
                 self._then = step.then, Outgoing(session, step.then, began, along=True)
                 self.frame += self._then[1].frame
+                self.later = self._then[1].rid
         except BaseException:
             session.answered(self._request)
             raise
         if not along and not session.due.empty() and (due := session.parting()):
             self._ahead = [session.request(body, one_way=True) for body in due]
             self.frame = self._ahead_of() + self.frame
-
-    @property
-    def later(self) -> int:
-        """Names the answer to what went along; 0 where nothing did."""
-        return 0 if self._then is None else self._then[1].rid
 
     def limit_s(self) -> float | None:
         """How long to wait for the answer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -307,13 +307,13 @@ class InHand:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[str, int]] = {}
-        self._hands: Counter[tuple[str, int]] = Counter()
+        self._hands: dict[tuple[str, int], int] = {}
 
     def add(self, number: int, partition: str) -> None:
         hand = partition, _caller()
         with self._lock:
             self._taken[number] = hand
-            self._hands[hand] += 1
+            self._hands[hand] = self._hands.get(hand, 0) + 1
 
     def discard(self, number: int) -> bool:
         """Whether it was there."""
@@ -338,7 +338,7 @@ class InHand:
         if not self._hands:
             return False
         hand = partition, _caller()
-        return self._hands[hand] > (but is not None and self._taken.get(but) == hand)
+        return self._hands.get(hand, 0) > (but is not None and self._taken.get(but) == hand)
 
 
 def _caller() -> int:

@@ -32,7 +32,9 @@ def text(value: object, what: str) -> str:
 
 def texts(values: object, what: str) -> list[str]:
     """Several names, such as fields; a lone text is taken for a mistake."""
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
+        isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
+    ):
         raise InvalidCall(f"{what}={values!r:.80}: give a list of names")
     return [text(value, f"an entry of {what}") for value in values]
 

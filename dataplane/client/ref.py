@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from dataplane.metadata.tables.names import format_minted_many
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Name
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(msgspec.Struct, frozen=True):
     """Rows of one put: `plane.get(ref)` reads them, here or in another process of the plane.
 
     A ref does not pin: reading rows that were freed raises RowsGone, and PartitionGone once their

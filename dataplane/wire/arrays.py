@@ -106,6 +106,16 @@ def ragged_axis(shape: tuple[int, ...]) -> int | None:
     return shape.index(-1) if -1 in shape else None
 
 
+def is_ready(value: object) -> bool:
+    """Whether `as_array` would give it back as it is: a cheap look at what most values are."""
+    return (
+        type(value) is np.ndarray
+        and value.dtype in _NAMES
+        and value.flags.c_contiguous
+        and value.ndim <= MAX_RANK
+    )
+
+
 def as_array(value: object) -> Array | None:
     """`value` as a plain, contiguous, native numpy array, without a copy where it is one already.
 

@@ -7,9 +7,9 @@ room for them the message is refused, and they go there as well: `landed`. Witho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -76,7 +76,7 @@ def landed(
         moved["owner"] = 0
         return moved
 
-    return replace(
+    return msgspec.structs.replace(
         written,
         cells=[mapped(cells, move) for cells in written.cells],
         ranges=ranges,

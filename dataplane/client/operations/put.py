@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from dataplane.client.arguments import texts
@@ -65,18 +64,9 @@ def put(
     n = prepared.n
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
-    ref = partial(
-        Ref,
-        session.plane,
-        session.peer,
-        handle.name,
-        key_column=identity.keys.tobytes(),
-        names=None if identity.names is None else tuple(identity.names),
-        groups=tuple(identity.group_names or ()),
-        fields=tuple(columns),
-    )
     inline = handle.takes_inline()
-    few = None if on_devices else lay_few(prepared, inline)
+    one_group = identity.group_index is not None and not identity.group_index.any()
+    few = None if on_devices else lay_few(prepared, inline, one_group)
     if few is not None:
         generation = yield from handle.attach(deadline)
         check_groups(identity, handle.definition.group_size)
@@ -108,7 +98,17 @@ def put(
             "these are new rows under old names, or part.drop() to begin the partition anew",
             keys=row_names(identity.wire(None))[:SHOWN_NAMES],
         )
-    return ref(generation=generation, kept=work.gone)
+    return Ref(
+        session.plane,
+        session.peer,
+        handle.name,
+        generation,
+        identity.keys.tobytes(),
+        None if identity.names is None else tuple(identity.names),
+        tuple(identity.group_names or ()),
+        tuple(columns),
+        work.gone,
+    )
 
 
 def _prepare(

@@ -35,7 +35,7 @@ from dataplane.client.write.written import Written, beside, written_of
 from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
-from dataplane.wire.records import EXTENT, KEY, RANGE, U8, VALUE, column
+from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
 from dataplane.wire.tables import Scalar, volume
 
 RUN_BYTES = 256 << 20
@@ -84,11 +84,14 @@ class Putting:
 
     def put_few(self, few: Few) -> Operation[None]:
         """All in one message."""
+        ahead = few.nbytes
+        if not ahead:
+            yield from self._send(few.written([]), None, 0)
+            return
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
-        ahead = few.nbytes
-        if ahead and self.handle.session.leftovers.holds(ahead):
+        if ahead > AHEAD_BYTES or self.handle.session.leftovers.holds(ahead):
             ahead = 0
         yield from self._send(written, None, ahead)
 
@@ -200,7 +203,7 @@ class Putting:
             session.keep(column(reply.extents, EXTENT))
         self.gone += reply.gone
         rows = len(self.identity) if index is None else len(index)
-        session.tally.add("put", rows=rows, bytes=volume(body.columns, VALUE))
+        session.tally.add("put", rows=rows, bytes=volume(body.columns))
         session.tally.add("copy", bytes=written.copied_bytes)
 
     def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
@@ -232,7 +235,7 @@ def write_columns(
     generation = yield from handle.attach(deadline)
     prepared = prepare(columns, n, (), handle.definition.fields, "the batch has")
     inline = handle.takes_inline()
-    few = lay_few(prepared, inline)
+    few = lay_few(prepared, inline, True)  # all of them go with one ack
     if few is not None:
         return (yield from write_few(handle, generation, few, lambda: True, deadline))
     parcels: list[Parcel] = yield Offload(lambda: plan(prepared, None, inline), n << 6)

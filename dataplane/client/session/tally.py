@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 MAX_STAGES = 64
@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stages: set[str] = set()
         self._before: dict[str, float] = {}
         self._since = time.monotonic()
@@ -31,7 +31,7 @@ class Tally:
         """what: "put", "get" or "copy"."""
         with self._lock:
             for name, amount in amounts.items():
-                self._sums[f"{what}/{name}"] += amount  # type: ignore[assignment]
+                self._sums[what, name] += amount
 
     def of_stage(self, stage: str, **amounts: float) -> None:
         """As `add`, of what this client does for a stage."""
@@ -46,7 +46,7 @@ class Tally:
         with self._lock:
             now = time.monotonic()
             seconds, self._since = max(now - self._since, 1e-9), now
-            sums, self._sums = self._sums, Counter()
+            sums, self._sums = self._sums, defaultdict(float)
             stages = sorted(self._stages)
             told = {name: float(stats[name]) for name in _OF_PEER}
             moved = sum(told.values()) - sum(self._before.get(name, 0.0) for name in told)
@@ -58,9 +58,9 @@ class Tally:
             "copy": ("bytes",),
             **{f"stage/{s}": ("claims", "rows", "bytes", "added_bytes", "wait_s") for s in stages},
         }.items():
-            taken |= {f"{what}/{name}": float(sums[f"{what}/{name}"]) for name in names}
+            taken |= {f"{what}/{name}": float(sums[what, name]) for name in names}
             if "rows" in names:
-                taken[f"{what}/rows_per_s"] = sums[f"{what}/rows"] / seconds
+                taken[f"{what}/rows_per_s"] = sums[what, "rows"] / seconds
         for stage in stages:
             taken[f"stage/{stage}/behind_rows"] = _behind(stats, stage)
         taken |= _admission(stats)

@@ -7,17 +7,17 @@ client, without I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from struct import Struct
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write.layout import BLOCK_STEP_BYTES, PARCEL_BYTES
 from dataplane.client.write.parallel import carry_out
-from dataplane.client.write.values import Buffer, Prepared, Strip
+from dataplane.client.write.values import Buffer, Prepared, PreparedColumn, Strip
 from dataplane.client.write.written import Cells, Written
 from dataplane.memory.mapping import WriteMaps
 from dataplane.memory.placement import place
@@ -32,18 +32,18 @@ from dataplane.wire.records import EXTENT, U4, VALUE
 from dataplane.wire.tables import Spec
 
 Records = npt.NDArray[Any]
+Record = tuple[int, int, int, int, int, int]
 
-FEW_VALUES, FEW_LARGE = 256, 48
-"""So many values in all, and so many that are ranges of their own: with more, columns win."""
+FEW_VALUES = 256
+"""With more, columns win."""
 _FEW_BYTES = PARCEL_BYTES // 2
-"""of several rows; from here on the copy is what counts"""
+"""Of several rows that may go apart."""
 _VALUE = Struct("<IIQIHH")
 """A VALUE record."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Few:
+class Few(msgspec.Struct, frozen=True, eq=False):
     """Values with their records. The first range is the block, where `block` is not empty."""
 
     cells: list[Cells]
@@ -67,7 +67,17 @@ class Few:
         """Write the values to where their ranges start."""
         ranges = [self.block, *self.large] if self.block else self.large
         places = zip(ranges, offsets, self.sizes, strict=True)
-        copies = ((writes.view(at, size), np.frombuffer(one, np.uint8)) for one, at, size in places)
+        first, last = offsets[0], self.sizes[-1]
+        if offsets[-1] - first == self.nbytes - room(last):  # side by side
+            memory = writes.view(first, self.nbytes - room(last) + last)
+            copies = (
+                (memory[at - first : at - first + size], np.frombuffer(one, np.uint8))
+                for one, at, size in places
+            )
+        else:
+            copies = (
+                (writes.view(at, size), np.frombuffer(one, np.uint8)) for one, at, size in places
+            )
         carry_out(copies, self.nbytes)
 
     def written(self, offsets: list[int]) -> Written:
@@ -88,105 +98,118 @@ def inline_room(size: int) -> int:
     return -(-size // INLINE_ALIGNMENT_BYTES) * INLINE_ALIGNMENT_BYTES
 
 
-def lay_few(prepared: Prepared, inline: bool) -> Few | None:
-    """The whole put in one block and one message; None where it is more than that."""
-    columns = prepared.columns
-    strips = [s for c in columns for s in (c.values, c.leaves) if s is not None]
-    if sum(s.count for s in strips) > FEW_VALUES or any(c.dedup for c in columns):
+def lay_few(prepared: Prepared, inline: bool, together: bool = False) -> Few | None:
+    """The whole put in one block and one message; None where it is more than that. together: rows
+    of one unit, which are never taken apart."""
+    columns, count = prepared.columns, 0
+    for one in columns:
+        count += one.values.count + (0 if one.leaves is None else one.leaves.count)
+        if one.dedup or count > FEW_VALUES:
+            return None
+    if prepared.n > 1 and not together and sum(map(_nbytes, columns)) > _FEW_BYTES:
         return None
-    if prepared.n > 1 and sum(map(_nbytes, strips)) > _FEW_BYTES:
+    laid = _Laid([INLINE_ROW_BYTES if inline else -1] * prepared.n)
+    for one in columns:
+        laid.add(one)
+    small, large = laid.packed_bytes, laid.large_sizes
+    if small > BLOCK_STEP_BYTES:
         return None
-    sizes = [_each(strip.sizes, strip.count) for strip in strips]
-    goes = _goes_inline(prepared, sizes) if inline else [[False] * len(each) for each in sizes]
-    stay = [
-        [n for n, out in zip(each, outs, strict=True) if not out]
-        for each, outs in zip(sizes, goes, strict=True)
-    ]
-    large = [n for each in stay for n in each if n >= PACK_LIMIT_BYTES]
-    total = sum(room(n) for each in stay for n in each)
-    small = total - sum(map(room, large))
-    if small > BLOCK_STEP_BYTES or len(large) > FEW_LARGE:
-        return None
-    laid = _Laid(1 if small else 0)
-    records = iter([laid.add(*one) for one in zip(strips, sizes, goes, strict=True)])
-    cells = [
-        Cells(c.field, next(records))
-        if c.leaf_counts is None
-        else Cells(c.field, next(records), c.leaf_counts.astype(U4), next(records))
-        for c in columns
-    ]
-    ranges = [small, *large] if small else large
-    return Few(cells, prepared.specs, b"".join(laid.packed), laid.large, ranges, total, laid.inline)
+    ranges, total = [small, *large] if small else large, small + sum(map(room, large))
+    block, going = b"".join(laid.packed), b"".join(laid.inline)
+    return Few(laid.cells(), prepared.specs, block, laid.large, ranges, total, going)
 
 
 class _Laid:
-    """What was laid out so far, and where the next packed and the next large value go."""
+    """What was laid out so far. left: what each row may still bring inline."""
 
-    def __init__(self, first_large: int) -> None:
+    def __init__(self, left: list[int]) -> None:
         self.packed: list[Buffer] = []
         self.large: list[Buffer] = []
-        self._inline: list[Buffer] = []
-        self._next_range = first_large
-        self._delta = self._inline_bytes = 0
+        self.large_sizes: list[int] = []
+        self.inline: list[Buffer] = []
+        self.packed_bytes = self._inline_bytes = 0
+        self._columns: list[tuple[PreparedColumn, list[Record], list[Record]]] = []
+        self._left = left
 
-    @property
-    def inline(self) -> bytes:
-        return b"".join(self._inline)
+    def add(self, one: PreparedColumn) -> None:
+        """A field: its values, inline as long as their rows may bring them, then their leaves, of a
+        row all or none."""
+        sizes, left, goes = _each(one.values.sizes, one.values.count), self._left, []
+        for row, size in enumerate(sizes):
+            takes = inline_room(size)
+            small = size <= INLINE_LIMIT_BYTES and takes <= left[row]
+            goes.append(small)
+            if small:
+                left[row] -= takes
+        values, leaves = self._strip(one.values, sizes, goes), []
+        if one.leaf_counts is not None and one.leaves is not None:
+            sizes = _each(one.leaves.sizes, one.leaves.count)
+            goes = self._leaves_inline(sizes, one.leaf_counts.tolist())
+            leaves = self._strip(one.leaves, sizes, goes)
+        self._columns.append((one, values, leaves))
 
-    def add(self, strip: Strip, sizes: list[int], goes: list[bool]) -> Records:
-        """The VALUE records of a strip. goes: which are inline."""
+    def _leaves_inline(self, sizes: list[int], counts: list[int]) -> list[bool]:
+        at, goes = 0, []
+        for row, count in enumerate(counts):
+            some = sizes[at : at + count]
+            small = [size <= INLINE_LIMIT_BYTES for size in some]
+            takes = sum(inline_room(size) for size in some if size <= INLINE_LIMIT_BYTES)
+            if takes > self._left[row]:
+                small = [False] * count
+            else:
+                self._left[row] -= takes
+            goes += small
+            at += count
+        return goes
+
+    def _strip(self, strip: Strip, sizes: list[int], goes: list[bool]) -> list[Record]:
+        """goes: which values are inline."""
+        records: list[Record] = []
         specs = _each(strip.specs, strip.count)
-        records = []
         for value, size, inline, spec in zip(strip.source, sizes, goes, specs, strict=True):
             if inline:
-                records.append(_VALUE.pack(self._inline_bytes, 0, size, spec, 0, 1))
+                records.append((self._inline_bytes, 0, size, spec, 0, 1))
                 takes = inline_room(size)
-                self._inline += (value, _PADDING[takes - size])
+                self.inline += (value, _PADDING[takes - size])
                 self._inline_bytes += takes
             elif size < PACK_LIMIT_BYTES:
                 takes = room(size)
-                records.append(_VALUE.pack(0, 0, size, spec, self._delta, 0))
+                records.append((0, 0, size, spec, self.packed_bytes, 0))
                 self.packed += (value, _PADDING[takes - size])
-                self._delta += takes
+                self.packed_bytes += takes
             else:
-                records.append(_VALUE.pack(self._next_range, 0, size, spec, 0, 0))
+                records.append((len(self.large), 0, size, spec, 0, 0))
                 self.large.append(value)
-                self._next_range += 1
-        return np.frombuffer(b"".join(records), VALUE)
+                self.large_sizes.append(size)
+        return records
+
+    def cells(self) -> list[Cells]:
+        """Of all fields, once it is known whether there is a block: the large ones come behind."""
+        cells = []
+        for one, values, leaves in self._columns:
+            if one.leaf_counts is None:
+                cells.append(Cells(one.field, self._column(values)))
+            else:
+                counts = one.leaf_counts.astype(U4)
+                cells.append(Cells(one.field, self._column(values), counts, self._column(leaves)))
+        return cells
+
+    def _column(self, records: list[Record]) -> Records:
+        """VALUE records."""
+        if self.packed and self.large:
+            records = [
+                (one[0] + 1, *one[1:]) if one[2] >= PACK_LIMIT_BYTES else one for one in records
+            ]
+        return np.frombuffer(b"".join([_VALUE.pack(*record) for record in records]), VALUE)
 
 
-def _goes_inline(prepared: Prepared, sizes: list[list[int]]) -> list[list[bool]]:
-    """Per strip which values are small, and within what a row may bring of such: its fields in
-    order, the leaves of a value all or none."""
-    left = [INLINE_ROW_BYTES] * prepared.n
-    goes: list[list[bool]] = []
-    given = iter(sizes)
-    for one in prepared.columns:
-        outs = []
-        for row, size in enumerate(next(given)):
-            out = size <= INLINE_LIMIT_BYTES and inline_room(size) <= left[row]
-            left[row] -= inline_room(size) if out else 0
-            outs.append(out)
-        goes.append(outs)
-        if one.leaf_counts is not None:
-            leaves, at, outs = next(given), 0, []
-            for row, count in enumerate(one.leaf_counts.tolist()):
-                some = leaves[at : at + count]
-                small = [size <= INLINE_LIMIT_BYTES for size in some]
-                takes = sum(inline_room(size) for size in some if size <= INLINE_LIMIT_BYTES)
-                if takes > left[row]:
-                    small = [False] * count
-                else:
-                    left[row] -= takes
-                outs += small
-                at += count
-            goes.append(outs)
-    return goes
-
-
-def _nbytes(strip: Strip) -> int:
-    sizes = strip.sizes
-    return sizes * strip.count if isinstance(sizes, int) else int(sizes.sum())
+def _nbytes(one: PreparedColumn) -> int:
+    total = 0
+    for strip in (one.values, one.leaves):
+        if strip is not None:
+            sizes = strip.sizes
+            total += sizes * strip.count if isinstance(sizes, int) else int(sizes.sum())
+    return total
 
 
 def _each(numbers: int | Records, count: int) -> list[int]:

@@ -56,7 +56,8 @@ def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], nbytes: int)
 
 def _threads(nbytes: int) -> int:
     """One for every 16 MiB, four at most, and no more than this process may use cores."""
-    return min(MAX_THREADS, nbytes // _THREAD_BYTES, len(os.sched_getaffinity(0)))
+    wanted = min(MAX_THREADS, nbytes // _THREAD_BYTES)
+    return wanted if wanted < 2 else min(wanted, len(os.sched_getaffinity(0)))
 
 
 def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> None:

@@ -25,6 +25,7 @@ from dataplane.wire.arrays import (
     as_array,
     dtype_name,
     is_jagged,
+    is_ready,
     is_torch,
     jagged_parts,
     raw,
@@ -42,6 +43,7 @@ Buffer = Any
 """bytes, or a contiguous array whose dtype the buffer protocol knows."""
 _OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
+_ANY_LENGTH = (1,)
 _nbytes, _dtype, _shape = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("shape")
 
 
@@ -131,7 +133,7 @@ def prepare(
             f"{{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
         )
     sized = {checked_name(name): _column(name, column) for name, column in columns.items()}
-    rows = _common_length({name: len(column) for name, column in sized.items()}, n, whose)
+    rows = _common_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(f"{len(sized)} fields, the limit is {MAX_FIELDS}", limit=MAX_FIELDS)
     for name in dedup:
@@ -145,10 +147,12 @@ def prepare(
             f"limit is {MAX_SPECS_PER_MESSAGE}: put them in several calls",
             limit=MAX_SPECS_PER_MESSAGE,
         )
-    for column in prepared:
-        column.dedup = column.field in dedup
+    if dedup:
+        for column in prepared:
+            column.dedup = column.field in dedup
     made = Prepared(rows, prepared, specs.specs)
-    schema.check(made, fields)
+    if fields:
+        schema.check(made, fields)
     return made
 
 
@@ -209,11 +213,13 @@ def checked_name(name: object) -> str:
     return name
 
 
-def _common_length(lengths: dict[str, int], n: int | None, whose: str) -> int:
-    if not lengths:
+def _common_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> int:
+    found = set(map(len, columns.values()))
+    if not found:
         raise InvalidRows("nothing to write: there is no column; give at least one field")
-    expected = n if n is not None else next(iter(lengths.values()))
-    if any(length != expected for length in lengths.values()):
+    expected = n if n is not None else len(next(iter(columns.values())))
+    if found != {expected}:
+        lengths = {name: len(column) for name, column in columns.items()}
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         wanted = f"; {whose} {counted(n, 'row')}" if n is not None else ""
         what = "columns of different lengths" if n is None else "columns of another length"
@@ -359,12 +365,9 @@ def _dense(array: Array, specs: Specs) -> Strip:
 
 def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
     """The column as plain arrays; None where not every value is one."""
-    first = _array_at(name, 0, column[0])
-    if first is None:
-        return None
-    arrays = [first]
-    for index, value in enumerate(column[1:], 1):
-        array = _array_at(name, index, value)
+    arrays: list[Array] = []
+    for index, value in enumerate(column):
+        array: Array | None = value if is_ready(value) else _array_at(name, index, value)
         if array is None:
             return None
         arrays.append(array)
@@ -396,6 +399,8 @@ def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int 
     count = len(arrays)
     sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
     forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
+    if not ragged:  # whatever the length of a row of one dimension, its spec is the same
+        forms = [(dtype, shape if len(shape) != 1 else _ANY_LENGTH) for dtype, shape in forms]
     different = dict.fromkeys(forms)
     numbers = {form: specs.number(spec_of(*form, loose, ragged)) for form in different}
     if len(set(numbers.values())) == 1:

@@ -7,11 +7,10 @@ keeps the records right. Pure columns, no I/O.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,14 +26,13 @@ _NO_DIGESTS, _NO_INDEX = np.zeros(0, DIGEST), np.zeros(0, U4)
 Index = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(msgspec.Struct, frozen=True, eq=False):
     """One field of the rows: VALUE records, and those of array leaves where rows have any."""
 
     field: str
     values: Records
     leaf_counts: Records | None = None
-    leaves: Records = dataclasses.field(default_factory=lambda: _NO_VALUES)
+    leaves: Records = _NO_VALUES
 
     def wire(self) -> Column:
         counts = b"" if self.leaf_counts is None else self.leaf_counts.tobytes()
@@ -81,19 +79,18 @@ def _shift(records: Records, ranges: Records, specs: int, inline: int) -> Record
     return shifted
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, eq=False):
     """Cells of some rows and where their bytes lie. `ranges`: EXTENT, `shared`: RANGE records.
 
     inline: the bytes of those that are to live in the shard, each padded to 8."""
 
     cells: list[Cells]
     specs: list[Spec]
-    ranges: Records = dataclasses.field(default_factory=lambda: _NO_EXTENTS)
-    shared: Records = dataclasses.field(default_factory=lambda: _NO_RANGES)
+    ranges: Records = _NO_EXTENTS
+    shared: Records = _NO_RANGES
     pin: int = 0
-    digests: Records = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
-    digest_index: Records = dataclasses.field(default_factory=lambda: _NO_INDEX)
+    digests: Records = _NO_DIGESTS
+    digest_index: Records = _NO_INDEX
     inline: bytes = b""
 
     @property
@@ -129,7 +126,7 @@ class Written:
             inline.add(moved, records["owner"] == 1, lambda at, n: self.inline[at : at + n])
             return moved
 
-        return replace(
+        return msgspec.structs.replace(
             self,
             cells=[mapped(c, move) for c in cells],
             ranges=self.ranges[own],
@@ -169,7 +166,9 @@ class Written:
 
         cells = [mapped(c, move) for c in first.cells]
         return (
-            replace(first, cells=cells, ranges=first.ranges[stays], inline=inline.joined),
+            msgspec.structs.replace(
+                first, cells=cells, ranges=first.ranges[stays], inline=inline.joined
+            ),
             second,
             True,
         )

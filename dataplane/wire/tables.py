@@ -176,19 +176,20 @@ class Column(msgspec.Struct, array_like=True):
     leaves: bytes = b""
 
 
-_NBYTES = slice(8, 16)
-"""where records of both kinds, VALUE and PLACE, have it"""
+_RECORD_BYTES, _NBYTES = 24, slice(8, 16)
+"""of records of both kinds, VALUE and PLACE"""
+_WORD = np.dtype("<u8")
 
 
-def volume(columns: Iterable[Column], dtype: np.dtype[np.void]) -> int:
-    """Bytes of all values of these columns, objects and their leaves. dtype: VALUE or PLACE."""
+def volume(columns: Iterable[Column]) -> int:
+    """Bytes of all values of these columns, objects and their leaves."""
     total = 0
     for column in columns:
         for part in (column.values, column.leaves):
-            if len(part) == dtype.itemsize:  # one row: without numpy's cost per operation
+            if len(part) == _RECORD_BYTES:  # one row: without numpy's cost per operation
                 total += int.from_bytes(part[_NBYTES], "little")
             elif part:
-                total += int(np.frombuffer(part, dtype)["nbytes"].sum())
+                total += int(np.add.reduce(np.frombuffer(part, _WORD)[1 :: _RECORD_BYTES // 8]))
     return total
 
 

@@ -48,13 +48,14 @@ from dataplane.wire.messages import (
     PutDone,
     Want,
 )
-from dataplane.wire.records import EXTENT, KEY, PLACE, U4, VALUE
+from dataplane.wire.records import EXTENT, KEY, U4
 from dataplane.wire.tables import Scalar, Table, volume
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["ack", "release", "drop"]
 Index = npt.NDArray[np.intp]
+_ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
 @dataclass(slots=True)
@@ -127,7 +128,8 @@ class Claiming:
 
     def claim(self) -> Operation[Claimed]:
         """Rows, leased."""
-        yield from self._handle.attach_to_wait(self._timeout)
+        if self._handle.defined is None:
+            yield from self._handle.attach_to_wait(self._timeout)
         return (yield from self.claimed(self.call()))
 
     def call(self, after: int | None = None) -> Call:
@@ -164,7 +166,7 @@ class Claiming:
             wait_s=time.monotonic() - began,
             claims=1,
             rows=len(rows.keys) // KEY.itemsize,
-            bytes=volume(claimed.table.columns, PLACE),
+            bytes=volume(claimed.table.columns),
         )
         session.familiar.note(rows.group_keys or rows.keys)
         return claimed
@@ -265,7 +267,7 @@ class Lease:
 
     def _tally(self, written: Written) -> None:
         tally = self.handle.session.tally
-        tally.of_stage(self.stage, added_bytes=volume(written.columns(), VALUE))
+        tally.of_stage(self.stage, added_bytes=volume(written.columns()))
         tally.add("copy", bytes=written.copied_bytes)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
@@ -289,6 +291,9 @@ class Lease:
         lease that has ended already is no error, unless there is something to be told with it.
         """
         self.check()
+        if self.n and rows is None and self._open is None and not (tags or values or self._added):
+            yield from self._finish_whole(outcome, timeout, then)
+            return
         given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
         at = self.open_among(rows)
         order = None
@@ -309,12 +314,30 @@ class Lease:
         elif values:
             many = self.n if rows is None else len(rows)
             yield from self._release_with(body, values, many, order, timeout)
-        elif outcome == "release" and not given:
-            with contextlib.suppress(LeaseExpired):  # its rows went back before
-                yield from self._send(body, timeout)
-        else:
+        elif given:
             yield from self._send(body, timeout)
+        else:
+            yield from self._send_bare(body, timeout)
         self._closed_rows(outcome, rows)
+
+    def _finish_whole(
+        self, outcome: Outcome, timeout: float | None, then: Call | None
+    ) -> Operation[None]:
+        """Of all its rows, with nothing to be told beside."""
+        if outcome == "ack":
+            self._check_lost(set().union(*(names for _, names in self._lost)))
+        yield from self._send_bare(Finish(self.id, outcome), timeout, then)
+        self._end(_ENDED[outcome])
+
+    def _send_bare(
+        self, body: Finish, timeout: float | None, then: Call | None = None
+    ) -> Operation[None]:
+        """Without tags or values."""
+        try:
+            yield from self._send(body, timeout, then)
+        except LeaseExpired:
+            if body.outcome != "release":
+                raise  # released rows went back before
 
     def _release_with(
         self,
@@ -345,22 +368,28 @@ class Lease:
 
     def _ack(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
         """One message for all rows to which the same was added; rows of one that failed stay."""
-        lost = {name for rows, names in self._lost if _meet(rows, at) for name in names}
-        if lost:
-            raise InvalidCall(
-                f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
-                "add it again, what exists already under another name, or release the batch",
-                fields=sorted(lost),
-            )
+        self._check_lost({name for rows, names in self._lost if _meet(rows, at) for name in names})
         apart = self._alike(at)
         for rows in apart:
             yield from self._ack_alike(rows, timeout, then if rows is apart[-1] else None)
             if len(apart) > 1:
                 self._closed_rows("ack", rows)
 
+    def _check_lost(self, lost: set[str]) -> None:
+        if lost:
+            raise InvalidCall(
+                f"what was added as {', '.join(sorted(lost))} went with an ack that failed: "
+                "add it again, what exists already under another name, or release the batch",
+                fields=sorted(lost),
+            )
+
+    def _is_whole(self, at: Index) -> bool:
+        """Whether these are all rows, as those are to which something was added."""
+        return len(at) == self.n and all([len(one.at) == self.n for one in self._added])
+
     def _alike(self, at: Index) -> list[Index]:
         """These rows, by what was added to them."""
-        if not self._added:
+        if self._is_whole(at):
             return [at]
         has = np.array([np.isin(at, one.at) for one in self._added])
         if has.all():
@@ -370,6 +399,8 @@ class Lease:
 
     def _ack_alike(self, at: Index, timeout: float | None, then: Call | None) -> Operation[None]:
         session, parts = self.handle.session, []
+        if self._is_whole(at):
+            parts, self._added = [one.written for one in self._added], []
         for one in [one for one in self._added if _meet(one.at, at)]:
             local = np.searchsorted(one.at, at)
             left = np.setdiff1d(self.open_among(one.at), at)
@@ -452,8 +483,7 @@ class Lease:
                 self._open = np.ones(self.n, np.bool_)
             self._open[rows] = False
         if self._open is None or rows is None or not self._open.any():
-            ended = {"ack": "acked", "release": "released", "drop": "dropped"}
-            self._end(ended[outcome])
+            self._end(_ENDED[outcome])
 
     def _end(self, state: str) -> None:
         session = self.handle.session

@@ -47,7 +47,7 @@ from dataplane.errors import (
 from dataplane.memory.mapping import Pin
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Finish, PutDone, Want
-from dataplane.wire.records import EXTENT, PLACE, U4, column
+from dataplane.wire.records import EXTENT, U4, column
 from dataplane.wire.tables import Shape, Table, volume
 
 log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Operation[Fetching]:
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)
-    nbytes, tally = volume(came.table.columns, PLACE), part.handle.session.tally
+    nbytes, tally = volume(came.table.columns), part.handle.session.tally
     tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
     return came, positions, mask
 

@@ -38,7 +38,10 @@ from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
-_ROWS_A_RUN = 4
+_ROWS_A_RUN, _FEW_ROWS = 4, 8
+_IN_ARENA = 4
+"""Beside PLACE_INLINE."""
+_NO_LEAVES = np.zeros(0, PLACE)
 _NOTHING = bytes(8)
 """Memory for values without bytes."""
 NOWHERE = np.zeros(0, np.uint8)
@@ -95,16 +98,19 @@ class ColumnView(Sequence[Any]):
         self._forms: list[_Form | Spec] = list(specs)
         self._known: dict[str, Any] = {}
         self._places: Records = column(source.values, PLACE)
-        self._leaves: Records = column(source.leaves, PLACE)
+        self._leaves: Records = column(source.leaves, PLACE) if source.leaves else _NO_LEAVES
         self._inline: Array | None = None
         """what came with the message, where only some of the values lie in it"""
-        arena_bytes = base.nbytes
-        if _some_inline(self._places) or _some_inline(self._leaves):
+        sizes = len(self._forms), base.nbytes, len(inline)
+        found = _checked(self._places, *sizes)
+        if source.leaves:
+            found |= _checked(self._leaves, *sizes)
+        if found & PLACE_INLINE:
             memory = np.frombuffer(inline or _NOTHING, np.uint8)
-            if _all_inline(self._places) and _all_inline(self._leaves):
-                base = memory
-            else:
+            if found & _IN_ARENA:
                 self._inline = memory
+            else:
+                base = memory
         self._base, self._bytes = base, memoryview(cast(Any, base))
         self._leaf_starts: Ints | None = None
         if source.leaf_counts:
@@ -113,8 +119,6 @@ class ColumnView(Sequence[Any]):
             np.cumsum(counts, out=self._leaf_starts[1:])
             if self._leaf_starts[-1] != len(self._leaves):
                 raise ProtocolError(f"{self.field}: leaf counts that do not fit the leaves")
-        for places in (self._places, self._leaves):
-            _check_places(places, len(self._forms), arena_bytes, len(inline))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -186,7 +190,7 @@ class ColumnView(Sequence[Any]):
     @property
     def came_along(self) -> bool:
         """Whether all values lie in the message that brought them."""
-        return self._inline is None and _all_inline(self._places)
+        return self._inline is None and every(self._places["flags"] != 0)
 
     @property
     def places(self) -> Records:
@@ -454,31 +458,28 @@ def _form_of(spec: Spec) -> _Form:
     return _Form(spec, dtype, dtype.itemsize * math.prod(head + tail) if is_open else 0, head, tail)
 
 
-def _some_inline(places: Records) -> bool:
-    return bool(len(places)) and some(places["flags"] & PLACE_INLINE != 0)
-
-
-def _all_inline(places: Records) -> bool:
-    """Whether none of these lies in the arena."""
-    return not len(places) or every(places["flags"] != 0)
-
-
-def _check_places(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -> None:
-    """ProtocolError unless every place lies in the arena, or the message, and names a spec."""
-    if len(places) < 2:
-        # numpy costs more than the work on a single record
+def _checked(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -> int:
+    """Where these values lie: PLACE_INLINE where some are in the message, _IN_ARENA where some are
+    in the arena. ProtocolError for one that lies outside, or names no spec."""
+    if len(places) <= _FEW_ROWS:  # numpy costs more than the work
+        found = 0
         for offset, nbytes, spec, flags in places.tolist():
-            most = inline_bytes if flags & PLACE_INLINE else arena_bytes
-            if not flags & PLACE_ABSENT and (offset + nbytes > most or spec >= specs):
+            if flags & PLACE_ABSENT:
+                continue
+            inline = flags & PLACE_INLINE
+            if offset + nbytes > (inline_bytes if inline else arena_bytes) or spec >= specs:
                 raise _outside()
-        return
-    nbytes = places["nbytes"]
-    inline = places["flags"] & PLACE_INLINE != 0
-    size = np.where(inline, np.uint64(inline_bytes), np.uint64(arena_bytes))
-    sound = (nbytes <= size) & (places["offset"] <= size - nbytes)
-    sound &= places["spec"] < specs
-    if not every(sound) and not every(sound | (places["flags"] & PLACE_ABSENT != 0)):
+            found |= inline or _IN_ARENA
+        return found
+    flags, nbytes, size = places["flags"], places["nbytes"], cast(Any, np.uint64(arena_bytes))
+    inlined = flags & PLACE_INLINE != 0
+    found = PLACE_INLINE if some(inlined) else 0
+    if found:
+        size = np.where(inlined, np.uint64(inline_bytes), size)
+    sound = (nbytes <= size) & (places["offset"] <= size - nbytes) & (places["spec"] < specs)
+    if not every(sound) and not every(sound | (flags & PLACE_ABSENT != 0)):
         raise _outside()
+    return found if found and every(flags != 0) else found | _IN_ARENA
 
 
 def _outside() -> ProtocolError:

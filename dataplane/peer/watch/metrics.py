@@ -37,7 +37,6 @@ from dataplane.peer.host import OTHER, ByLabel
 from dataplane.transport.registry import TCP
 from dataplane.version import __version__
 from dataplane.wire import messages as m
-from dataplane.wire.records import PLACE, VALUE
 from dataplane.wire.tables import volume
 
 if TYPE_CHECKING:
@@ -183,10 +182,10 @@ class Meters:
                 self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
             self.put_rows += rowset.count(request.rows)
-            self.put_bytes += volume(request.columns, VALUE)
+            self.put_bytes += volume(request.columns)
         elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
             self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
-            self.claimed_bytes.add(request.stage, volume(answer.table.columns, PLACE))
+            self.claimed_bytes.add(request.stage, volume(answer.table.columns))
 
 
 def serves(peer: Peer) -> bool:

@@ -1,8 +1,12 @@
 """Tables of rows as messages carry them: how many, their names, and their values in one row. No
-state."""
+state.
+
+Values that live in the shard, as most small ones do, are told from others by bytes of their
+records: numpy would cost more than all else that is done with them here."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,8 @@ import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.names import format_minted_many
-from dataplane.wire.records import KEY, RANGE, VALUE
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.records import KEY, PLACE_ABSENT, PLACE_INLINE, RANGE, VALUE
 from dataplane.wire.tables import Column, Name, Rows
 
 
@@ -23,6 +28,55 @@ def count(rows: Rows) -> int:
 def names(rows: Rows) -> list[Name]:
     """The keys as users know them."""
     return format_minted_many(rows.keys) if rows.names is None else rows.names
+
+
+_ABSENT, _FLAGS = 0xFF, slice(20, None, 24)
+_OWNER_LOW, _OWNER_HIGH = slice(22, None, 24), slice(23, None, 24)
+"""Where VALUE records have their owner, and PLACE records, whose flags take 4 bytes, theirs."""
+
+
+def all_of_owner(columns: list[Column], number: int) -> bool:
+    """Whether this owner has all of these values."""
+    mine = bytes([number])
+    parts = [raw for c in columns for raw in (c.values, c.leaves) if raw]
+    return not any([raw[_OWNER_LOW].strip(mine) or raw[_OWNER_HIGH].strip(b"\0") for raw in parts])
+
+
+def inline_places(columns: list[Column], owner: int) -> list[Column] | None:
+    """The columns with PLACE records, of values that all lie in the message, as this owner's do, or
+    nowhere. None where others are among them."""
+    found = []
+    for one in columns:
+        parts = [_inline_places(raw, owner) if raw else raw for raw in (one.values, one.leaves)]
+        values, leaves = parts
+        if values is None or leaves is None:
+            return None
+        found.append(Column(one.field, values, one.leaf_counts, leaves))
+    return found
+
+
+def _inline_places(raw: bytes, owner: int) -> bytes | None:
+    # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the offset
+    # where that has its range, of generation 0.
+    highs, flags = _tables(owner)
+    low = raw[_OWNER_LOW]
+    told = low.translate(flags)
+    if b"\0" in told or low.translate(highs) != raw[_OWNER_HIGH]:
+        return None
+    places, nothing = bytearray(raw), bytes(len(low))
+    places[_FLAGS] = told
+    places[21::24] = places[_OWNER_LOW] = places[_OWNER_HIGH] = nothing
+    return bytes(places)
+
+
+@cache
+def _tables(owner: int) -> tuple[bytes, bytes]:
+    """By the low byte of a record's owner, where that is `owner` or may be ABSENT: the high one
+    that it must have, and the place's flags, which are 0 for all others."""
+    highs, flags = bytearray(256), bytearray(256)
+    highs[_ABSENT] = ABSENT >> 8
+    flags[owner], flags[_ABSENT] = PLACE_INLINE, PLACE_ABSENT
+    return bytes(highs), bytes(flags)
 
 
 def flat_values(columns: list[Column]) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import every, some
+from dataplane.memory.extents import some
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room
@@ -137,12 +137,13 @@ class Grants:
     ) -> Committed:
         """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
         live in the shard stays as it came."""
+        if not written and not shared and rowset.all_of_owner(columns, 1):
+            owners = [self.host.owner, INLINE] if columns else [self.host.owner]
+            return Committed(columns, owners, NONE.ranges, NONE.counts)
         space = self.host.space
         whole = rowset.flat_values(columns)
         inline = whole["owner"] == 1
         owners = [self.host.owner, INLINE] if some(inline) else [self.host.owner]
-        if not written and not shared and every(inline):
-            return Committed(columns, owners, NONE.ranges, NONE.counts)
         if np.count_nonzero(whole["owner"] > 1):
             raise ProtocolError("a value is in a range of this message, or in the message")
         whole = whole.copy()

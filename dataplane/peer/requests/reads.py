@@ -73,6 +73,10 @@ class Reading:
     ) -> Resolved | Awaitable[Resolved]:
         """At once where all bytes are here, else after pulling them. in_place: on devices too,
         where the holder reads those."""
+        if INLINE in table.owners:
+            columns = rowset.inline_places(table.columns, table.owners.index(INLINE))
+            if columns is not None:
+                return Table(table.rows, columns, table.specs, [], table.tags, table.inline), 0
         reader = holder if in_place else PULLER
         flat = rowset.flat_values(table.columns)
         here, me = _in_ranges(table, flat), self.host.owner

@@ -51,7 +51,7 @@ def put(
     """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
     session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
     columns = by_name(columns)
-    if isinstance(columns, Mapping):
+    if isinstance(columns, (dict, Mapping)):
         columns = dict(columns.items())  # its own way to iterate may be another one
     dedup = texts(dedup, "dedup")
     names = None if key is None else name_list(key, "key")

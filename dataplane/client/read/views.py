@@ -33,7 +33,7 @@ from dataplane.wire.arrays import (
     shape_of,
 )
 from dataplane.wire.limits import MAX_RANK
-from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, U4, column
+from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, U4, U8, column
 from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[np.void]
@@ -234,13 +234,20 @@ class ColumnView(Sequence[Any]):
         places = self._places
         if not len(places):
             return None
-        _, nbytes, spec, _ = places[0].item()
-        same = places["spec"] == spec
-        same &= (places["nbytes"] == nbytes) & (places["flags"] & PLACE_ABSENT == 0)
+        _, nbytes, spec, flags = places[0].item()
         form = self._form(spec)
-        if not same.all() or form.spec.kind != "array":
+        if flags & PLACE_ABSENT or form.spec.kind != "array":
+            return None
+        alike = places.view(U8).reshape(-1, 3)[:, 1:]  # bytes, spec and flags of each
+        if not every(alike == alike[0]) and not self._alike_otherwise(nbytes, spec):
             return None
         return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
+
+    def _alike_otherwise(self, nbytes: int, spec: int) -> bool:
+        """Where some lie in the message and some in the arena."""
+        places = self._places
+        same = (places["nbytes"] == nbytes) & (places["spec"] == spec)
+        return every(same & (places["flags"] & PLACE_ABSENT == 0))
 
     @property
     def loose(self) -> bool:
@@ -294,8 +301,10 @@ class ColumnView(Sequence[Any]):
             return None
         offsets = self._places["offset"].astype(np.int64)
         steps = offsets[1:] - offsets[:-1]
-        step = int(steps.min()) if len(steps) else dtype.itemsize * math.prod(shape)
-        bounds = [0, *(np.flatnonzero(steps != step) + 1).tolist(), len(offsets)]
+        step = dtype.itemsize * math.prod(shape)
+        if len(steps):
+            step = int(np.minimum.reduce(steps))
+        bounds = [0, *((steps != step).nonzero()[0] + 1).tolist(), len(offsets)]
         if step < 0 or (len(bounds) > 2 and _ROWS_A_RUN * len(bounds) > len(offsets)):
             return None
         strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

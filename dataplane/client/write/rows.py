@@ -241,9 +241,11 @@ def row_groups(rows: Rows) -> list[Name | None]:
 def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
     columns: dict[str, list[Scalar]] = {}
-    if not isinstance(tags, Mapping | None):
+    if tags is None:
+        return columns
+    if not isinstance(tags, Mapping):
         raise InvalidRows(f"tags are a mapping of names to scalars, not {tags!r:.80}")
-    for name, given in (tags or {}).items():
+    for name, given in tags.items():
         if not isinstance(name, str):
             raise InvalidRows(f"a tag is named by a text, not {name!r:.80}")
         given = _listed(given)

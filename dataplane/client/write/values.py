@@ -127,7 +127,7 @@ def prepare(
     as the schema says.
     """
     columns, fields = by_name(columns), fields or {}
-    if not isinstance(columns, Mapping):
+    if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
         raise InvalidRows(
             "columns are a mapping of field names to columns with one entry a row, such as "
             f"{{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"

@@ -139,8 +139,12 @@ def test_fields_that_all_go_elsewhere_leave_parcels_without_ranges() -> None:
 
 
 def test_few_and_many_values_are_laid_out_by_one_rule() -> None:
-    for seed in range(20):
-        prepared = prepare(mixed_columns(4, seed))
+    for seed in range(30):
+        columns = mixed_columns(4, seed)
+        if seed >= 20:  # several blocks
+            columns["blocks"] = [np.zeros(2_000 + seed, np.uint8)] * 4
+            columns |= {f"b{n}": np.zeros((4, 3_000 + 17 * n), np.uint8) for n in range(12)}
+        prepared = prepare(columns)
         for inline in (False, True):
             (parcel,) = plan(prepared, inline=inline)
             few = lay_few(prepared, inline)

@@ -1,7 +1,7 @@
 """A put of few values, laid out in plain Python: for these numpy's fixed cost a call is most of it.
 
 The rules are those of `layout`, and so is the result. The smallest values go inline, others below
-4 KiB of all fields share one block, larger ones are ranges of their own behind it. Runs in the
+4 KiB of all fields share blocks, larger ones are ranges of their own behind those. Runs in the
 client, without I/O.
 """
 
@@ -44,11 +44,11 @@ _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
 
 
 class Few(msgspec.Struct, frozen=True, eq=False):
-    """Values with their records. The first range is the block, where `block` is not empty."""
+    """Values with their records. The first ranges are the blocks."""
 
     cells: list[Cells]
     specs: list[Spec]
-    block: bytes
+    blocks: list[bytes]
     large: list[Buffer]
     sizes: list[int]
     """bytes of each range"""
@@ -65,8 +65,7 @@ class Few(msgspec.Struct, frozen=True, eq=False):
 
     def copy(self, offsets: list[int], writes: WriteMaps) -> None:
         """Write the values to where their ranges start."""
-        ranges = [self.block, *self.large] if self.block else self.large
-        places = zip(ranges, offsets, self.sizes, strict=True)
+        places = zip([*self.blocks, *self.large], offsets, self.sizes, strict=True)
         first, last = offsets[0], self.sizes[-1]
         if offsets[-1] - first == self.nbytes - room(last):  # side by side
             memory = writes.view(first, self.nbytes - room(last) + last)
@@ -99,7 +98,7 @@ def inline_room(size: int) -> int:
 
 
 def lay_few(prepared: Prepared, inline: bool, together: bool = False) -> Few | None:
-    """The whole put in one block and one message; None where it is more than that. together: rows
+    """The whole put in one message; None where it is more than that. together: rows
     of one unit, which are never taken apart."""
     columns, count = prepared.columns, 0
     for one in columns:
@@ -111,23 +110,21 @@ def lay_few(prepared: Prepared, inline: bool, together: bool = False) -> Few | N
     laid = _Laid([INLINE_ROW_BYTES if inline else -1] * prepared.n)
     for one in columns:
         laid.add(one)
-    small, large = laid.packed_bytes, laid.large_sizes
-    if small > BLOCK_STEP_BYTES:
-        return None
-    ranges, total = [small, *large] if small else large, small + sum(map(room, large))
-    block, going = b"".join(laid.packed), b"".join(laid.inline)
-    return Few(laid.cells(), prepared.specs, block, laid.large, ranges, total, going)
+    blocks = [b"".join(block) for block in laid.blocks]
+    sizes = [*map(len, blocks), *laid.large_sizes]
+    total, going = sum(map(room, sizes)), b"".join(laid.inline)
+    return Few(laid.cells(), prepared.specs, blocks, laid.large, sizes, total, going)
 
 
 class _Laid:
     """What was laid out so far. left: what each row may still bring inline."""
 
     def __init__(self, left: list[int]) -> None:
-        self.packed: list[Buffer] = []
+        self.blocks: list[list[Buffer]] = []
         self.large: list[Buffer] = []
         self.large_sizes: list[int] = []
         self.inline: list[Buffer] = []
-        self.packed_bytes = self._inline_bytes = 0
+        self._packed_bytes = self._block_start = self._inline_bytes = 0
         self._columns: list[tuple[PreparedColumn, list[Record], list[Record]]] = []
         self._left = left
 
@@ -174,9 +171,14 @@ class _Laid:
                 self._inline_bytes += takes
             elif size < PACK_LIMIT_BYTES:
                 takes = room(size)
-                records.append((0, 0, size, spec, self.packed_bytes, 0))
-                self.packed += (value, _PADDING[takes - size])
-                self.packed_bytes += takes
+                number = (self._packed_bytes + takes - 1) // BLOCK_STEP_BYTES
+                if number == len(self.blocks):
+                    self.blocks.append([])
+                    self._block_start = self._packed_bytes
+                delta = self._packed_bytes - self._block_start
+                records.append((number, 0, size, spec, delta, 0))
+                self.blocks[number] += (value, _PADDING[takes - size])
+                self._packed_bytes += takes
             else:
                 records.append((len(self.large), 0, size, spec, 0, 0))
                 self.large.append(value)
@@ -184,7 +186,7 @@ class _Laid:
         return records
 
     def cells(self) -> list[Cells]:
-        """Of all fields, once it is known whether there is a block: the large ones come behind."""
+        """Of all fields, once it is known how many blocks there are: large values come behind."""
         cells = []
         for one, values, leaves in self._columns:
             if one.leaf_counts is None:
@@ -196,9 +198,11 @@ class _Laid:
 
     def _column(self, records: list[Record]) -> Records:
         """VALUE records."""
-        if self.packed and self.large:
+        blocks = len(self.blocks)
+        if blocks and self.large:
             records = [
-                (one[0] + 1, *one[1:]) if one[2] >= PACK_LIMIT_BYTES else one for one in records
+                (one[0] + blocks, *one[1:]) if one[2] >= PACK_LIMIT_BYTES else one
+                for one in records
             ]
         return np.frombuffer(b"".join([_VALUE.pack(*record) for record in records]), VALUE)
 

@@ -224,6 +224,28 @@ def test_leftovers_give_the_smallest_that_fits_and_merge_neighbours() -> None:
     assert leftovers.holds(8192)
 
 
+def test_leftovers_give_several_where_ranges_may_lie_apart() -> None:
+    leftovers = Leftovers()
+    leftovers.keep(np.array([(0, 4096), (8192, 8192), (65_536, 4096)], EXTENT))
+    assert leftovers.take(12_288) is None
+    assert leftovers.take(12_288, [8192, 8192]) is None and len(leftovers) == 3
+    taken = leftovers.take(12_288, [4096, 4096, 4096])
+    assert taken is not None and taken["length"].tolist() == [8192, 4096, 4096]
+    assert not len(leftovers)
+
+
+def test_room_is_asked_for_ahead_as_the_largest_of_late_takes_it() -> None:
+    leftovers = Leftovers()
+    assert [leftovers.ahead(n) for n in (0, 4096, 8192, 4096)] == [0, 4096, 8192, 8192]
+    leftovers.keep(np.array([(0, 8192)], EXTENT))
+    assert leftovers.ahead(4096) == 0
+    assert leftovers.ahead(extents.AHEAD_BYTES + 1) == 0
+    for _ in range(extents.PUTS_LOOKED_BACK):
+        leftovers.ahead(64)
+    leftovers.take(8192)
+    assert leftovers.ahead(64) == 64
+
+
 def test_leftovers_are_bounded() -> None:
     leftovers = Leftovers()
     many = np.zeros(40, EXTENT)

@@ -35,6 +35,7 @@ from dataplane.client.session.outgoing import Call
 from dataplane.client.write.rows import Names, TagValues, group_positions, tag_columns, take_tags
 from dataplane.client.write.written import Written, beside
 from dataplane.errors import FieldExists, InvalidCall, InvalidRows, LeaseExpired, ShardFull
+from dataplane.memory.extents import padded
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import (
@@ -447,16 +448,29 @@ class Lease:
     ) -> Operation[Body]:
         """Once more where the shard has no room for what is inline."""
         try:
-            return (yield from self._send(_with(body, written), timeout, then))
+            return (yield from self._send(self._with(body, written), timeout, then))
         except ShardFull as full:
             if not written.inline:
                 raise
             self.handle.shard_is_full()
             pin = self.handle.session.pinned(full.details.get("pin", 0))
             written = yield from self._landed(written, timeout, full)
-            done = yield from self._send(_with(body, written), timeout)
+            done = yield from self._send(self._with(body, written), timeout)
             del pin  # what it holds has another holder now
             return done
+
+    def _with(self, body: Finish, written: Written) -> Finish:
+        """It brings these, and asks for as much room for what is added next."""
+        room_bytes = int(padded(written.ranges["length"]).sum()) if len(written.ranges) else 0
+        return msgspec.structs.replace(
+            body,
+            columns=written.columns(),
+            specs=written.specs,
+            ranges=written.ranges.tobytes(),
+            shared=written.shared.tobytes(),
+            want_bytes=self.handle.session.leftovers.ahead(room_bytes),
+            inline=written.inline,
+        )
 
     def _landed(
         self, written: Written, timeout: float | None, full: ShardFull | None = None
@@ -528,18 +542,6 @@ def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n:
 
 def _meet(one: Index, other: Index) -> bool:
     return bool(np.isin(one, other).any())
-
-
-def _with(body: Finish, written: Written) -> Finish:
-    return msgspec.structs.replace(
-        body,
-        columns=written.columns(),
-        specs=written.specs,
-        ranges=written.ranges.tobytes(),
-        shared=written.shared.tobytes(),
-        want_bytes=written.nbytes,
-        inline=written.inline,
-    )
 
 
 def part_bytes(written: Written) -> int:

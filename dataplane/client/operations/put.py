@@ -13,8 +13,9 @@ from typing import Any
 from dataplane.client.arguments import texts
 from dataplane.client.core import Deadline, Handle, Offload, Operation
 from dataplane.client.operations.on_device import DevicePart, OnDevice, take_located
-from dataplane.client.operations.write import AHEAD_BYTES, Putting, row_cost
+from dataplane.client.operations.write import Putting, row_cost
 from dataplane.client.ref import Ref
+from dataplane.client.session.extents import AHEAD_BYTES
 from dataplane.client.write import schema
 from dataplane.client.write.few import lay_few
 from dataplane.client.write.layout import plan_beside

@@ -41,8 +41,6 @@ from dataplane.wire.tables import Scalar, volume
 RUN_BYTES = 256 << 20
 """Values of about so many bytes go with one message, but no more than a quarter of the share. Long
 copies are worth it: from some length on (the C library's choice) they bypass the caches."""
-AHEAD_BYTES = 16 << 20
-"""The most that is asked for ahead; for larger runs a round trip is no cost."""
 MESSAGE_BYTES = 16 << 20
 """A message of rows is kept to about this size."""
 
@@ -84,16 +82,13 @@ class Putting:
 
     def put_few(self, few: Few) -> Operation[None]:
         """All in one message."""
-        ahead = few.nbytes
-        if not ahead:
+        if not few.nbytes:
             yield from self._send(few.written([]), None, 0)
             return
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
-        if ahead > AHEAD_BYTES or self.handle.session.leftovers.holds(ahead):
-            ahead = 0
-        yield from self._send(written, None, ahead)
+        yield from self._send(written, None, self.handle.session.leftovers.ahead(few.nbytes))
 
     def check_units(self, parcels: list[Parcel]) -> None:
         """ValueTooLarge where one of these can never be had, as the peer would say of the first."""
@@ -210,9 +205,7 @@ class Putting:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
         following = parcels[done + filled.count : done + 2 * filled.count]
         nbytes = sum(p.nbytes for p in following) if following else filled.nbytes
-        if nbytes > AHEAD_BYTES or self.handle.session.leftovers.holds(nbytes):
-            return 0
-        return nbytes
+        return self.handle.session.leftovers.ahead(nbytes)
 
     def _incomplete(self, exc: Exception) -> PutIncomplete:
         rows = np.concatenate(self.committed_rows)
@@ -303,7 +296,7 @@ def write_few(
     if not few.nbytes:
         return few.written([])
     session = handle.session
-    extents, fresh = session.leftovers.take(few.nbytes), _NO_EXTENTS
+    extents, fresh = session.leftovers.take(few.nbytes, few.sizes), _NO_EXTENTS
     if extents is None:
         unit = np.array(few.sizes, U8).tobytes()
         body = Reserve(handle.name, generation, [unit], continuing())

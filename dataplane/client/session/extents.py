@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.memory.placement import fitting
 from dataplane.wire.records import EXTENT
 
 MAX_LEFTOVERS = 16
 MAX_LEFTOVER_BYTES = 32 << 20
+AHEAD_BYTES = 16 << 20
+"""The most that is asked for ahead; for larger puts a round trip is no cost."""
+PUTS_LOOKED_BACK = 8
 IDLE_S = 1.0
 """Grants that nobody used for this long go back."""
 
@@ -32,18 +38,35 @@ class Leftovers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents: list[tuple[int, int]] = []
+        self._sizes: deque[int] = deque(maxlen=PUTS_LOOKED_BACK)
         self._touched = time.monotonic()
 
-    def take(self, nbytes: int) -> Extents | None:
-        """The smallest extent that holds `nbytes`, now the caller's; None where none does."""
+    def ahead(self, nbytes: int) -> int:
+        """How much to ask for with a message that brings so many bytes, so that the next one of as
+        much finds room: as the largest of late, since groups differ in size. 0 where that is here,
+        or nothing came."""
+        if not nbytes or nbytes > AHEAD_BYTES:
+            return 0
         with self._lock:
-            fitting = [e for e in self._extents if e[1] >= nbytes]
-            if not fitting:
-                return None
-            best = min(fitting, key=lambda e: e[1])
-            self._extents.remove(best)
+            self._sizes.append(nbytes)
+            most = max(self._sizes)
+            here = sum(length for _, length in self._extents)
+        return 0 if here >= 2 * most or self.holds(most) else most
+
+    def take(self, nbytes: int, sizes: Sequence[int] = ()) -> Extents | None:
+        """The smallest extent that holds `nbytes`, now the caller's; None where none does. sizes:
+        of ranges that may lie apart, in several of them: those are all, the largest first."""
+        with self._lock:
+            enough = [e for e in self._extents if e[1] >= nbytes]
+            if enough:
+                taken = [min(enough, key=lambda e: e[1])]
+            else:
+                taken = sorted(self._extents, key=lambda e: e[1], reverse=True)
+                if not sizes or fitting(sizes, np.array(taken, EXTENT)) < len(sizes):
+                    return None
+            self._extents = [e for e in self._extents if e not in taken]
             self._touched = time.monotonic()
-        return np.array([best], EXTENT)
+        return np.array(taken, EXTENT)
 
     def keep(self, extents: Extents) -> Extents:
         """Keep unwritten extents for the next put; returns those that must go back now."""

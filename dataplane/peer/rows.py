@@ -35,11 +35,20 @@ _OWNER_LOW, _OWNER_HIGH = slice(22, None, 24), slice(23, None, 24)
 """Where VALUE records have their owner, and PLACE records, whose flags take 4 bytes, theirs."""
 
 
-def all_of_owner(columns: list[Column], number: int) -> bool:
-    """Whether this owner has all of these values."""
-    mine = bytes([number])
-    parts = [raw for c in columns for raw in (c.values, c.leaves) if raw]
-    return not any([raw[_OWNER_LOW].strip(mine) or raw[_OWNER_HIGH].strip(b"\0") for raw in parts])
+def all_inline(columns: list[Column]) -> list[Column] | None:
+    """The columns of a client's message where all values live in the shard, whose owner is 1 there
+    and becomes the first, and only one. None where others are among them."""
+    found = []
+    for one in columns:
+        parts = []
+        for raw in (one.values, one.leaves):
+            if raw[_OWNER_LOW].strip(b"\1") or raw[_OWNER_HIGH].strip(b"\0"):
+                return None
+            owned = bytearray(raw)
+            owned[_OWNER_LOW] = bytes(len(raw[_OWNER_LOW]))
+            parts.append(bytes(owned))
+        found.append(Column(one.field, parts[0], one.leaf_counts, parts[1]))
+    return found
 
 
 def inline_places(columns: list[Column], owner: int) -> list[Column] | None:

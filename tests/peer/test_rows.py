@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.peer.rows import all_of_owner, inline_places
+from dataplane.peer.rows import all_inline, inline_places
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, VALUE
 from dataplane.wire.tables import Column
@@ -38,11 +38,12 @@ def test_places_of_values_in_the_message_are_where_their_records_say(number: int
 def test_columns_with_a_value_of_another_owner_are_left_to_others(other: int) -> None:
     columns = [Column("x", records([1, other]).tobytes())]
     assert inline_places(columns, 1) is None
-    assert not all_of_owner(columns, 1)
-    assert not all_of_owner([Column("x", records([1]).tobytes(), leaves=columns[0].values)], 1)
+    assert all_inline(columns) is None
+    assert all_inline([Column("x", records([1]).tobytes(), leaves=columns[0].values)]) is None
 
 
-def test_an_owner_has_all_values_where_each_names_it() -> None:
-    assert all_of_owner([Column("x", records([1, 1]).tobytes())], 1)
-    assert not all_of_owner([Column("x", records([1, ABSENT]).tobytes())], 1)
-    assert all_of_owner([], 1)
+def test_small_values_of_a_clients_message_get_the_only_owner_that_it_then_has() -> None:
+    given = Column("x", records([1, 1]).tobytes(), b"counts", records([1]).tobytes())
+    wanted = Column("x", records([0, 0]).tobytes(), b"counts", records([0]).tobytes())
+    assert all_inline([given]) == [wanted]
+    assert all_inline([]) == []

@@ -137,9 +137,10 @@ class Grants:
     ) -> Committed:
         """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
         live in the shard stays as it came."""
-        if not written and not shared and rowset.all_of_owner(columns, 1):
-            owners = [self.host.owner, INLINE] if columns else [self.host.owner]
-            return Committed(columns, owners, NONE.ranges, NONE.counts)
+        if not written and not shared:
+            small = rowset.all_inline(columns)
+            if small is not None:
+                return Committed(small, [INLINE] if small else [], NONE.ranges, NONE.counts)
         space = self.host.space
         whole = rowset.flat_values(columns)
         inline = whole["owner"] == 1

@@ -21,7 +21,7 @@ from dataplane.client.write import parcel as parcels_of
 from dataplane.client.write.few import Few, lay_few
 from dataplane.client.write.filling import fill, inline_of
 from dataplane.client.write.layout import plan
-from dataplane.client.write.parallel import populate
+from dataplane.client.write.parallel import POPULATE_BYTES, populate
 from dataplane.client.write.parcel import Parcel
 from dataplane.client.write.rows import (
     Identity,
@@ -44,7 +44,6 @@ copies are worth it: from some length on (the C library's choice) they bypass th
 MESSAGE_BYTES = 16 << 20
 """A message of rows is kept to about this size."""
 
-_POPULATE_BYTES = 64 << 10
 _NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
 
 Records = npt.NDArray[Any]
@@ -296,20 +295,16 @@ def write_few(
     if not few.nbytes:
         return few.written([])
     session = handle.session
-    extents, fresh = session.leftovers.take(few.nbytes, few.sizes), _NO_EXTENTS
+    extents = session.leftovers.take(few.nbytes, few.sizes)
     if extents is None:
         unit = np.array(few.sizes, U8).tobytes()
         body = Reserve(handle.name, generation, [unit], continuing())
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
-        extents = fresh = column(reserved.extents, EXTENT)
+        extents = column(reserved.extents, EXTENT)
     offsets = few.offsets(extents)
 
-    def copy() -> None:
-        _populate(session, fresh)
-        few.copy(offsets, session.writes)
-
     try:
-        yield Offload(copy, few.nbytes)
+        yield Offload(lambda: few.copy(offsets, extents, session.writes), few.nbytes)
     except BaseException:
         session.keep(extents)
         raise
@@ -347,7 +342,7 @@ def write_run(
         offsets = place(joined.sizes, extents)
         fresh = extents if found is None else extents[:0]
         copied = joined.nbytes + joined.inline_bytes
-        inline = yield Offload(lambda: _copy(session, joined, offsets, fresh), copied)
+        inline = yield Offload(lambda: _copy(session, joined, offsets, extents, fresh), copied)
     except BaseException:
         session.keep(extents)
         session.pinned(pin)
@@ -358,13 +353,17 @@ def write_run(
 
 def _populate(session: Session, fresh: Records) -> None:
     """Bring the pages of extents in that were just granted, where there are many."""
-    large = fresh[fresh["length"] >= _POPULATE_BYTES]
+    large = fresh[fresh["length"] >= POPULATE_BYTES]
     if len(large):
         populate(session.writes, large.tolist(), int(large["length"].sum()))
 
 
-def _copy(session: Session, parcel: Parcel, offsets: Records, fresh: Records) -> bytes:
+def _copy(
+    session: Session, parcel: Parcel, offsets: Records, extents: Records, fresh: Records
+) -> bytes:
     """Into the arena; what goes with the message."""
+    for offset, length in extents.tolist():
+        session.writes.view(offset, length)  # as a whole: each value would map all before it anew
     _populate(session, fresh)
     fill(parcel, offsets, session.writes.view)
     return inline_of(parcel)

@@ -7,6 +7,7 @@ client, without I/O.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from struct import Struct
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write.layout import BLOCK_STEP_BYTES, PARCEL_BYTES
-from dataplane.client.write.parallel import carry_out
+from dataplane.client.write.parallel import POPULATE_BYTES, Copy, carry_out, populate
 from dataplane.client.write.values import Buffer, Prepared, PreparedColumn, Strip
 from dataplane.client.write.written import Cells, Written
 from dataplane.memory.mapping import WriteMaps
@@ -63,21 +64,21 @@ class Few(msgspec.Struct, frozen=True, eq=False):
             return offsets
         return list(accumulate(map(room, self.sizes[:-1]), initial=extents["offset"].item()))
 
-    def copy(self, offsets: list[int], writes: WriteMaps) -> None:
-        """Write the values to where their ranges start."""
-        places = zip([*self.blocks, *self.large], offsets, self.sizes, strict=True)
-        first, last = offsets[0], self.sizes[-1]
-        if offsets[-1] - first == self.nbytes - room(last):  # side by side
-            memory = writes.view(first, self.nbytes - room(last) + last)
-            copies = (
-                (memory[at - first : at - first + size], np.frombuffer(one, np.uint8))
-                for one, at, size in places
-            )
-        else:
-            copies = (
-                (writes.view(at, size), np.frombuffer(one, np.uint8)) for one, at, size in places
-            )
-        carry_out(copies, self.nbytes)
+    def copy(self, offsets: list[int], extents: Records, writes: WriteMaps) -> None:
+        """Write the values to where their ranges start, in these extents, in order."""
+        if self.nbytes >= POPULATE_BYTES and len(extents) == 1:
+            populate(writes, [(offsets[0], self.nbytes)], self.nbytes)
+        carry_out(self._copies(offsets, extents, writes), self.nbytes)
+
+    def _copies(self, offsets: list[int], extents: Records, writes: WriteMaps) -> Iterator[Copy]:
+        """An extent is mapped as a whole: value by value, each would map all before it anew."""
+        mapped, first, end = iter(extents.tolist()), 0, 0
+        ranges = zip([*self.blocks, *self.large], offsets, self.sizes, strict=True)
+        for one, at, size in ranges:
+            while not first <= at < end:
+                first, length = next(mapped)
+                memory, end = writes.view(first, length), first + length
+            yield memory[at - first : at - first + size], np.frombuffer(one, np.uint8)
 
     def written(self, offsets: list[int]) -> Written:
         """As the parts of a message."""

@@ -27,6 +27,8 @@ SHARED_BYTES = 64 << 10
 """Copies of fewer bytes take no longer than handing them to a thread."""
 MAX_THREADS = 4
 """Enough to fill the memory of most machines; the other cores belong to whoever puts."""
+POPULATE_BYTES = 64 << 10
+"""Of fewer, pages come in as they are written."""
 _THREAD_BYTES = 16 << 20
 """What makes a thread worth starting."""
 _PAGE_BYTES = 4096

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any, TypeVar, cast, overload
 
@@ -38,7 +39,7 @@ from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int64]
-_ROWS_A_RUN, _FEW_ROWS = 4, 8
+_ROWS_A_RUN, _FEW_ROWS = 4, 16
 _IN_ARENA = 4
 """Beside PLACE_INLINE."""
 _NO_LEAVES = np.zeros(0, PLACE)
@@ -239,7 +240,8 @@ class ColumnView(Sequence[Any]):
         if flags & PLACE_ABSENT or form.spec.kind != "array":
             return None
         alike = places.view(U8).reshape(-1, 3)[:, 1:]  # bytes, spec and flags of each
-        if not every(alike == alike[0]) and not self._alike_otherwise(nbytes, spec):
+        mixed = self._inline is not None and self._alike_otherwise(nbytes, spec)
+        if not mixed and not every(alike == alike[0]):
             return None
         return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
 
@@ -456,6 +458,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@lru_cache(maxsize=1024)
 def _form_of(spec: Spec) -> _Form:
     if spec.kind == "object":
         return _Form(spec, np.dtype(np.uint8), 0, (), ())

@@ -11,6 +11,7 @@ import pytest
 
 from dataplane.memory.space import Space
 from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.room.admission import Room
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane.wire.tables import Owner
@@ -41,7 +42,8 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
         now=asyncio.get_running_loop().time,
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
-    room: Any = SimpleNamespace(reserve=reserve, for_copies=lambda sizes: None)
+    room: Any = Room(host)
+    room.reserve, room.for_copies = reserve, lambda sizes: None
     pulls = Pulls(host, mesh, room, None)  # type: ignore[arg-type]
     remote = np.array([(0, 1)], RANGE)
     coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))

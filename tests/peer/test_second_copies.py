@@ -17,6 +17,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import Caller
 from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.room.admission import Room
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
@@ -74,13 +75,10 @@ class Peer:
         )
         others = SimpleNamespace(on_away=[])
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
-        room: Any = SimpleNamespace(reserve=self._reserve, pump=lambda: None)
+        room = Room(self.host)
         pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]
         pulls.use(engine)
         self.copying = Copying(self.host, self.mesh, pulls, room)
-
-    async def _reserve(self, *what: Any) -> tuple[int, Any]:
-        return self.space.reserve(*what[:3])
 
     async def _hello(self, address: str) -> Any:
         return SimpleNamespace(incarnation=THERE.incarnation, bulk="", bulk_fingerprint="")

@@ -23,7 +23,8 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import STAGED, Path, Paths
-from dataplane.peer.pull.pulls import PULLER, Pulls
+from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.room.admission import PULLER
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
@@ -209,7 +210,7 @@ class DevicePulls:
             gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)
-        fresh = await self.pulls.write(sizes, extents, read, ones, Admission.PULL)
+        fresh = await self.pulls.room.write(sizes, extents, read, ones, Admission.PULL)
         if gone.any():
             memory.release(fresh[gone])
             fresh[gone] = np.zeros(1, RANGE)

@@ -31,13 +31,12 @@ from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import padded, some
-from dataplane.memory.placement import place, remainder
 from dataplane.memory.spill import DISK
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths
 from dataplane.peer.pull.sampling import Sampling
-from dataplane.peer.room.admission import Room
+from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.room.devices import Devices
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
@@ -51,8 +50,6 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-PULLER = 0
-"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 PULL_S = 30.0
 CONTROL = "control"
 """The link between peers, which carries few bytes, beside the transports."""
@@ -334,7 +331,7 @@ class Pulls:
         async def read(dest: npt.NDArray[Any]) -> None:
             gone[:] = await self._read(source, _copies(remote, lengths, dest))
 
-        local = await self.write(padded(lengths), extents, read, refs, Admission.OPEN)
+        local = await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
         if gone.any():
             if self.host.space.release(local[gone], refs[gone]):
                 self.room.pump()
@@ -363,31 +360,7 @@ class Pulls:
         write: Callable[[npt.NDArray[Any]], Awaitable[None]],
     ) -> npt.NDArray[Any]:
         _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
-        return await self.write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
-
-    async def write(
-        self,
-        sizes: npt.NDArray[np.uint64],
-        extents: npt.NDArray[Any],
-        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
-        refs: npt.NDArray[Any],
-        kind: Admission,
-    ) -> npt.NDArray[Any]:
-        """Bytes into room that was reserved, ranges of our own. Nothing is kept of what failed."""
-        space = self.host.space
-        try:
-            dest = place(sizes, extents)
-            await write(dest)
-            written = np.zeros(len(sizes), EXTENT)
-            written["offset"], written["length"] = dest, sizes
-            fresh = space.commit(PULLER, written, refs, kind)
-        except BaseException:
-            space.give_back(PULLER, extents)
-            raise
-        rest = remainder(sizes, dest, extents)
-        if len(rest):
-            space.give_back(PULLER, rest)
-        return fresh
+        return await self.room.write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which of them have been freed there; the others have arrived."""

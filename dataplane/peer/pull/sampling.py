@@ -20,12 +20,12 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import Bytes
 from dataplane.memory.host_memory import DeviceArena, HostMemory
-from dataplane.memory.placement import place, remainder
 from dataplane.memory.space import Space
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.room.admission import Room
+from dataplane.peer.room.admission import PULLER, Room
 from dataplane.peer.tasks import Threads
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
@@ -34,11 +34,10 @@ from dataplane.transport.seam import Remote
 from dataplane.version import __version__
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Sample, Sampled
-from dataplane.wire.records import EXTENT, RANGE, U4, U8
+from dataplane.wire.records import RANGE, U4, U8
 
 log = logging.getLogger(__name__)
 
-PULLER = 0
 ARENA, DEVICE = 0, 1
 """The memories that lend: the host arena, and the first device."""
 SAMPLE_BYTES = 4 << 20
@@ -50,7 +49,6 @@ TRY_S = 5.0
 KNOWN = 1 << 60
 """Stands for the incarnation of the owner of such copies; no process has it."""
 
-Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[Any]
 
 
@@ -109,11 +107,11 @@ class Sampling:
         number, engine = DEVICE if body.device else ARENA, self.engine
         nbytes = self._size_bytes(number)
         async with self._writing:
-            known = await self._known(number, nbytes) if nbytes else None
+            known = (await self._known(number, nbytes))[0]
         return Sampled(
-            range=0 if known is None else int(known["range"]),
-            generation=0 if known is None else int(known["generation"]),
-            nbytes=0 if known is None else nbytes,
+            range=int(known["range"]),
+            generation=int(known["generation"]),
+            nbytes=nbytes if known["generation"] else 0,
             seed=self._seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
@@ -122,42 +120,38 @@ class Sampling:
             arena_bytes=self.host.space.size_bytes,
         )
 
-    async def _known(self, number: int, nbytes: int) -> Any:
-        """The RANGE of the known bytes; None where there is no room for them at once."""
+    async def _known(self, number: int, nbytes: int) -> Records:
+        """The RANGE of the known bytes, generation 0 where there is no room for them at once."""
+        if not nbytes:
+            return np.zeros(1, RANGE)
         copies, name = self._spaces()[number].copies, np.ones(1, RANGE)
         found = copies.lookup(KNOWN, name)
-        if not found[0]["generation"]:
-            reserved = self._reserved(number, nbytes)
-            if reserved is None:
-                return None
-            dest, extents = reserved
-            space = self.host.space
-            try:
-                await self._write(number, dest, pattern(self._seed, nbytes))
-                written = np.array([(dest, nbytes)], EXTENT)
-                found = space.commit(PULLER, written, np.ones(1, U4), Admission.PULL)
-            except BaseException:
-                space.give_back(PULLER, extents)
-                raise
-            space.give_back(PULLER, remainder(written["length"], written["offset"], extents))
-            copies.insert(KNOWN, name, found)
-        return found[0]
+        extents = None if found[0]["generation"] else self._reserved(number, nbytes)
+        if extents is not None:
 
-    def _reserved(self, number: int, nbytes: int) -> tuple[int, Records] | None:
-        """Where a sample has room now, and the extents to give back."""
-        sizes = np.array([nbytes], U8)
+            async def write(dest: Bytes) -> None:
+                await self._write(number, dest.item(), pattern(self._seed, nbytes))
+
+            sizes, once = np.array([nbytes], U8), np.ones(1, U4)
+            found = await self.room.write(sizes, extents, write, once, Admission.PULL)
+            copies.insert(KNOWN, name, found)
+        return found
+
+    def _reserved(self, number: int, nbytes: int) -> Records | None:
+        """Where a sample has room now."""
         if number == ARENA and self.room.waiting(Admission.PULL):
             return None
-        count, extents = self._spaces()[number].reserve(PULLER, Admission.PULL, [sizes])
-        return (int(place(sizes, extents)[0]), extents) if count else None
+        sizes = [np.array([nbytes], U8)]
+        count, extents = self._spaces()[number].reserve(PULLER, Admission.PULL, sizes)
+        return extents if count else None
 
-    async def _write(self, number: int, dest: int, data: Bytes) -> None:
+    async def _write(self, number: int, dest: int, data: npt.NDArray[np.uint8]) -> None:
         if number:
             await self._threads.run(self._device(number).write, dest, data)
         else:
             self.host.arena.view[dest : dest + len(data)] = data.data
 
-    async def _read(self, number: int, dest: int, into: Bytes) -> None:
+    async def _read(self, number: int, dest: int, into: npt.NDArray[np.uint8]) -> None:
         if number:
             await self._threads.run(self._device(number).read, dest, into)
         else:
@@ -187,10 +181,10 @@ class Sampling:
         expected, found = pattern(sampled.seed, nbytes), np.empty(nbytes, np.uint8)
         trial = Trial()
         async with self._trying:
-            reserved = self._reserved(number, nbytes) if nbytes else None
-            if reserved is None:
+            extents = self._reserved(number, nbytes) if nbytes else None
+            if extents is None:
                 return None
-            dest, extents = reserved
+            dest = int(extents["offset"][0])
 
             async def timed(nbytes: int, times: int) -> float:
                 """Seconds that so many bytes of the sample take, read so many times at once."""
@@ -220,7 +214,7 @@ class Sampling:
         return trial
 
 
-def pattern(seed: int, nbytes: int) -> Bytes:
+def pattern(seed: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """The bytes of a sample, see `Sampled`."""
     index = np.arange(nbytes, dtype=np.uint32)
     mixed = index * np.uint32(167) + np.uint32(seed)

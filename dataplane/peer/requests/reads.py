@@ -28,8 +28,9 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.device_pulls import DevicePulls
-from dataplane.peer.pull.pulls import PULLER, Pulls
+from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.leases import Leases
+from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,14 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure, few
 from dataplane.memory.admission import Admission
+from dataplane.memory.placement import place, remainder
 from dataplane.metadata.shard.pull_credit import pulled_per_row, rounding
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling
 from dataplane.peer.rows import flat_values
 from dataplane.wire.limits import ABSENT
+from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import INLINE, Table
 
 SHOWN_PARTITIONS = 5
@@ -35,6 +37,8 @@ _DOING = {
     Admission.PULL: "pulling from other hosts or the spill file",
 }
 
+PULLER = 0
+"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 Units = list[npt.NDArray[np.uint64]]
 
 
@@ -133,6 +137,31 @@ class Room:
             if waiter in line:
                 line.remove(waiter)
                 self.pump()
+
+    async def write(
+        self,
+        sizes: npt.NDArray[np.uint64],
+        extents: npt.NDArray[Any],
+        write: Callable[[npt.NDArray[Any]], Awaitable[None]],
+        refs: npt.NDArray[Any],
+        kind: Admission,
+    ) -> npt.NDArray[Any]:
+        """Bytes into room that the peer itself reserved, here or on a device: their RANGE records.
+        Nothing is kept of what failed."""
+        space = self.space
+        try:
+            dest = place(sizes, extents)
+            await write(dest)
+            written = np.zeros(len(sizes), EXTENT)
+            written["offset"], written["length"] = dest, sizes
+            fresh = space.commit(PULLER, written, refs, kind)
+        except BaseException:
+            space.give_back(PULLER, extents)
+            raise
+        rest = remainder(sizes, dest, extents)
+        if len(rest):
+            space.give_back(PULLER, rest)
+        return fresh
 
     def pump(self) -> None:
         """Space came back, or a waiter left: grant in order, the highest class first."""

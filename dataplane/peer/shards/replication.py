@@ -20,8 +20,8 @@ from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.pull.pulls import PULLER, Pulls
-from dataplane.peer.room.admission import Room
+from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.room.admission import PULLER, Room
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import U4, U8

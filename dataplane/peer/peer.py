@@ -142,9 +142,7 @@ class Peer:
         begins_anew = bool(config.launch)
         self.membership = Membership(host, mesh, self.keeper, serving, self, begins_anew)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
-        self.leaving = Leaving(
-            host, mesh, self.membership, self.copying, self.door, host.lent, self.settle
-        )
+        self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)
         self.reporting = Reporting(self)
         self.standstill = Standstill(host, mesh, sessions, claims, queues, self.spilling)
         self.janitor = Janitor(self)

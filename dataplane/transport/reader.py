@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -302,18 +302,13 @@ class HeldReads(Reads):
 
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
         try:
-            with self._turn(reading.request) as card:
+            with self._transport.turn(reading.request, self._own) as card:
                 done = self._bring(reading, part, card)
         except DeadlineExceeded:
             if reading.stopped or not reading.renew():
                 raise
             return part
         return reading.next() if done else part
-
-    def _turn(self, request: ReadRequest) -> AbstractContextManager[bytes]:
-        if self._transport.capabilities.one_sided:
-            return nullcontext(b"")
-        return self._transport.turn(request, self._own)
 
     def _bring(self, reading: Reading, part: Slice, card: bytes) -> bool:
         """False where a pooled connection was closed."""

@@ -6,7 +6,7 @@ one imports its engine, so the peer only looks, and a bulk worker loads.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
 from dataplane.errors import TransportMissing
@@ -29,6 +29,12 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 """Name: the modules of which one must be installed, and how to install it."""
+CLASSES = {
+    "nixl": "dataplane.transport.nixl:NixlTransport",
+    "ucx": "dataplane.transport.ucx:UcxTransport",
+    CUDA_IPC: "dataplane.transport.cuda_ipc:CudaIpcTransport",
+    NCCL: "dataplane.transport.nccl:NcclTransport",
+}
 
 
 def names() -> list[str]:
@@ -56,31 +62,11 @@ def load(name: str) -> type[Transport]:
     """The class of a transport. TransportMissing says what is not there."""
     if why := missing(name):
         raise TransportMissing(f"transport {name}: {why}", transport=name)
+    theirs = [entry for entry in entry_points(group=GROUP) if entry.name == name]
     try:
-        found = _load(name)
+        found = (EntryPoint(name, CLASSES[name], GROUP) if name in CLASSES else theirs[0]).load()
     except (ImportError, AttributeError, OSError) as exc:
         raise TransportMissing(f"transport {name} cannot be loaded: {exc}", transport=name) from exc
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise TransportMissing(f"transport {name} is not a subclass of Transport", transport=name)
     return found
-
-
-def _load(name: str) -> object:
-    if name == "nixl":
-        from dataplane.transport.nixl import NixlTransport
-
-        return NixlTransport
-    if name == "ucx":
-        from dataplane.transport.ucx import UcxTransport
-
-        return UcxTransport
-    if name == CUDA_IPC:
-        from dataplane.transport.cuda_ipc import CudaIpcTransport
-
-        return CudaIpcTransport
-    if name == NCCL:
-        from dataplane.transport.nccl import NcclTransport
-
-        return NcclTransport
-    (entry,) = [one for one in entry_points(group=GROUP) if one.name == name][:1]
-    return entry.load()

@@ -200,13 +200,13 @@ class Transport(ABC):
         """
 
     def turn(self, request: ReadRequest, own: RegionKey) -> AbstractContextManager[bytes]:
-        """Around one two-sided transfer, from before its ranges are held at the owner until that
-        one has confirmed it. Gives the card that the owner will send by.
+        """Around one transfer, from before its ranges are held at the owner until that one has
+        confirmed it. Gives the card that the owner will send by, of a two-sided one.
 
         An engine that cannot tell transfers apart lets them through one by one. `read` is called
         inside, in the same thread, or not at all.
         """
-        return nullcontext(own.card)
+        return nullcontext(b"" if self.capabilities.one_sided else own.card)
 
     def send(self, request: SendRequest) -> None:
         """The owner's part of a two-sided transfer; blocks until the bytes may be reused."""

@@ -48,7 +48,7 @@ class Plane:
             may_leave=lambda: True, leave=self._leave, left=self.left, clear=None
         )
         nothing: Any = None
-        self.leaving = Leaving(self.host, mesh, membership, nothing, door, nothing, nothing)
+        self.leaving = Leaving(self.host, mesh, membership, nothing, door, nothing)
         self.turn()
 
     def meet(self, owner: Owner) -> None:

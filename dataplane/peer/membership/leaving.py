@@ -14,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 
 from dataplane.errors import DataplaneError, PeerLeaves, Unavailable
-from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.host import Entry, Host
@@ -44,7 +43,6 @@ class Leaving:
         membership: Membership,
         copying: Copying,
         door: Door,
-        lent: Lent,
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
@@ -52,7 +50,6 @@ class Leaving:
         self.membership = membership
         self.copying = copying
         self.door = door
-        self.lent = lent
         self.settle = settle
         self._moving: set[Owner] = set()
 
@@ -128,7 +125,7 @@ class Leaving:
         for entry in self.host.entries.values():
             for owner, ranges, counts in entry.store.holdings():
                 if owner == self.host.owner:
-                    self.lent.lend(owner, np.repeat(ranges, counts))
+                    self.host.lent.lend(owner, np.repeat(ranges, counts))
         await self.host.progress.settled(self.host.now() + LEAVE_S)
 
     # at every peer

@@ -23,9 +23,9 @@ from dataplane.memory.host_memory import HostMemory
 from dataplane.peer.host import Host, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import STAGED, Path, Paths
-from dataplane.peer.pull.pulls import Pulls
+from dataplane.peer.pull.pulls import Pulls, copies_of
 from dataplane.peer.room.admission import PULLER
-from dataplane.transport.bulk_frames import COPY, GONE
+from dataplane.transport.bulk_frames import GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
 from dataplane.transport.seam import Remote
@@ -204,9 +204,7 @@ class DevicePulls:
         gone = np.zeros(len(remote), np.bool_)
 
         async def read(dest: Records) -> None:
-            copies = np.zeros(len(remote), COPY)
-            copies["range"], copies["generation"] = remote["range"], remote["generation"]
-            copies["nbytes"], copies["dest"] = sizes, dest
+            copies = copies_of(remote, sizes, dest)
             gone[:] = (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         ones = np.ones(len(sizes), U4)

@@ -329,7 +329,7 @@ class Pulls:
         gone = np.zeros(len(remote), bool)
 
         async def read(dest: npt.NDArray[Any]) -> None:
-            gone[:] = await self._read(source, _copies(remote, lengths, dest))
+            gone[:] = await self._read(source, copies_of(remote, lengths, dest))
 
         local = await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
         if gone.any():
@@ -345,7 +345,7 @@ class Pulls:
         nbytes: npt.NDArray[Any],
         dest: npt.NDArray[Any],
     ) -> None:
-        gone = await self._read(source, _copies(remote, nbytes, dest))
+        gone = await self._read(source, copies_of(remote, nbytes, dest))
         if gone.any():
             raise _freed(int(gone.sum()), source.owner)
 
@@ -452,7 +452,7 @@ class Pulls:
             self.room.pump()
 
 
-def _copies(
+def copies_of(
     remote: npt.NDArray[Any], nbytes: npt.NDArray[Any], dest: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
     copies = np.zeros(len(remote), COPY)

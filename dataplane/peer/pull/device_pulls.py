@@ -212,9 +212,7 @@ class DevicePulls:
         if gone.any():
             memory.release(fresh[gone])
             fresh[gone] = np.zeros(1, RANGE)
-        nbytes = int(needed[~gone].sum())
-        self.pulls.brought[way].add(call_stage.get(), nbytes)
-        self.pulls.pulled_bytes += nbytes
+        self.pulls.brought[way].add(call_stage.get(), int(needed[~gone].sum()))
         return fresh
 
     def _gone(self, owner: Owner) -> None:

@@ -74,7 +74,6 @@ class Pulls:
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(host, mesh, room, transport)
         self.paths = Paths(mesh, self.sampling, transport, TCP, "values")
-        self.pulled_bytes = 0
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
@@ -207,12 +206,10 @@ class Pulls:
                 return await self._ask(owner, remote, sizes, nbytes)
             source = await self._remote(owner)
             copying = functools.partial(self._copy, source, remote, sizes)
-            fresh = await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
+            return await self._fill(sizes, lambda dest: self._while_member(owner, copying(dest)))
         except (Unavailable, TransferFailed):
             await self._check_lives(owner)
             raise
-        self.pulled_bytes += int(needed.sum())
-        return fresh
 
     async def _ask(
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
@@ -352,7 +349,13 @@ class Pulls:
     @property
     def carried_bytes(self) -> int:
         """Of other hosts' values that came on control links."""
-        return sum(self.brought[CONTROL].sums.values()) if CONTROL in self.brought else 0
+        return sum(self.brought[CONTROL].sums.values())
+
+    @property
+    def pulled_bytes(self) -> int:
+        """... and of those that came in bulk."""
+        everything = sum(sum(by_stage.sums.values()) for by_stage in self.brought.values())
+        return everything - self.carried_bytes
 
     async def _fill(
         self,

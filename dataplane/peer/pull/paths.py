@@ -132,7 +132,7 @@ class Paths:
         required = bool(self.choice.required and self.runs)
         if not required and names != [CUDA_IPC]:
             # between devices: as fast as it is when the owner's host arena has them already
-            names.insert(names[:1] == [CUDA_IPC], self.plain)
+            names.insert(1 if names[:1] == [CUDA_IPC] else 0, self.plain)
         path, trials = Path(self.plain, "it was not tried"), dict[str, Trial]()
         for name in names:
             way = self.engine, source, name, number

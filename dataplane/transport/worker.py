@@ -89,11 +89,14 @@ class ControlChannel:
 
     def receive(self) -> ToWorker | None:
         """The next operation; None when the peer closed or died."""
-        header = self._reader.read(HEADER_BYTES)
-        if len(header) < HEADER_BYTES:
+        try:
+            header = self._reader.read(HEADER_BYTES)
+            if len(header) < HEADER_BYTES:
+                return None
+            length = body_length(header)
+            body = self._reader.read(length)
+        except ConnectionResetError:  # it died with something of ours unread
             return None
-        length = body_length(header)
-        body = self._reader.read(length)
         return decode_to_worker(body) if len(body) == length else None
 
 

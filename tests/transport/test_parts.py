@@ -17,6 +17,7 @@ from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.slices import cut
 from dataplane.transport.stream import BulkStream, iovecs, split_address
+from dataplane.transport.worker import ControlChannel
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 32), st.integers(1, 8))
@@ -128,3 +129,13 @@ def _tcp_pair() -> tuple[BulkStream, BulkStream]:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     return BulkStream(ours), BulkStream(theirs)
+
+
+def test_a_peer_that_died_with_something_unread_has_ended_for_its_worker() -> None:
+    """The kernel says reset then, not end of file."""
+    peer, worker = socket.socketpair()
+    control = ControlChannel(worker)
+    worker.sendall(b"an answer that nobody read")
+    peer.close()
+    assert control.receive() is None
+    worker.close()

@@ -1,4 +1,4 @@
-"""What peers say to each other over the control channel (zmq ROUTER/DEALER).
+"""What peers say to each other: greetings over zmq, all else over streams.
 
 One envelope a message.
 Operations that a client asked for are forwarded with the client's own bodies (`messages`), their

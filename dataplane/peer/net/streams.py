@@ -40,8 +40,9 @@ JOIN_S = 3.0
 """Within which a connection has to say it, and a dialled one to be made."""
 FULL_BYTES = 4 << 20
 """More than this waits to be sent: who can wait does."""
-UNACKED_MS = 10_000
-"""After so long without a sign of the other host's kernel the connection ends."""
+UNACKED_MS = 30_000
+"""After so long in which the other host takes nothing the connection ends. Longer than any call: who
+stopped is told by zmq's heartbeats within a second, and who is busy may be so for a while."""
 
 Take = Callable[["Stream", bytes], None]
 Ended = Callable[["Stream", str], None]

@@ -41,7 +41,7 @@ JOIN_S = 3.0
 FULL_BYTES = 4 << 20
 """More than this waits to be sent: who can wait does."""
 UNACKED_MS = 30_000
-"""After so long in which the other host takes nothing the connection ends. Longer than any call: who
+"""After so long in which the other host takes nothing the connection ends. Longer than a call: who
 stopped is told by zmq's heartbeats within a second, and who is busy may be so for a while."""
 
 Take = Callable[["Stream", bytes], None]

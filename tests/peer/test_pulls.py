@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.errors import RowsLost
 from dataplane.memory.space import Space
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
@@ -23,12 +24,15 @@ THERE = Owner("tcp://10.0.0.2:7101", 2)
 async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> None:
     """Or else the answers of all calls that wait for room would lie in this peer's own memory."""
     asked: list[Pull] = []
+    members = {THERE}
     room_came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     space = Space(1 << 16)
     arena = memoryview(bytearray(1 << 16))
 
     async def call(address: str, body: Pull, **how: Any) -> Pulled:
         asked.append(body)
+        if lost:
+            members.clear()
         return Pulled(b"x" * 64)
 
     async def reserve(*what: Any) -> tuple[int, Any]:
@@ -38,7 +42,7 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
     host: Any = SimpleNamespace(
         space=space,
         arena=SimpleNamespace(view=arena),
-        roster=SimpleNamespace(has=lambda owner: not lost),
+        roster=SimpleNamespace(has=lambda owner: owner in members),
         now=asyncio.get_running_loop().time,
     )
     mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
@@ -58,3 +62,31 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
     assert bytes(arena[int(place["offset"]) :][:64]) == b"x" * 64
     assert len(space.copies) == (0 if lost else 1)
     assert space.unpin(0, pins) == (64 if lost else 0)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["it is gone", "the next roster has it"])
+async def test_values_of_who_is_no_member_are_not_waited_for(joins: bool) -> None:
+    """A shard that had not heard of a death yet named them: the link that was made to ask for them
+    was awaited until the end of the call."""
+
+    async def another_roster(than: Any, until: float) -> bool:
+        host.roster = SimpleNamespace(has=lambda owner: joins)
+        return joins
+
+    async def ask(*what: Any) -> str:
+        assert joins
+        return "copies"
+
+    host: Any = SimpleNamespace(
+        roster=SimpleNamespace(has=lambda owner: False),
+        another_roster=another_roster,
+        now=asyncio.get_running_loop().time,
+    )
+    pulls: Any = object.__new__(Pulls)
+    pulls.host, pulls._ask = host, ask
+    transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
+    if joins:
+        assert await transfer == "copies"
+    else:
+        with pytest.raises(RowsLost):
+            await transfer

@@ -54,6 +54,8 @@ PULL_S = 30.0
 CONTROL = "control"
 """The link between peers, which carries few bytes, beside the transports."""
 FOLLOWS_S = 3600.0
+BEHIND_S = 0.3
+"""How long a roster is awaited that has the owner of values which were just named."""
 
 T = TypeVar("T")
 
@@ -200,6 +202,7 @@ class Pulls:
         sizes = padded(needed.astype(U8))
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.devices.read, remote))
+        await self._is_member(owner)
         # With its padding, which belongs to a range: a copy is taken to hold all of its own length.
         try:
             if (nbytes := sum(sizes.tolist())) <= MAX_PULLED_BYTES:
@@ -254,6 +257,12 @@ class Pulls:
         if len(reply.data) != nbytes:
             raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
         return reply.data
+
+    async def _is_member(self, owner: Owner) -> None:
+        """RowsLost where it is none any more: a link to it would be awaited in vain."""
+        while not self.host.roster.has(owner):  # or not yet, where a newer roster is on its way
+            if not await self.host.another_roster(self.host.roster, self.host.now() + BEHIND_S):
+                raise _went(owner)
 
     async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, None]) -> None:
         """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does

@@ -293,12 +293,13 @@ class Attendant:
 
     def stop(self) -> None:
         """End the peer."""
-        peer = self._living()
-        if self._plane is not None:
-            self._plane.close()
-            self._plane = None
-        if peer is not None:
-            embedded.end(peer)
+        peer, plane, self._plane = self._living(), self._plane, None
+        try:
+            if plane is not None:
+                plane.close()
+        finally:
+            if peer is not None:
+                embedded.end(peer)
 
     def _living(self) -> rundir.LivingPeer | None:
         living = rundir.living_peers(self._folder)

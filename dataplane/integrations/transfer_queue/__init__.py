@@ -91,14 +91,17 @@ class _Here:
     """This process's client, and whether it began the queue. A forked child begins without."""
 
     def __init__(self) -> None:
+        self.peers: Any = None
         self.forget()
 
     def forget(self) -> None:
+        self.of_parent = self.peers
+        """kept: Ray takes it for the parent's when a child lets go of it, and ends the starter"""
         self.lock = threading.RLock()
         self.client: TransferQueueClient | None = None
         self.store: Store | None = None
         self.began = False
-        self.peers: Any = None
+        self.peers = None
 
 
 _here = _Here()
@@ -186,7 +189,9 @@ def close() -> None:
     """Leave the queue. The process that began it ends it: all rows are freed."""
     with _here.lock:
         store, began, peers = _here.store, _here.began, _here.peers
-        _here.store, _here.client, _here.began, _here.peers = None, None, False, None
+        _here.store, _here.client, _here.began = None, None, False
+        if began:  # others keep it: peers that this process was first to ask for are the job's
+            _here.peers = None
         if store is None:
             return
         try:

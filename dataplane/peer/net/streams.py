@@ -4,7 +4,7 @@ A link greets over zmq, whose thread tells of a peer that stopped while this one
 the answer comes where the other side's streams are accepted, and the secret of one of them. It is
 dialled once, and whatever is asked and answered goes over it: on its way through libzmq a message
 would wake two more threads on either side. With a token the secret, which only the encrypted
-greeting carried, has a fresh key for each direction, and every frame is sealed (ChaCha20-Poly1305,
+greeting carried, has a fresh key for each direction, and every frame is sealed (AES-256-GCM,
 numbered by its place); anything out of place ends the connection.
 """
 
@@ -20,7 +20,7 @@ from contextvars import Context as Variables
 from typing import cast
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from dataplane.errors import Unavailable
 from dataplane.launch.values import parse_address
@@ -58,7 +58,7 @@ class Sealer:
     """Seals, or opens, the frames of one direction in their order."""
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = ChaCha20Poly1305(key)
+        self._cipher = AESGCM(key)
         self._number = 0
 
     def _nonce(self) -> bytes:

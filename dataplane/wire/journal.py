@@ -8,15 +8,12 @@ and groups have the same numbers at every copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal, cast
 
 import msgspec
 
-from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.frames import decoded
-from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Advance, Body, Finish, Reset, Tag, Unadmit
 from dataplane.wire.tables import (
     Column,
@@ -311,34 +308,19 @@ Op = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[list[Op]] = msgspec.msgpack.Decoder(
-    Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
-)
+_decoder: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
 
 
-def encode_ops(ops: Sequence[Op]) -> bytes:
-    """LimitExceeded for more operations, or bytes, than a message may have: ship fewer at once."""
-    if len(ops) > MAX_OPS_PER_MESSAGE:
-        raise LimitExceeded(
-            f"{len(ops)} operations in one message; the limit is {MAX_OPS_PER_MESSAGE}",
-            limit=MAX_OPS_PER_MESSAGE,
-        )
-    data = _encoder.encode(ops)
-    if len(data) > MAX_FRAME_BYTES:
-        raise LimitExceeded(
-            f"{len(ops)} operations have {len(data)} bytes; a message has at most "
-            f"{MAX_FRAME_BYTES}",
-            size=len(data),
-            limit=MAX_FRAME_BYTES,
-        )
-    return data
+def encode(op: Op) -> bytes:
+    """As it stands in a message, which is what bounds it."""
+    return _encoder.encode(op)
 
 
-def decode_ops(data: bytes | memoryview) -> list[Op]:
-    """ProtocolError for what is no list of operations, or is over the limits."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise ProtocolError(
-            f"operations of {len(data)} bytes; the limit is {MAX_FRAME_BYTES}",
-            limit=MAX_FRAME_BYTES,
-        )
-    return decoded(_decoder, data, "a list of operations")
+def encoded(data: bytes) -> Op:
+    """For a message: an operation that stands there as `encode` made it, and is nothing else."""
+    return cast(Op, msgspec.Raw(data))
+
+
+def decode(data: bytes | memoryview) -> Op:
+    """ProtocolError for what is no operation."""
+    return decoded(_decoder, data, "an operation")

@@ -10,14 +10,15 @@ two peers on.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.frames import decoded
-from dataplane.wire.limits import MAX_FRAME_BYTES
+from dataplane.wire.journal import Op
+from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import (
     Admit,
     Admitted,
@@ -163,12 +164,12 @@ class Rostered(Body, tag=141):
 
 
 class Shipment(msgspec.Struct, array_like=True, frozen=True):
-    """Operations of one partition, each as `journal.encode_ops` of one. definition: the backup
-    makes a new copy first, of the partition as it was declared."""
+    """Operations of one partition. definition: the backup makes a new copy first, of the partition
+    as it was declared."""
 
     partition: str
     generation: int
-    ops: list[bytes]
+    ops: Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
     definition: Definition | None = None
 
 

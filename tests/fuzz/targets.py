@@ -142,7 +142,7 @@ TARGETS = {
     "local": Target(_local, lambda: _vectors("local", "refused")),
     "peers": Target(functools.partial(_each, _PEERS), lambda: _vectors("peers", "rosters")),
     "bulk": Target(functools.partial(_each, _BULK), lambda: _vectors("bulk", "worker")),
-    "journal": Target(functools.partial(_each, [journal.decode_ops]), lambda: _vectors("journal")),
+    "journal": Target(functools.partial(_each, [journal.decode]), lambda: _vectors("journal")),
     "objects": Target(_objects, lambda: _vectors("objects")),
     "columns": Target(_columns, lambda: [b"", bytes(8), bytes(96)]),
     "filters": Target(_filters, lambda: [objects.encode(w)[0] for w in _FILTERS]),

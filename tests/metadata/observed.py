@@ -15,7 +15,7 @@ from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.wire.journal import Op, decode_ops, encode_ops
+from dataplane.wire.journal import Op, decode, encode
 from dataplane.wire.limits import ABSENT
 from dataplane.wire.records import VALUE
 from dataplane.wire.tables import INLINE, Table
@@ -25,8 +25,8 @@ SIZES = ("metadata_bytes", "bytes_per_row")
 
 def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
     """Apply operations as they arrive: as bytes. What is freed here is told elsewhere."""
-    for op in decode_ops(encode_ops(ops)):
-        apply(store, op, now)
+    for op in ops:
+        apply(store, decode(encode(op)), now)
     store.freed()
 
 

@@ -14,7 +14,7 @@ from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.shard.journal import dump
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
-from dataplane.wire.journal import Op, decode_ops, encode_ops
+from dataplane.wire.journal import Op, decode, encode
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Rows
 from tests.metadata import stores
@@ -46,7 +46,7 @@ def message(one: SaveDone, closed: int = 0) -> Restore:
         owners=table.owners,
         inline=table.inline,
     )
-    (carried,) = decode_ops(encode_ops([made]))
+    carried = decode(encode(made))
     assert isinstance(carried, Restore)
     return carried
 

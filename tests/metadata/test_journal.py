@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, FieldExists, LimitExceeded, ProtocolError
+from dataplane.errors import DataplaneError, FieldExists, ProtocolError
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
+from dataplane.wire import peering
 from dataplane.wire.journal import (
     Blocks,
     Given,
@@ -26,11 +27,13 @@ from dataplane.wire.journal import (
     Returned,
     Summary,
     Wrote,
-    decode_ops,
-    encode_ops,
+    decode,
+    encode,
+    encoded,
 )
-from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
+from dataplane.wire.limits import MAX_OPS_PER_MESSAGE
 from dataplane.wire.messages import Finish, Tag, Want
+from dataplane.wire.peering import Append, PeerRequest, Shipment
 from dataplane.wire.records import RANGE
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata import stores
@@ -178,7 +181,7 @@ def test_rows_that_are_too_large_for_one_operation_are_told_in_several() -> None
     put(s, list(range(5)), fields=("tokens", "reward"), note=["x" * (3 << 20)] * 5)
     tagged = [op for op in dump(s, 5) if isinstance(op, Tag)]
     assert [len(op.rows.keys) // 16 for op in tagged] == [2, 1, 2]
-    assert all(len(encode_ops([op])) <= MAX_OP_BYTES for op in dump(s, 5))
+    assert all(len(encode(op)) <= MAX_OP_BYTES for op in dump(s, 5))
     other = copy_of(s, 5)
     assert observed(other) == observed(s)
 
@@ -283,34 +286,38 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
     for ops in (told, list(dump(s))):
         for at, op in enumerate(ops):
             for _ in range(40):
-                damaged = bytearray(encode_ops([op]))
+                damaged = bytearray(encode(op))
                 for _ in range(chance.randint(1, 2)):
-                    damaged[chance.randrange(1, len(damaged))] = chance.randrange(256)
+                    damaged[chance.randrange(len(damaged))] = chance.randrange(256)
                 other = Store("step-1", s.definition, 1)
                 try:
-                    for one in [*ops[:at], *decode_ops(damaged), *ops[at + 1 :]]:
+                    for one in [*ops[:at], decode(damaged), *ops[at + 1 :]]:
                         apply(other, one)
                 except ProtocolError:
                     continue
 
 
-def test_what_is_no_list_of_operations_is_refused() -> None:
-    good = encode_ops([Returned([1]), Remembered(bytes(16), bytes(1))])
-    assert decode_ops(good) == [Returned([1]), Remembered(bytes(16), bytes(1))]
-    for bad in (b"", good[:-1], b"\x91\x92\xcc\xff\x00", b"\xc0", good + b"\0"):
+def test_what_is_no_operation_is_refused() -> None:
+    good = encode(Remembered(bytes(16), bytes(1)))
+    assert decode(good) == Remembered(bytes(16), bytes(1))
+    for bad in (b"", good[:-1], b"\x92\xcc\xff\x00", b"\xc0", b"\x91" + good, good + b"\0"):
         with pytest.raises(ProtocolError):
-            decode_ops(bad)
+            decode(bad)
 
 
-def test_operations_are_bounded_in_number_and_bytes() -> None:
-    with pytest.raises(LimitExceeded):
-        encode_ops([Returned([])] * (MAX_OPS_PER_MESSAGE + 1))
-    with pytest.raises(LimitExceeded):
-        encode_ops([Remembered(bytes(MAX_FRAME_BYTES))])
+def test_operations_stand_in_a_message_as_they_were_encoded_and_are_bounded_in_number() -> None:
+    ops: list[Op] = [Returned([1]), Remembered(bytes(16), bytes(1))]
+
+    def message(ops: list[Op]) -> bytes:
+        append = Append(1, 0, [Shipment("p", 1, ops)])
+        return peering.encode(PeerRequest(1, "", 1, 1, 0, 0, (1, 1), 1, append))
+
+    raw = message([encoded(encode(op)) for op in ops])
+    assert raw == message(ops)
+    said = peering.decode_request(raw).body
+    assert isinstance(said, Append) and said.shipments[0].ops == ops
     with pytest.raises(ProtocolError):
-        decode_ops(bytes(MAX_FRAME_BYTES + 1))
-    with pytest.raises(ProtocolError):
-        decode_ops(b"\xdd\xff\xff\xff\xff")
+        peering.decode_request(message([Returned([])] * (MAX_OPS_PER_MESSAGE + 1)))
 
 
 # values that move

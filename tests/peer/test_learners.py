@@ -13,7 +13,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.backup import Replicas
-from dataplane.wire.journal import Declared, Ended, encode_ops
+from dataplane.wire.journal import Declared, Ended, Op
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Append, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
@@ -72,7 +72,7 @@ def test_what_came_twice_is_carried_out_once() -> None:
     """Operations go along with answers and, where somebody waits for them, in messages as well."""
     backup = Backup(rosters(in_sync=True, misses_that=False)[0])
     caller, definition = Caller(PRIMARY.peer, PRIMARY.incarnation), Definition({"s": ["x"]})
-    stage = [encode_ops([Declared(name, ["x"])]) for name in ("t", "u", "v")]
+    stage: list[Op] = [Declared(name, ["x"]) for name in ("t", "u", "v")]
     backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:1], definition)]))
     assert backup.replicas.has(PRIMARY.peer) == (5, 2)
     backup.append(caller, Append(5, 0, [Shipment("p", 1, stage[:2], definition)]))
@@ -131,8 +131,8 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    late = encode_ops([Declared("late", ["x"])])
-    ended = encode_ops([Ended()])
+    late = Declared("late", ["x"])
+    ended = Ended()
     shipped = [Shipment("p", 1, [late], Definition()), Shipment("q", 2, [ended], Definition())]
     assert backup.append(caller, Append(7, 0, shipped)) == Done()
     for roster in later:

@@ -22,7 +22,7 @@ from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.journal import Op, encode_ops
+from dataplane.wire.journal import Op
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
@@ -123,7 +123,7 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
         shard.put(stores.Wrote(stores.named([f"k{n}"]), [column], stores.SPECS, [THERE], {}))
     begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
     assert await begun == Done()
-    told = Append(5, 1, [Shipment("step-1", 1, [encode_ops([op]) for op in ops])])
+    told = Append(5, 1, [Shipment("step-1", 1, ops)])
     answer: Awaitable[Any] | None = None
     for _ in range(3):
         answer = append(caller, told)

@@ -75,6 +75,7 @@ class Layout:
         self._known = structures("local") | structures("bulk") if channel == "worker" else {}
         self._known |= structures("local") if channel in ("peers", "journal") else {}
         self._known |= structures("local") if channel == "bulk" else {}
+        self._known |= structures("journal") if channel == "peers" else {}
         self._known |= structures(channel)
 
     def array(self, name: str, fields: dict[str, Any]) -> list[Any]:
@@ -94,6 +95,8 @@ class Layout:
             return value
         if kind == "message":
             return self.array(value["@"], value)
+        if kind == "array of operation":
+            return [self.array(item["@"], item) for item in value]
         inner = re.fullmatch(r"(array of )?([A-Z]\w+)( or nil)?", kind)
         if inner and inner[2] in self._known:
             if inner[1]:

@@ -62,6 +62,8 @@ def kind_of(annotation: Any) -> str:
         return f"map of {kind_of(args[0])} to {kind_of(args[1])}"
     if origin is typing.Literal:
         return " or ".join(json.dumps(word) for word in args)
+    if annotation == journal.Op:
+        return "operation"
     if origin in (typing.Union, types.UnionType):
         if all(arg.__name__ in PEERS | STRUCTS["local"] for arg in args):
             return "message"

@@ -80,7 +80,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "local reply": frames.decode_reply,
     "peer request": peering.decode_request,
     "peer reply": peering.decode_reply,
-    "operation": lambda body: journal.decode_ops(b"\x91" + body)[0],
+    "operation": journal.decode,
     "bulk join": bulk_frames.decode_join,
     "bulk request": bulk_frames.decode_to_owner,
     "bulk answer": bulk_frames.decode_from_owner,
@@ -116,7 +116,7 @@ def encode(channel: str, struct: Any) -> bytes:
     if channel == "peers":
         return peering.encode(struct)
     if channel == "journal":
-        return journal.encode_ops([struct])[1:]
+        return journal.encode(struct)
     return bytes(frames.encode(struct) if channel == "local" else bulk_frames.encode(struct))
 
 

@@ -24,7 +24,7 @@ from dataplane.metadata.shard.journal import dump
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.journal import Op, encode_ops
+from dataplane.wire.journal import Op, encode, encoded
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner
@@ -102,7 +102,7 @@ class Shipping:
 
     def _ship_op(self, entry: Entry, op: Op) -> None:
         if self.backup is not None:
-            self._push(_Pending(entry, encode_ops([op])))
+            self._push(_Pending(entry, encode(op)))
 
     def _push(self, pending: _Pending) -> None:
         self.progress.done += 1
@@ -249,12 +249,12 @@ class Shipping:
                 break
             nbytes += len(one.op)
             count += 1
-            entry, ops = one.entry, [] if one.definition is not None else [one.op]
-            if entry is last and one.definition is None:
-                shipments[-1].ops.append(one.op)
-            else:
-                shipments.append(Shipment(entry.name, entry.generation, ops, one.definition))
-            last = entry
+            entry = one.entry
+            if entry is not last or one.definition is not None:
+                shipments.append(Shipment(entry.name, entry.generation, [], one.definition))
+                last = entry
+            if one.definition is None:
+                shipments[-1].ops.append(encoded(one.op))
         return Append(self._stream, first, shipments), first + count
 
     def _confirmed(self, end: int) -> None:

@@ -27,7 +27,7 @@ from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import BATCH_BYTES
-from dataplane.wire.journal import Ended, Op, Relocated, decode_ops
+from dataplane.wire.journal import Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Append, Inherited, Shipment
 from dataplane.wire.records import RANGE, U4, column
@@ -171,13 +171,12 @@ class Replicas:
         copy = origin.copies.get(key)
         if copy is None:
             raise ProtocolError(f"operations of a partition {key} that was not declared")
-        for raw in shipment.ops:
-            for op in decode_ops(raw):
-                apply(copy.store, op, self.host.now())
-                self._follow(owner, copy, op)
-                if isinstance(op, Ended):
-                    del origin.copies[key]
-                    origin.valued -= copy.values is not None
+        for op in shipment.ops:
+            apply(copy.store, op, self.host.now())
+            self._follow(owner, copy, op)
+            if isinstance(op, Ended):
+                del origin.copies[key]
+                origin.valued -= copy.values is not None
             origin.next += 1
 
     def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
@@ -305,16 +304,16 @@ def _behind(one: Shipment, passed: int) -> Shipment:
 def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]]]:
     """Of a partition that is here already: in order, operations that write few bytes of the owner,
     and what those name."""
-    ops: list[bytes] = []
+    ops: list[Op] = []
     named: list[Named] = []
     nbytes = 0
-    for raw in one.ops:
-        mine = [found for op in decode_ops(raw) for found in named_by(op) if found[0] == owner]
+    for op in one.ops:
+        mine = [found for found in named_by(op) if found[0] == owner]
         more = sum(int(reach.sum()) for *_, reach in mine)
         if ops and nbytes + more > BATCH_BYTES:
             yield Shipment(one.partition, one.generation, ops), named
             ops, named, nbytes = [], [], 0
-        ops.append(raw)
+        ops.append(op)
         named += mine
         nbytes += more
     yield Shipment(one.partition, one.generation, ops), named

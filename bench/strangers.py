@@ -28,10 +28,12 @@ from bench import bounds
 from bench.options import whole
 from dataplane.launch import rundir, settings
 from dataplane.peer.net.authentication import Gate
+from dataplane.peer.net.streams import ID_BYTES, KEY_BYTES, Sealer
 from dataplane.transport.bulk_frames import CHALLENGE_BYTES, Join, Joined, decode_from_owner, encode
 from dataplane.transport.tickets import plane_key, proof
-from dataplane.wire import frames
+from dataplane.wire import frames, limits, peering
 from dataplane.wire.messages import Hello, Request, Welcome
+from dataplane.wire.peering import PeerHello, PeerRequest
 
 VECTORS = Path(__file__).resolve().parents[1] / "protocol" / "vectors"
 BETWEEN_PEERS = 8
@@ -112,6 +114,8 @@ class Target:
     bulk: str
     gate: Gate
     key: bytes
+    plane: str
+    founding: tuple[int, int]
 
     @staticmethod
     def find(name: str | None = None, plane: str | None = None) -> Target:
@@ -132,7 +136,16 @@ class Target:
             stats["bulk"]["address"] if stats["bulk"] else "",
             Gate(token, welcome.plane),
             plane_key(welcome.plane, founding, token and token.key(welcome.plane, "bulk")),
+            welcome.plane,
+            founding,
         )
+
+    def greeting(self) -> bytes:
+        """What a member says that is in no roster yet."""
+        versions = (limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION)
+        who = "stranger", 1, "tcp://127.0.0.1:1"
+        hello = PeerHello(versions, self.plane, *who, self.founding, limits.SHARDS, "")
+        return peering.encode(PeerRequest(1, who[2], who[1], 0, 0, 0, self.founding, 1000, hello))
 
     def processes(self) -> list[psutil.Process]:
         """The peer and its bulk workers."""
@@ -173,6 +186,7 @@ def _everywhere(target: Target, count: int, seed: int) -> dict[str, int]:
     sent = {"local": at_local_door(target.path, count, seed)}
     if target.address:
         sent["peer"] = at_peer_door(target.address, count, seed, target.gate)
+        sent["streams"] = at_streams(target, count, seed)
     if target.bulk:
         sent["bulk"] = at_bulk(target.bulk, count, seed, target.key)
     return sent
@@ -224,6 +238,39 @@ def at_peer_door(address: str, count: int, seed: int, gate: Gate) -> int:
                 dealer.recv()
             left -= batch
     return count
+
+
+def at_streams(target: Target, count: int, seed: int) -> int:
+    """A connection each, every other one of a member that was promised a stream and says a damaged
+    request on it, sealed like any other where there is a token, now and then not; else noise."""
+    damage, sent = Damage(seed, "peers"), 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        target.gate.secure_dealer(dealer)
+        dealer.connect(target.address)
+        while sent < count:
+            dealer.send(target.greeting())
+            if not dealer.poll(PATIENCE_S * 1_000):
+                raise DoorHangs(f"no greeting at {target.address}")
+            promised = peering.decode_reply(dealer.recv()).body
+            assert isinstance(promised, PeerHello), promised
+            frame = damage.body()
+            if _is_peers_request(frame):
+                continue
+            secret = promised.stream_secret
+            if keys := secret[ID_BYTES:] if sent % 8 else b"":
+                frame = Sealer(keys[:KEY_BYTES]).seal(frame)
+            said = len(frame).to_bytes(HEADER_BYTES, "little") + frame
+            _knock(promised.stream, secret[:ID_BYTES] + said if sent % 2 else damage.noise())
+            sent += 1
+    return count
+
+
+def _is_peers_request(body: bytes) -> bool:
+    """As `_is_request`, of a peer."""
+    with contextlib.suppress(dataplane.ProtocolError):
+        return bool(peering.decode_request(body))
+    return False
 
 
 def at_bulk(address: str, count: int, seed: int, key: bytes) -> int:

@@ -180,11 +180,13 @@ class Ledger:
         known: Mapping[Owner, Peer],
         owner: Owner,
         in_sync: bool,
+        alone: bool,
         hosts: Set[Owner],
         now: float,
     ) -> None:
         """A process is no member any more. known: all that ever ran, with what they had in memory
-        when they died. hosts: those with shards that are left."""
+        when they died. alone: it was the partition's primary, without a backup in sync. hosts:
+        those with shards that are left."""
         self.gone[owner] = now
         if self.replicas == 1:
             for group in self.groups:
@@ -196,8 +198,11 @@ class Ledger:
         if not in_sync:
             for peer in together.values():
                 self._excuse_shards(peer, f"the shards of {owner.peer} had no backup in sync")
-            if _standing(known[one] for one in hosts & known.keys()) < _standing(known.values()):
+            left = _standing(known[one] for one in hosts & known.keys())
+            if alone or left < _standing(known.values()):
                 self.beginnings += 1
+            if alone:  # also where it died before it heard that it was
+                self._excuse_all(f"{owner.peer} had the shard alone")
         if self.replicas == 2:
             for peer in together.values():
                 self._excuse_copies(peer, together)
@@ -212,10 +217,13 @@ class Ledger:
     def extinct(self) -> None:
         """The last member ended: nothing outlives all peers, and nobody is left to say so."""
         self.beginnings += 1
-        for group in self.groups:
-            group.excused = group.excused or "all members of the plane were dead at once"
-        self.condemned = dict.fromkeys(self.condemned)
+        self._excuse_all("all members of the plane were dead at once")
         self.gone.clear()  # one that was frozen may bring the plane back as it knew it
+
+    def _excuse_all(self, why: str) -> None:
+        for group in self.groups:
+            group.excused = group.excused or why
+        self.condemned = dict.fromkeys(self.condemned)
 
     def _excuse_shards(self, peer: Peer, why: str) -> None:
         for entry in peer.host.entries.values():

@@ -145,7 +145,10 @@ class Run:
             )
             if not left:  # who leaves in order takes nothing along
                 hosts = {one for one in roster.owners if one.peer in roster.hosts} - {owner}
-                run.ledger.removed(run.cluster.known, owner, in_sync, hosts, run.loop.now)
+                alone = roster.home(PARTITION) == address
+                alone = alone and not roster.in_sync[roster.bucket(PARTITION)]
+                now = run.loop.now
+                run.ledger.removed(run.cluster.known, owner, in_sync, alone, hosts, now)
             remove(authority, address)
 
         def losing(store: Store, owner: Owner) -> Lost:

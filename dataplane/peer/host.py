@@ -48,6 +48,13 @@ call_stage: ContextVar[str] = ContextVar("call_stage", default="")
 """The stage whose claim is being served; "" for anything else, and for what no call waits for."""
 
 
+def waits_s(timeout_ms: int) -> float:
+    """How long the call that is being served may wait at its shard, -1: as long as it lives. One
+    that was asked again, because the shard moved, has less time left than it says."""
+    most_s = math.inf if timeout_ms < 0 else timeout_ms / 1000
+    return min(most_s, call_deadline.get() - time.monotonic())
+
+
 class ByLabel:
     """Sums by a name that a user chose: of the first MAX_SUMS names, and the rest together."""
 

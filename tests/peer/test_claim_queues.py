@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.host import Caller, Entry
+from dataplane.peer.host import Caller, Entry, call_deadline
 from dataplane.peer.shards import claim_queues
 from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.wire.messages import Body, Claim, Done, Finish, Wait, Want
@@ -214,6 +215,14 @@ async def test_who_waits_at_a_peer_that_lost_the_shard_asks_elsewhere() -> None:
     assert isinstance(waits.exception(), StaleEpoch)
     with pytest.raises(StaleEpoch):
         await asks
+
+
+async def test_who_waits_for_a_shard_that_moved_waits_no_longer_than_its_call_lives() -> None:
+    shard = Shard()
+    call_deadline.set(time.monotonic() + 0.05)
+    asked_before_it_moved = Wait(NAME, 1, "s", "rows", 3, timeout_ms=3_600_000)
+    with pytest.raises(ClaimTimeout):
+        await asyncio.wait_for(shard.mesh.handlers[Wait](CLAIMANT, asked_before_it_moved), 20)
 
 
 async def test_a_peer_that_hands_its_shards_over_grants_nothing() -> None:

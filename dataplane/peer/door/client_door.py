@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -17,6 +18,8 @@ import struct
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, cast
+
+import msgspec
 
 from dataplane.errors import (
     ConnectError,
@@ -28,7 +31,6 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.peer.door.inflow import Inflow
-from dataplane.peer.door.overdue import Overdue, limit_s
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
 from dataplane.peer.net.failures import failed
 from dataplane.peer.net.serving import Serving
@@ -64,6 +66,11 @@ CONFIRM_S = 30.0
 """How long a call without a deadline of its own waits for the backup."""
 WAITING = (Claim, Reserve, Wait, Losses, Admit, Define)
 """Calls that only wait: cancelled when their connection closes. Others run to their end."""
+WAITING_FOR_ROWS = (Claim, Wait, Losses, Admit)
+"""Of them, those that say themselves how long."""
+AFTER_S = 0.4
+"""A call that waited for rows until its end may still take so long to bring their values, or to
+find out why there are none."""
 
 
 class Door:
@@ -218,7 +225,6 @@ class Connection(asyncio.Protocol):
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._running: dict[asyncio.Future[Any], bool] = {}
-        self._overdue = Overdue(door.host.name, lambda rid, exc: self._answer(rid, failed(exc)))
         self._inflow = Inflow(door.intake)
         self._is_untaken = False
         """the client does not take its answers"""
@@ -299,7 +305,7 @@ class Connection(asyncio.Protocol):
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
         began = self._door.host.now()
-        call_deadline.set(began + limit_s(request))
+        call_deadline.set(began + _limit_s(request))
         call_notice.set(self._notice)
         call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
@@ -307,11 +313,10 @@ class Connection(asyncio.Protocol):
             if self._door.serving.is_sure():
                 outcome = handler(self._session, request, request.body)
             else:
-                outcome = self._later(handler, request)
+                outcome = self._later(handler, request, began)
         except Exception as exc:
             outcome = failed(exc)
         if not isinstance(outcome, Body):
-            self._overdue.began(request)
             # A task where something is to be carried out, and none of our own where one is already.
             self._runs(request, asyncio.ensure_future(outcome), self._carried_out, began)
         elif self._door.host.progress.is_settled:
@@ -340,7 +345,6 @@ class Connection(asyncio.Protocol):
     def _carried_out(self, request: Request, began: float, call: asyncio.Future[Body]) -> None:
         assert self._session is not None
         if call.cancelled():  # what its handler took it gave back
-            self._overdue.ended(request)
             self._door.sessions.sweep(self._session)
             return
         failure = call.exception()
@@ -369,18 +373,22 @@ class Connection(asyncio.Protocol):
     def _end(self, request: Request, body: Body, began: float, answers: bool = True) -> None:
         """The last of a call that was not answered at once."""
         assert self._session is not None
-        late = self._overdue.ended(request)
-        if late or self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             self._door.unsent(self._session, request, body)
         elif answers:
             self._answer_call(request, body, began)
         self._door.sessions.sweep(self._session)
 
-    async def _later(self, handler: Handler, request: Request) -> Body:
-        """As soon as it is sure that nobody else serves what this peer does."""
+    async def _later(self, handler: Handler, request: Request, began: float) -> Body:
+        """As soon as it is sure that nobody else serves what this peer does. What a call waits
+        until then is of its own time."""
         assert self._session is not None
         await self._door.serving.until_sure(call_deadline.get())
-        outcome = handler(self._session, request, request.body)
+        body = request.body
+        if isinstance(body, WAITING_FOR_ROWS) and body.timeout_ms > 0:
+            left_ms = body.timeout_ms - int((self._door.host.now() - began) * 1000)
+            body = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
+        outcome = handler(self._session, request, body)
         return outcome if isinstance(outcome, Body) else await outcome
 
     def _hello(self, body: Body) -> Body:
@@ -449,6 +457,15 @@ class Connection(asyncio.Protocol):
             return False
         self._transport.write(frame)
         return True
+
+
+def _limit_s(request: Request) -> float:
+    """How long a call may take, from its arrival on. Its handler says when that is over; for one
+    that does not, the client does."""
+    if isinstance(request.body, WAITING_FOR_ROWS):
+        waits_ms = request.body.timeout_ms
+        return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
+    return request.deadline_ms / 1000 if request.deadline_ms else math.inf
 
 
 def _leaves(peer: str) -> PeerLost:

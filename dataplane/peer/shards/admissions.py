@@ -28,7 +28,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
@@ -172,7 +172,7 @@ class Admissions:
 
     async def _wait(self, entry: Entry, one: _Waiting) -> Body:
         try:
-            async with asyncio.timeout(one.asked.timeout_ms / 1000):
+            async with asyncio.timeout(waits_s(one.asked.timeout_ms)):
                 return await one.answer
         except TimeoutError:
             if one.answer.done() and not one.answer.cancelled():

@@ -30,7 +30,7 @@ from dataplane.metadata.shard import blocks, inspection, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.shard.leases import Member
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
@@ -293,7 +293,7 @@ class ClaimQueues:
         try:
             for one in self._of(entry):  # where it waits for fewer rows, others get them
                 self._look(one)
-            async with asyncio.timeout(None if body.timeout_ms < 0 else body.timeout_ms / 1000):
+            async with asyncio.timeout(waits_s(body.timeout_ms)):
                 return await answer
         except TimeoutError:
             raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None

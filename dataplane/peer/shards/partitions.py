@@ -28,7 +28,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.peer.host import Caller, Entry, Host, call_deadline
+from dataplane.peer.host import Caller, Entry, Host, call_deadline, waits_s
 from dataplane.peer.net.mesh import CALL_S, Mesh
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.appends import Shipping
@@ -145,8 +145,7 @@ class Partitions:
 
     async def _define(self, caller: Caller, body: Define) -> Body:
         if body.definition is None and body.wait_ms:
-            # Asked again, where the shard moved, less time is left than that.
-            until = min(self.host.now() + body.wait_ms / 1000, call_deadline.get())
+            until = self.host.now() + waits_s(body.wait_ms)
             while body.partition not in self.host.entries and self.host.now() < until:
                 if not self.host.serves(body.partition):
                     raise StaleEpoch(f"the shard of partition {body.partition!r} moved: ask there")
@@ -229,7 +228,7 @@ class Partitions:
     async def _losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
             raise ProtocolError("a number of lost rows is not negative")
-        until = self.host.now() + body.timeout_ms / 1000
+        until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)
         while True:
             names, number, missed = entry.store.losses.after(body.after)

@@ -27,9 +27,9 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Flags, Roster
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.metadata.shard.repeats import Operations
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
+from dataplane.peer.net.once import Operations
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner

@@ -17,7 +17,6 @@ from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
-from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.door.dispatch import Answers
 from dataplane.peer.host import Entry, Host
@@ -26,6 +25,7 @@ from dataplane.peer.membership.leaving import Leaving
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.once import Operations
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import candidates, start_engine

@@ -16,9 +16,8 @@ from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.host import Caller
-from dataplane.peer.net.once import Once
+from dataplane.peer.net.once import Once, Operations
 from dataplane.peer.sessions import caller_of
 from dataplane.peer.shards.references import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.reasons import Subject
-from dataplane.metadata.shard.repeats import Operations
 from dataplane.peer.door.client_door import WAITING
-from dataplane.peer.net.once import Once, final
+from dataplane.peer.net.once import Once, Operations, final
 from dataplane.peer.notices import Telling
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c

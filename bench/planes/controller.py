@@ -262,8 +262,8 @@ class Controller:
             stock = self._stock(step)
             for stages in self._job.phases():
                 awaited = {stage: self._stage(step, stage, stock) for stage in stages}
-                for stage, batches in awaited.items():
-                    self._wait(stage, step, batches)
+                for stage, events in awaited.items():
+                    self._wait(stage, step, events)
             del self._stocks[step]
         self.cpu_seconds = time.process_time() - cpu_start
         return self._moved()
@@ -278,7 +278,8 @@ class Controller:
             return self._stocks[step]
 
     def _stage(self, step: int, stage: str, stock: Stock) -> int:
-        """Send the stage its groups; returns how many batches will be answered.
+        """Send the stage its groups; returns how many events follow: one for each batch that is
+        answered, and one for each worker that was sent all of its own, to the frame that says so.
 
         All tensor-parallel ranks of a trainer are sent the same, each by itself, as verl does.
         """
@@ -288,7 +289,7 @@ class Controller:
         for worker in workers:
             hand = hands[worker.rank // copies]
             self._thread(self._dispatch, worker, step, stage, hand)
-        return copies * sum(map(len, hands))
+        return len(workers) + copies * sum(map(len, hands))
 
     def _greet(self, listener: socket.socket) -> None:
         while True:
@@ -356,6 +357,7 @@ class Controller:
             columns = stock.columns(prompt, fields)
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
         worker.send(Frame("end", step=step))
+        self._events.put((stage, step))
 
     def _moved(self) -> Moved:
         local = [c for c in self._connections.values() if not c.remote]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.planes.controller import Controller
+from bench.columns import all_fields
+from bench.planes.base import Worker
+from bench.planes.controller import Connection, Controller, ControllerEndpoint
 from bench.planes.frames import Frame, Landing, pack, receive_payload, receive_table, send, unpack
 from bench.run import Settings, job_of
 
@@ -49,6 +53,62 @@ def test_a_controller_that_cannot_greet_its_workers_ends(
         monkeypatch.setattr(controller, "_greet", failing)
         with pytest.raises(RuntimeError, match="new thread"):
             controller.run()
+
+
+@pytest.mark.timeout(60)
+def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends with it, which a trainer that waits for a next frame takes for its death."""
+    settings = Settings(trace="math", planes=(), prompts=1)
+    job = job_of(settings, dedup=False, folder=str(tmp_path))
+    held, go_on, send_now = threading.Event(), threading.Event(), Connection.send
+
+    def slow(worker: Connection, frame: Frame, parts: Sequence[Any] = ()) -> None:
+        if (worker.role, frame.kind) == ("train", "end"):
+            held.set()
+            go_on.wait()
+        send_now(worker, frame, parts)
+
+    def endpoint(role: str, rank: int = 0) -> ControllerEndpoint:
+        address = {"path": path}
+        named = {"plane": "controller", "role": role, "rank": rank, "host": 0}
+        return ControllerEndpoint(Worker(job=job, address=address, **named))
+
+    monkeypatch.setattr(Connection, "send", slow)
+    path = f"{tmp_path}/c.sock"
+    controller = Controller(job, path)
+    with controller._unix, controller._tcp, ThreadPoolExecutor() as threads:
+        controller._unix.listen()
+        rollouts = [endpoint("rollout", host) for host in range(job.hosts)]
+        readers = [("reward", host) for host in range(job.hosts)]
+        readers += [("reference", host) for host in range(job.hosts)]
+        readers += [("train", rank) for rank in range(job.trainers)]
+        ends = [endpoint(*reader) for reader in readers]
+        try:
+            running = threads.submit(controller.run)
+            read = [
+                threads.submit(lambda end=end, role=role: list(end.batches(0, role)))
+                for end, (role, _) in zip(ends, readers, strict=True)
+            ]
+            values = [np.zeros(1)] * job.samples
+            names = [field.name for field in all_fields(job.task, job.columns)]
+            rollouts[0].put(0, 0, dict.fromkeys(names, values))
+            for one in rollouts:
+                one.finish(0)
+            held.wait()
+            with pytest.raises(TimeoutError):
+                running.result(timeout=0.5)
+        finally:
+            go_on.set()
+        running.result()
+        assert sum(len(batches.result()) for batches in read) == 3
+        for one in (*rollouts, *ends):
+            one.close()
+        for listener in (controller._unix, controller._tcp):  # its process would end now
+            listener.shutdown(socket.SHUT_RDWR)
+        for connection in controller._connections.values():
+            connection.sock.close()
 
 
 COLUMNS = {

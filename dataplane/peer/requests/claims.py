@@ -37,7 +37,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
-from dataplane.peer.requests.reads import LEARN_S, Reading, Resolved
+from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
@@ -169,7 +169,7 @@ class Claims:
                 if failed == ATTEMPTS:
                     raise _given_up(exc, body.partition) from None
                 if isinstance(exc, BytesLost):
-                    await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+                    await self.reading.learn()
             answer = handed = None
             one.number = next(self._numbers)
         raise AssertionError("it counts for ever")

@@ -25,7 +25,7 @@ from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Host, call_stage
+from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.pulls import Pulls
@@ -230,8 +230,13 @@ class Reading:
             self.leases.close(lease)
             raise
         except RowsLost:  # of its rows those with bytes there are gone as soon as the shard hears
-            await self.host.another_roster(self.host.roster, self.host.now() + LEARN_S)
+            await self.learn()
             return await self._fetch(session, asked)
+
+    async def learn(self) -> None:
+        """A moment for a shard to hear that a peer is lost, no longer than the call lives."""
+        until = min(self.host.now() + LEARN_S, call_deadline.get())
+        await self.host.another_roster(self.host.roster, until)
 
     async def _fetch(self, session: Session, asked: Fetch) -> Body:
         found: Found = await self.partitions.ask_home(asked.partition, asked)

@@ -221,7 +221,8 @@ def test_leftovers_give_the_smallest_that_fits_and_merge_neighbours() -> None:
     assert taken is not None and taken["length"].tolist() == [4096]
     leftovers.keep(np.array([(4096, 4096)], EXTENT))
     assert leftovers.take(1 << 20) is None
-    assert leftovers.holds(8192)
+    taken = leftovers.take(8192)
+    assert taken is not None and taken.tolist() == [(4096, 8192)]
 
 
 def test_leftovers_give_several_where_ranges_may_lie_apart() -> None:
@@ -244,6 +245,17 @@ def test_room_is_asked_for_ahead_as_the_largest_of_late_takes_it() -> None:
         leftovers.ahead(64)
     leftovers.take(8192)
     assert leftovers.ahead(64) == 64
+
+
+def test_room_is_asked_for_ahead_unless_the_next_put_would_find_some() -> None:
+    """Pieces that a value does not fit into are no room, however many there are."""
+    leftovers = Leftovers()
+    leftovers.keep(np.array([(n * 8192, 4096) for n in range(12)], EXTENT))
+    assert leftovers.take(8192, [5000, 3000]) is None
+    assert leftovers.ahead(8192, [5000, 3000]) == 8192
+    assert Leftovers().ahead(8192, [4096, 4096]) == 8192
+    leftovers.take(4096)
+    assert leftovers.ahead(8192) == 8192
 
 
 def test_leftovers_are_bounded() -> None:

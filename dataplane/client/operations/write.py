@@ -87,7 +87,8 @@ class Putting:
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
-        yield from self._send(written, None, self.handle.session.leftovers.ahead(few.nbytes))
+        ahead = self.handle.session.leftovers.ahead(few.nbytes, few.sizes)
+        yield from self._send(written, None, ahead)
 
     def check_units(self, parcels: list[Parcel]) -> None:
         """ValueTooLarge where one of these can never be had, as the peer would say of the first."""

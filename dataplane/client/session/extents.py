@@ -38,35 +38,40 @@ class Leftovers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents: list[tuple[int, int]] = []
-        self._sizes: deque[int] = deque(maxlen=PUTS_LOOKED_BACK)
+        self._late: deque[tuple[int, Sequence[int]]] = deque(maxlen=PUTS_LOOKED_BACK)
+        """of late puts, what `take` was asked for"""
         self._touched = time.monotonic()
 
-    def ahead(self, nbytes: int) -> int:
+    def ahead(self, nbytes: int, sizes: Sequence[int] = ()) -> int:
         """How much to ask for with a message that brings so many bytes, so that the next one of as
-        much finds room: as the largest of late, since groups differ in size. 0 where that is here,
-        or nothing came."""
+        much finds room: as the largest of late, since groups differ in size. 0 where `take` would
+        find that here, or nothing came. sizes: as `take` has them."""
         if not nbytes or nbytes > AHEAD_BYTES:
             return 0
         with self._lock:
-            self._sizes.append(nbytes)
-            most = max(self._sizes)
-            here = sum(length for _, length in self._extents)
-        return 0 if here >= 2 * most or self.holds(most) else most
+            self._late.append((nbytes, sizes))
+            most = max(self._late, key=lambda put: put[0])
+            return 0 if self._room_for(*most) else most[0]
 
     def take(self, nbytes: int, sizes: Sequence[int] = ()) -> Extents | None:
         """The smallest extent that holds `nbytes`, now the caller's; None where none does. sizes:
         of ranges that may lie apart, in several of them: those are all, the largest first."""
         with self._lock:
-            enough = [e for e in self._extents if e[1] >= nbytes]
-            if enough:
-                taken = [min(enough, key=lambda e: e[1])]
-            else:
-                taken = sorted(self._extents, key=lambda e: e[1], reverse=True)
-                if not sizes or fitting(sizes, np.array(taken, EXTENT)) < len(sizes):
-                    return None
+            taken = self._room_for(nbytes, sizes)
+            if taken is None:
+                return None
             self._extents = [e for e in self._extents if e not in taken]
             self._touched = time.monotonic()
         return np.array(taken, EXTENT)
+
+    def _room_for(self, nbytes: int, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        enough = [e for e in self._extents if e[1] >= nbytes]
+        if enough:
+            return [min(enough, key=lambda e: e[1])]
+        largest_first = sorted(self._extents, key=lambda e: e[1], reverse=True)
+        if sizes and fitting(sizes, np.array(largest_first, EXTENT)) == len(sizes):
+            return largest_first
+        return None
 
     def keep(self, extents: Extents) -> Extents:
         """Keep unwritten extents for the next put; returns those that must go back now."""
@@ -93,11 +98,6 @@ class Leftovers:
                 return no_extents()
             extents, self._extents = self._extents, []
         return np.array(extents, EXTENT)
-
-    def holds(self, nbytes: int) -> bool:
-        """Whether one extent has room for so much."""
-        with self._lock:
-            return any(length >= nbytes for _, length in self._extents)
 
     @property
     def nbytes(self) -> int:

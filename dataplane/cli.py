@@ -248,10 +248,12 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool) -> str:
     """Why a peer is not ended without --force; "" where nobody needs it."""
     if "error" in stats:
         return f"it does not answer ({stats['error']})"
-    rows = {name: one["rows"] for name, one in stats["partitions"].items() if one["rows"]}
+    # Of the whole run: the values of rows that another host knows may lie here.
+    partitions = stats["everywhere"]["partitions"]
+    rows = {name: one["rows"] for name, one in partitions.items() if one["rows"]}
     if rows:
         names = ", ".join(f"{count} of {name!r}" for name, count in rows.items())
-        return f"it has rows that nobody has read to the end: {names}"
+        return f"its run has rows that nobody has read to the end: {names}"
     clients = sum(one.get("clients", 0) for one in stats["peers"].values()) - 1  # this one
     if clients:
         return f"its run has {counted(clients, 'client')}"

@@ -17,12 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import dataplane
 from dataplane.client.session import opening
 from dataplane.launch import embedded, rundir
-from tests.end_to_end.conftest import Cluster, free_addresses, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
 
 PUT = """
 import dataplane, logging, os, sys
@@ -363,6 +364,21 @@ def test_clean_names_what_it_ends_and_leaves_what_somebody_needs(
     assert set(living()) == {"left"}
     assert "ended run 'left'" in command("clean", "--force", "--run", "left").stdout
     assert not living()
+
+
+def test_clean_leaves_a_peer_whose_values_belong_to_rows_that_another_one_knows(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane:
+        plane.partition("p", {"train": ["x"]}).put({"x": [np.zeros(10_000)]})
+    said = command("clean", "--run", PLANE).stdout.splitlines()
+    assert len(said) == 2 and all(one.startswith(f"left run {PLANE!r}") for one in said)
+    assert all("its run has rows" in one and "1 of 'p'" in one for one in said)
+    with cluster.connect("b") as plane:
+        plane.partition("p").claim("train", rows=1).ack()
+    said = command("clean", "--run", PLANE).stdout.splitlines()
+    assert len(said) == 2 and all(one.startswith(f"ended run {PLANE!r}") for one in said)
 
 
 def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Cluster) -> None:

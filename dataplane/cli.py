@@ -124,7 +124,13 @@ def _status(arguments: argparse.Namespace) -> int:
     before: dict[str, cli_status.Acked] = {}
     looked = 0.0
     while True:
-        found = _found(arguments.run, arguments.peer)
+        found, nobody = [], ""
+        try:
+            found = _found(arguments.run, arguments.peer)
+        except PeerNotFound as error:
+            if not arguments.watch:
+                raise
+            nobody = error.message  # who watches is shown that, instead of those who have left
         seen = [_seen(run, arguments.peer) for run in found]
         if arguments.json:
             print(json.dumps({"runs": seen}, default=str), flush=True)
@@ -142,7 +148,8 @@ def _status(arguments: argparse.Namespace) -> int:
                         if at in was
                     }
                     texts.append([_heading(one), *cli_status.lines(one["peers"], rates)])
-                print(clear + "\n\n".join("\n".join(text) for text in texts), flush=True)
+                shown = "\n\n".join("\n".join(text) for text in texts)
+                print(clear + (shown or nobody), flush=True)
             before, looked, again = acked, now, not looked
             if again:  # the second look tells rates
                 time.sleep(_RATE_S)

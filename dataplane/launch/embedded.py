@@ -106,8 +106,8 @@ class Attached:
                 "ray.init() to be in the run of its job"
             )
         if self.began and self.run.said_by == "launch":
-            living = reversed(rundir.living_runs())
-            others = [_introduced(one) for one in living if one.name != self.run.name]
+            living = [one for one in rundir.living_runs() if not runs.has_ended(one.name)]
+            others = [_introduced(one) for one in living[::-1] if one.name != self.run.name]
             if others:
                 remarks.append(
                     f"on this host there is also {few(others, SHOWN_RUNS)}: programs in several "
@@ -230,10 +230,11 @@ def end(peer: rundir.LivingPeer, patience_s: float = END_S) -> None:
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
     """The run of the peer that is named, where nobody has named the run."""
+    living = rundir.living_runs(base)
+    found = [one.name for one in living if peer_name in (peer.name for peer in one.peers)]
     named = mine.said_by in ("hand", "variable") and not mine.unnamed
-    if named or peer_name in _names(rundir.plane_dir(mine.name, base)):
+    if named or mine.name in found:
         return mine
-    found = [one.name for one in rundir.living_runs(base) if peer_name in _names(one.folder)]
     if len(found) > 1:
         raise PeerAmbiguous(
             f"{len(found)} runs have a peer {peer_name!r} on this host: {', '.join(found)}; say "

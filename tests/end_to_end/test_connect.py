@@ -308,6 +308,9 @@ def test_status_watches_until_it_is_interrupted(cluster: Cluster) -> None:
         assert watching.stdout is not None
         for _ in range(2):
             assert json.loads(watching.stdout.readline())["runs"][0]["peers"]["a"]["peer"] == "a"
+        cluster.stop()
+        while json.loads(watching.stdout.readline())["runs"]:
+            pass  # what has left is no longer shown, and may come again
         watching.send_signal(signal.SIGINT)
         assert watching.wait(10) == 130
 

@@ -194,9 +194,20 @@ def test_an_embedded_peer_is_told_of_bulk_tls(
 
 def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
     locks = [rundir.claim_name(rundir.plane_dir(f"r{n}"), "a") for n in range(5)]
+    over = "launch-1-ffffffff"  # nobody can join it, though its peer has not left yet
+    locks.append(rundir.claim_name(rundir.plane_dir(over), "embedded"))
     first, mine = rundir.living_runs()[0], runs.Run("launch-1-00000000", "launch")
     began = embedded.Attached(mine, first.peers[0], first, runs.this_process(), began=True)
     shown = ", ".join(f"run 'r{n}' (a, 0 s old)" for n in (4, 3, 2))
     assert f"there is also {shown} and 2 more: programs in several" in began.line()
     for lock in locks:
         lock.release()
+
+
+def test_looking_for_a_peer_of_whatever_run_leaves_no_folder_of_ones_own(run_dir: Path) -> None:
+    lock = rundir.claim_name(rundir.plane_dir("r"), "a")
+    mine = runs.Run("launch-1-00000000", "launch")
+    assert embedded._run_of("a", mine, run_dir).name == "r"
+    assert embedded._run_of("b", mine, run_dir) is mine
+    assert [folder.name for folder in run_dir.iterdir()] == ["r"]
+    lock.release()

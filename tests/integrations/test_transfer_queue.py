@@ -433,12 +433,14 @@ def test_the_shim_is_the_module_under_transfer_queues_name() -> None:
     package = ROOT / "packages" / "dataplane-transfer-queue"
     script = (
         "import transfer_queue as tq, transfer_queue.metadata as m; "
+        "from transfer_queue.utils.logging_utils import get_logger; "
+        "get_logger('user', 'INFO').info('seen'); "
         "assert tq.BatchMeta is m.BatchMeta; print(tq.__version__, tq.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.endswith("INFO user: seen\n"), done.stderr
     version, file = done.stdout.split()
     assert tuple(map(int, version.split("."))) >= (0, 1, 9) and file.startswith(str(package))

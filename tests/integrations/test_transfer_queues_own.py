@@ -1,8 +1,8 @@
-"""TransferQueue 0.1.11's own tests and tutorials, of its wheel, on the module in its place.
+"""TransferQueue 0.1.11's own tests, tutorials and recipes, of its wheel, on the module for it.
 
 `make test-frameworks`. Tests of its controller, storage and sockets are of what is not there here;
-those of its surface are played as they are, and those below fail, for the reason said. Its last
-tutorial asks an actor that is not there here for the configuration, docs/verl.md.
+those of its surface are played as they are, and those below fail, for the reason said. Two scripts
+ask an actor that is not there here for the configuration, docs/verl.md: transfer_queue_own has one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ HERE = Path(__file__).parent
 FRAMEWORKS = Path(sys.executable).parent.parent / "frameworks"
 PYTHON = FRAMEWORKS / "bin" / "python"
 TESTS = FRAMEWORKS / "transfer-queue" / "tests"
-TUTORIALS = [
-    "01_core_components",
-    "02_kv_interface",
-    "03_metadata_concepts",
-    "04_understanding_controller",
-    "05_custom_sampler",
-]
+DONE = {
+    "tutorial/01_core_components": "Tutorial Complete!",
+    "tutorial/02_kv_interface": "Tutorial Complete!",
+    "tutorial/03_metadata_concepts": "Tutorial Complete!",
+    "tutorial/04_understanding_controller": "Tutorial Complete!",
+    "tutorial/05_custom_sampler": "Tutorial Complete!",
+    "tutorial/06_streaming_dataloader": "Tutorial Complete!",
+    "recipe/simple_use_case/relax_demo": "demo done!",
+    "recipe/simple_use_case/single_controller_demo": "demo done!",
+}
+ASKS_CONTROLLER = {"tutorial/06_streaming_dataloader", "recipe/simple_use_case/relax_demo"}
+WITH_CONTROLLER = (
+    "import runpy, sys, transfer_queue_own; "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 SHIM = HERE.parents[1] / "packages" / "dataplane-transfer-queue"
 LIMIT_S = 400
 
@@ -71,6 +79,7 @@ def played(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "DATAPLANE_ARENA": "64MiB",
         "DATAPLANE_LINGER": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "TQ_LOGGING_LEVEL": "INFO",
         "RAY_TMPDIR": folder,  # else `ray.init` joins another cluster of this machine
     }
     return subprocess.run(
@@ -83,12 +92,13 @@ def played(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_transfer_queues_tutorials_run(name: str) -> None:
+@pytest.mark.parametrize("name", DONE)
+def test_transfer_queues_tutorials_and_recipes_run(name: str) -> None:
+    with_controller = ["-c", WITH_CONTROLLER] if name in ASKS_CONTROLLER else []
     with tempfile.TemporaryDirectory(prefix="dp-") as folder:
-        done = played(folder, str(TESTS.parent / "tutorial" / f"{name}.py"))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "Tutorial Complete!" in done.stdout
+        done = played(folder, *with_controller, str(TESTS.parent / f"{name}.py"))
+    told = done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0 and DONE[name] in told, told
 
 
 @pytest.mark.parametrize("name", PLAYED)

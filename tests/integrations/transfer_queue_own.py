@@ -24,6 +24,9 @@ class Controller:
         tq.init()
         self.client = tq.get_client()
 
+    def get_config(self) -> None:
+        """Of a `StreamingDataset`, which finds the job's queue without."""
+
     def list_partitions(self) -> list[str]:
         return self.client.get_partition_list()
 

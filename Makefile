@@ -115,17 +115,18 @@ test-gpu:
 test-ray: $(VENV)/.test-installed $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -q --reruns 1 tests/integrations/test_ray.py tests/docs -k 'ray or deployment'
 
-# verl itself, without what it needs for a GPU; its wheel brings a package `tests` of its own.
+# verl itself, without what it needs for a GPU; its wheel brings its tests, as a package `tests`.
 VERL := $(VENV)/verl
 test-verl: $(VENV)/.test-installed $(VERL)/.installed
 	$(BIN)/python -m pytest -q tests/integrations/test_verl.py tests/docs/test_pages.py -k 'verl'
 
 $(VERL)/.installed: $(BIN)/python pyproject.toml
-	$(PYTHON) -m venv $(VERL)
+	$(PYTHON) -m venv --clear $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compare,transfer-queue]' 'transformers<5' \
-	  accelerate cachetools codetiming datasets dill fastapi orjson pandas peft pylatexenc tensorboard torchdata uvicorn
+	  accelerate cachetools codetiming datasets dill fastapi orjson pandas peft pylatexenc pytest pytest-asyncio \
+	  tensorboard torchdata uvicorn
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
-	rm -rf $(VERL)/lib/python*/site-packages/tests
+	mkdir $(VERL)/own && mv $(VERL)/lib/python*/site-packages/tests $(VERL)/own
 	touch $@
 
 # TRL and OpenRLHF themselves, and TransferQueue's own tests; also without what needs a GPU.

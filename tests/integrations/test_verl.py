@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = Path(sys.executable).parent.parent / "verl" / "bin" / "python"
+TESTS = PYTHON.parent.parent / "own" / "tests"
+OWN = [
+    "test_protocol_on_cpu.py",
+    "test_protocol_v2_on_cpu.py",
+    "trainer/test_multi_trajectories_advantage_on_cpu.py",
+    "trainer/ppo/test_metric_utils_on_cpu.py",
+    "experimental/agent_loop/test_agent_loop_extra_fields_schema_on_cpu.py",
+    "experimental/agent_loop/test_multimodal_position_ids_on_cpu.py",
+]
 SHIM = ROOT / "packages" / "dataplane-transfer-queue"
 LIMIT_S = 240
 
@@ -75,3 +86,34 @@ def test_a_data_proto_goes_in_and_comes_out() -> None:
     assert found["meta_info"] == {"temperature": 1.0, "eos": [1, 2]}
     assert "meta_info 'temperature' differs" in found["error"]
     assert found["claimed"] == [2, True]
+
+
+def test_verls_own_tests_of_its_data_do_on_the_module_what_they_do_on_transfer_queue() -> None:
+    with ThreadPoolExecutor() as both:
+        ours, theirs = both.map(ended_of_own, (str(SHIM), ""))
+    assert ours == theirs and list(ours.values()).count("PASSED") > 80
+
+
+def ended_of_own(path: str) -> dict[str, str]:
+    """How each of verl's own tests ended, in an environment of its own with what is in a path."""
+    plugin = ["-c", os.devnull, "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+    with tempfile.TemporaryDirectory(prefix="dp-") as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "DATAPLANE_RUN_DIR": folder,
+            "RAY_TMPDIR": folder,  # else `ray.init` joins another cluster of this machine
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VERL_USE_EXTERNAL_PLUGINS": "none",
+        }
+        done = subprocess.run(
+            [str(PYTHON), "-m", "pytest", "-q", "-rA", *plugin, *(str(TESTS / n) for n in OWN)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+        )
+    found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+)", done.stdout, re.MULTILINE)
+    assert found and done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-1000:]
+    return {test: how for how, test in found}

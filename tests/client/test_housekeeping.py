@@ -236,26 +236,27 @@ def test_leftovers_give_several_where_ranges_may_lie_apart() -> None:
 
 
 def test_room_is_asked_for_ahead_as_the_largest_of_late_takes_it() -> None:
-    leftovers = Leftovers()
-    assert [leftovers.ahead(n) for n in (0, 4096, 8192, 4096)] == [0, 4096, 8192, 8192]
-    leftovers.keep(np.array([(0, 8192)], EXTENT))
-    assert leftovers.ahead(4096) == 0
+    leftovers, size = Leftovers(), extents.LEAST_AHEAD_BYTES
+    asked = [leftovers.ahead(n) for n in (0, size, 2 * size, size)]
+    assert asked == [0, size, 2 * size, 2 * size]
+    leftovers.keep(np.array([(0, 2 * size)], EXTENT))
+    assert leftovers.ahead(size) == 0
     assert leftovers.ahead(extents.AHEAD_BYTES + 1) == 0
     for _ in range(extents.PUTS_LOOKED_BACK):
         leftovers.ahead(64)
-    leftovers.take(8192)
-    assert leftovers.ahead(64) == 64
+    leftovers.take(2 * size)
+    assert leftovers.ahead(64) == size  # of small ones for many at once
 
 
 def test_room_is_asked_for_ahead_unless_the_next_put_would_find_some() -> None:
     """Pieces that a value does not fit into are no room, however many there are."""
-    leftovers = Leftovers()
-    leftovers.keep(np.array([(n * 8192, 4096) for n in range(12)], EXTENT))
-    assert leftovers.take(8192, [5000, 3000]) is None
-    assert leftovers.ahead(8192, [5000, 3000]) == 8192
-    assert Leftovers().ahead(8192, [4096, 4096]) == 8192
-    leftovers.take(4096)
-    assert leftovers.ahead(8192) == 8192
+    leftovers, size = Leftovers(), extents.LEAST_AHEAD_BYTES
+    leftovers.keep(np.array([(n * 2 * size, size // 2) for n in range(12)], EXTENT))
+    larger, smaller = size * 5 // 8, size * 3 // 8
+    assert leftovers.take(size, [larger, smaller]) is None
+    assert leftovers.ahead(size, [larger, smaller]) == size
+    assert leftovers.ahead(size, [size // 2, size // 2]) == 0
+    assert leftovers.ahead(size) == size
 
 
 def test_leftovers_are_bounded() -> None:

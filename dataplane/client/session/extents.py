@@ -21,6 +21,8 @@ MAX_LEFTOVERS = 16
 MAX_LEFTOVER_BYTES = 32 << 20
 AHEAD_BYTES = 16 << 20
 """The most that is asked for ahead; for larger puts a round trip is no cost."""
+LEAST_AHEAD_BYTES = 64 << 10
+"""Small rows are granted room for many at once: a grant costs as much as what else a put does."""
 PUTS_LOOKED_BACK = 8
 IDLE_S = 1.0
 """Grants that nobody used for this long go back."""
@@ -50,8 +52,8 @@ class Leftovers:
             return 0
         with self._lock:
             self._late.append((nbytes, sizes))
-            most = max(self._late, key=lambda put: put[0])
-            return 0 if self._room_for(*most) else most[0]
+            most = max(reversed(self._late), key=lambda put: put[0])
+            return 0 if self._room_for(*most) else max(most[0], LEAST_AHEAD_BYTES)
 
     def take(self, nbytes: int, sizes: Sequence[int] = ()) -> Extents | None:
         """The smallest extent that holds `nbytes`, now the caller's; None where none does. sizes:

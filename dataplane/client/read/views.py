@@ -150,7 +150,7 @@ class ColumnView(Sequence[Any]):
         return objects.decode(self._memory(offset, nbytes, flags), self._leaves_of(row))
 
     def __iter__(self) -> Iterator[Any]:
-        if self._inline is not None:
+        if self._inline is not None or len(self._places) <= _FEW_ROWS:
             return self._values()
         if self._begins_with_object:
             return self._leafless() or self._values()
@@ -239,11 +239,15 @@ class ColumnView(Sequence[Any]):
         form = self._form(spec)
         if flags & PLACE_ABSENT or form.spec.kind != "array":
             return None
-        alike = places.view(U8).reshape(-1, 3)[:, 1:]  # bytes, spec and flags of each
-        mixed = self._inline is not None and self._alike_otherwise(nbytes, spec)
-        if not mixed and not every(alike == alike[0]):
+        if len(places) > 1 and not self._is_alike(nbytes, spec):
             return None
         return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
+
+    def _is_alike(self, nbytes: int, spec: int) -> bool:
+        """Whether all rows have as many bytes, and this spec."""
+        alike = self._places.view(U8).reshape(-1, 3)[:, 1:]  # bytes, spec and flags of each
+        mixed = self._inline is not None and self._alike_otherwise(nbytes, spec)
+        return mixed or every(alike == alike[0])
 
     def _alike_otherwise(self, nbytes: int, spec: int) -> bool:
         """Where some lie in the message and some in the arena."""
@@ -301,6 +305,8 @@ class ColumnView(Sequence[Any]):
         that would be many. Their items are made in a third of the time of arrays one by one."""
         if self._inline is not None:
             return None
+        if len(self._places) == 1:
+            return [np.ndarray((1, *shape), dtype, self._base, self._places.item(0)[0])]
         offsets = self._places["offset"].astype(np.int64)
         steps = offsets[1:] - offsets[:-1]
         step = dtype.itemsize * math.prod(shape)

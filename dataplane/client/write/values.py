@@ -386,6 +386,10 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
 
 def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Strip:
     """Rows that were given one by one. ragged: the axis in which they differ, where it is known."""
+    if len(arrays) == 1:
+        one, ragged = arrays[0], ragged or 0
+        spec = specs.number(spec_of(one.dtype, one.shape, True, ragged))
+        return Strip(1, [raw(one)], one.nbytes, spec)
     if ragged is None:
         shapes = set(map(_shape, arrays))
         lengths = list(map(set, zip(*shapes, strict=False)))

@@ -80,13 +80,7 @@ class Ranges:
 
     def alive(self, ranges: Records) -> Mask:
         """Per record, whether that generation of that range still has references."""
-        if len(ranges) == 1:
-            return np.array([self._is_alive(*ranges.item())])
-        ids = ranges["range"]
-        known = ids < self._top
-        ids = np.where(known, ids, 0)
-        same: Mask = known & (self._generation[ids] == ranges["generation"]) & (self._refs[ids] > 0)
-        return same
+        return self._look_up(ranges)[1]
 
     def hold(self, ranges: Records, counts: Counts = 1) -> None:
         """More references; a range may be named several times. RowsGone changes nothing."""
@@ -104,8 +98,7 @@ class Ranges:
             number, generation = ranges.item()
             count = counts if isinstance(counts, int) else int(counts[0])
             return self._release_one(number, generation, count)
-        alive = self.alive(ranges)
-        ids: Ids = ranges["range"].astype(np.intp)
+        ids, alive = self._look_up(ranges)
         if not every(alive):
             ids = ids[alive]
             counts = counts if isinstance(counts, int) else counts[alive]
@@ -196,8 +189,19 @@ class Ranges:
     def _stretches(self, ids: Ids) -> Freed:
         return Freed(self._offset[ids], self._length[ids], self._admission[ids])
 
+    def _look_up(self, ranges: Records) -> tuple[Ids, Mask]:
+        """Their ids, 0 for one that no range ever had, and whether each is alive."""
+        ids: Ids = ranges["range"].astype(np.intp)
+        if len(ids) == 1:
+            return ids, np.array([self._is_alive(*ranges.item())])
+        known = ids < self._top
+        if not every(known):
+            ids = np.where(known, ids, 0)
+        same: Mask = (self._generation[ids] == ranges["generation"]) & (self._refs[ids] > 0)
+        return ids, same & known
+
     def _living(self, ranges: Records) -> Ids:
-        alive = self.alive(ranges)
+        ids, alive = self._look_up(ranges)
         if not every(alive):
             gone = int(len(alive) - np.count_nonzero(alive))
             raise RowsGone(
@@ -206,7 +210,6 @@ class Ranges:
                 gone=gone,
                 asked=len(alive),
             )
-        ids: Ids = ranges["range"].astype(np.intp)
         return ids
 
     def _bury(self, ids: Ids) -> None:

@@ -100,12 +100,11 @@ class Reading:
         """pinned: the pin that all of them have already. It is taken out."""
         # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
         # offset where that has its range, of generation 0.
-        places = flat.copy().view(PLACE)
-        places["flags"] = np.where(flat["owner"] == ABSENT, PLACE_ABSENT, PLACE_INLINE)
-        pin = 0
+        places, whole, pin = flat.copy().view(PLACE), every(here), 0
+        if not whole:
+            places["flags"] = np.where(flat["owner"] == ABSENT, PLACE_ABSENT, PLACE_INLINE)
         if some(here):
             space: Space = self.host.space
-            whole = every(here)
             values = flat if whole else flat[here]
             ranges = rowset.ranges_of(values)
             if pinned:

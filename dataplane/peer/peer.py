@@ -26,6 +26,7 @@ from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.once import Operations
+from dataplane.peer.net.router import Router
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import candidates, start_engine
@@ -89,6 +90,7 @@ class Peer:
         host, transport = self.host, config.transport
         serving = Serving(host)
         self.mesh = mesh = Mesh(host, self._bulk, Gate(config.token, config.run), serving)
+        self.router = router = Router(host, mesh)
         self.sessions = sessions = Sessions(host, self._session_ended)
 
         self.room = room = Room(host)
@@ -101,9 +103,9 @@ class Peer:
         self.copying = Copying(host, mesh, pulls, room)
 
         self.shipping = Shipping(host, mesh, self.copying)
-        self.partitions = parts = Partitions(host, mesh, self.shipping, self.settle)
+        self.partitions = parts = Partitions(host, mesh, router, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
-        self.admissions = admissions = Admissions(host, mesh, parts)
+        self.admissions = admissions = Admissions(host, mesh, router, parts)
         self.queues = queues = ClaimQueues(
             host,
             mesh,
@@ -117,18 +119,18 @@ class Peer:
         share.on_refused.append(queues.producers_wait)
 
         self.leases = leases = Leases()
-        self.references = refs = References(host, mesh, room)
+        self.references = refs = References(host, mesh, router, room)
         self.grants = grants = Grants(host, room, self.devices)
-        self.reading = reading = Reading(host, mesh, parts, leases, pulls, self.device_pulls)
+        self.reading = reading = Reading(host, mesh, router, leases, pulls, self.device_pulls)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(
-            host, mesh, leases, grants, refs, self.copying, share, self.settle
+            host, mesh, router, leases, grants, refs, self.copying, share, self.settle
         )
-        self.changes = Changes(host, mesh, parts, self.settle)
-        self.checkpoints = Checkpoints(self.writing, reading, parts)
-        self.waits = Waits(host, mesh, parts, sessions)
+        self.changes = Changes(host, mesh, router, parts, self.settle)
+        self.checkpoints = Checkpoints(self.writing, reading, router)
+        self.waits = Waits(host, mesh, router, sessions)
         self.claims = claims = Claims(
-            host, mesh, parts, queues, leases, finishing, reading, self.waits, room
+            host, mesh, router, queues, leases, finishing, reading, self.waits, room
         )
         answers = Answers(self)
         self.door = Door(host, sessions, answers.handlers, answers.unsent, serving, self._is_over)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 from dataplane.errors import ClaimTimeout, LeaseExpired, StaleEpoch, StreamEnd, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.peer.requests import claims as claims_module
+from dataplane.peer.net import router as router_module
+from dataplane.peer.net.router import Router
 from dataplane.peer.requests.claims import Claims
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
@@ -28,7 +28,7 @@ class Asker:
     """A peer that asks others: each request is answered when the test says so, and with what."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(claims_module, "RETRY_S", 0.0)
+        monkeypatch.setattr(router_module, "RETRY_S", 0.0)
         self.asked: list[tuple[str, Claim, asyncio.Future[Body]]] = []
         self.told: list[tuple[str, Withdraw]] = []
         self.released: list[int] = []
@@ -51,13 +51,15 @@ class Asker:
             another_roster=self.another_roster,
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
-        mesh: Any = SimpleNamespace(ask=self.ask, insist=self.insist, spawn=asyncio.ensure_future)
+        mesh: Any = SimpleNamespace(ask=self.ask, call=self.tell, spawn=asyncio.ensure_future)
         leases: Any = SimpleNamespace(among=lambda *_: False, open=lambda *_: None)
         finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         waits: Any = SimpleNamespace(looks=lambda *_: self.look)
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
-        self.claims = Claims(self.host, mesh, None, None, leases, finishing, reading, waits, room)  # type: ignore[arg-type]
+        more: Any = None, leases, finishing, reading, waits, room
+        router = Router(self.host, mesh)  # type: ignore[arg-type]
+        self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
 
     @staticmethod
     def at(roster: Roster, home: str) -> Roster:
@@ -80,8 +82,8 @@ class Asker:
         self.asked.append((address, body, asyncio.get_running_loop().create_future()))
         return await self.asked[-1][2]
 
-    async def insist(self, find: Callable[[], str], body: Withdraw) -> None:
-        self.told.append((find(), body))
+    async def tell(self, address: str, body: Withdraw, epoch: tuple[int, int]) -> None:
+        self.told.append((address, body))
         await self.hears.wait()
 
     async def another_roster(self, than: Roster, until: float) -> bool:

@@ -17,6 +17,7 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.once import Once, Operations
 from dataplane.peer.sessions import caller_of
 from dataplane.peer.shards.references import Doubts
@@ -35,7 +36,10 @@ ACK = Finish(5, "ack")
 class Far:
     """The other peer: what it carries out once, over a way that loses requests or answers."""
 
+    tell: Any = Mesh.tell
+
     def __init__(self) -> None:
+        self.host: Any = None
         self.once = Once(Operations())
         self.carried_out = 0
         self.loses: set[str] = set()
@@ -82,6 +86,7 @@ class Near:
             another_roster=self._later,
         )
         self.far = Far()
+        self.far.host = self.host
         self.lent = Lent()
         self.doubts = Doubts(self.host, self.far, self.lent)  # type: ignore[arg-type]
 

@@ -41,7 +41,7 @@ def lent_ranges(**host: Any) -> tuple[References, Any]:
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(pump=lambda: None)
     mesh = SimpleNamespace(handlers={})
-    references = References(me, mesh, room)  # type: ignore[arg-type]
+    references = References(me, mesh, None, room)  # type: ignore[arg-type]
     references.lent.lend(LOST, ranges)
     return references, ranges
 
@@ -101,7 +101,8 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    heir = References(SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress()), way, None)  # type: ignore[arg-type]
+    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
+    heir = References(me, way, None, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])
@@ -137,7 +138,7 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
-    heir = References(host, way, None)  # type: ignore[arg-type]
+    heir = References(host, way, None, None)  # type: ignore[arg-type]
     heir.let_go(owner.host.owner, ranges, counts)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
@@ -150,7 +151,8 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
-    heir = References(SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress), way, None)  # type: ignore[arg-type]
+    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress)
+    heir = References(me, way, None, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
     heir.let_go(there, ranges[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,14 +76,14 @@ def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
 async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_nobody() -> None:
     told: list[Body] = []
 
-    async def insist(find: Callable[[], str], body: Body) -> None:
+    def tell(body: Body) -> None:
         told.append(body)
 
     host: Any = SimpleNamespace(now=lambda: 0.0)
     grants: Any = None
-    mesh: Any = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future, insist=insist)
+    mesh: Any = SimpleNamespace(handlers={}, tell=tell)
     leases, holder = Leases(), client()
-    finishing = Finishing(host, mesh, leases, grants, *[None] * 4)  # type: ignore[arg-type]
+    finishing = Finishing(host, mesh, mesh, leases, grants, *[None] * 4)  # type: ignore[arg-type]
     leases.open(holder, 7, "p", 1, "s", 2)
     leases.open(holder, 8, "p", 1, "s", 0, claim=500)
     leases.open(holder, 9, "p", 1, "s", 0, claim=501)

@@ -26,7 +26,7 @@ async def test_a_subscriber_asks_elsewhere_as_soon_as_the_shard_is() -> None:
     host: Any = SimpleNamespace(shard=lambda *partition: entry, now=time.monotonic)
     mesh: Any = SimpleNamespace(handlers={})
     nothing: Any = None
-    Partitions(host, mesh, nothing, nothing)
+    Partitions(host, mesh, nothing, nothing, nothing)
     waits = asyncio.ensure_future(
         mesh.handlers[Losses](Caller("tcp://10.0.0.2:7101", 2), Losses("p", 1, 0, 600_000))
     )

@@ -19,7 +19,7 @@ FIRST = Roster.from_seeds(["tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"])
 SECOND = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
 
 
-async def ask_home(partition: str, body: Read) -> Found:
+async def ask(body: Read) -> Found:
     """A shard of six rows."""
     keys = [bytes([n]) * 16 for n in range(1, 7) if bytes([n]) * 16 > body.after]
     return Found(Table(Rows(b"".join(keys[: body.limit]))), len(keys) > body.limit)
@@ -27,7 +27,7 @@ async def ask_home(partition: str, body: Read) -> Found:
 
 def reading() -> Reading:
     host, mesh = SimpleNamespace(roster=FIRST), SimpleNamespace(handlers={})
-    shard = SimpleNamespace(ask_home=ask_home)
+    shard = SimpleNamespace(ask=ask)
     return Reading(host, mesh, shard, None, None, None)  # type: ignore[arg-type]
 
 

@@ -41,6 +41,7 @@ class Answers:
         self.host = peer.host
         self.room = peer.room
         self.partitions = peer.partitions
+        self.router = peer.router
         self.finishing = peer.finishing
         self.admissions = peer.admissions
         self._operations = Once(peer.host.operations)
@@ -93,7 +94,7 @@ class Answers:
         )
 
     async def _seal(self, session: Session, request: m.Request, body: m.Seal) -> m.Body:
-        await self.partitions.ask_home(body.partition, body)
+        await self.router.ask(body)
         return m.Done()
 
     # asked again

@@ -246,37 +246,19 @@ class Mesh:
                 # refused, and go to another peer with it as if for the first time.
                 raise Unavailable(broken.message, **broken.details) from broken
 
-    async def insist(
-        self,
-        find: Callable[[], str | None],
-        body: Body,
-        to: int | None = None,
-        caller: Caller | None = None,
-    ) -> Body | None:
-        """Tell whoever `find` names, again and again, until it names nobody (None): what does no
-        harm when it is carried out twice, or what the caller numbers. to: by no other
-        incarnation."""
-        while (address := find()) is not None:
-            roster = self.host.roster
+    async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
+        """Tell a peer in this life of its process, again and again, unless it is no member any more
+        (None). Its next one numbers ranges alike."""
+        while (roster := self.host.roster).has(owner):
             try:
                 reply: Body = await self.call(
-                    address, body, caller=caller, to=to, epoch=roster.epoch
+                    owner.peer, body, caller=caller, to=owner.incarnation, epoch=roster.epoch
                 )
                 return reply
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info("nobody is left to be told of %s", type(body).__name__)
         return None
-
-    async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
-        """Tell a peer in this life of its process, unless it is no member any more (None). Its next
-        one numbers ranges alike."""
-        return await self.insist(
-            lambda: owner.peer if self.host.roster.has(owner) else None,
-            body,
-            owner.incarnation,
-            caller,
-        )
 
     async def hello(self, address: str) -> PeerHello:
         """Who answers at an address. Unavailable when nobody does in time."""

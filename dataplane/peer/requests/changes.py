@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataplane.metadata.tables.names import hash_name
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session, caller_of
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import (
@@ -25,9 +26,15 @@ from dataplane.wire.messages import (
 
 class Changes:
     def __init__(
-        self, host: Host, mesh: Mesh, partitions: Partitions, settle: Callable[[Entry], None]
+        self,
+        host: Host,
+        mesh: Mesh,
+        router: Router,
+        partitions: Partitions,
+        settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
+        self.router = router
         self.partitions = partitions
         self.settle = settle
         mesh.handlers |= {
@@ -45,7 +52,7 @@ class Changes:
     ) -> Body:
         """At the partition's shard."""
         caller = caller_of(self.host, request, session)
-        done: Body = await self.partitions.ask_home(body.partition, body, caller)
+        done: Body = await self.router.ask(body, caller)
         return done
 
     # at the shard

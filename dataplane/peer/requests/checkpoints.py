@@ -21,10 +21,10 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.net.mesh import CALL_S
+from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.sessions import Session, caller_of
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.checkpoint import (
     Census,
     CensusDone,
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    def __init__(self, writing: Writing, reading: Reading, partitions: Partitions) -> None:
+    def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
         self.host = writing.host
         self.mesh = writing.mesh
-        self.partitions = partitions
+        self.router = router
         self.grants = writing.grants
         self.references = writing.references
         self.share = writing.share
@@ -87,7 +87,7 @@ class Checkpoints:
         return CensusDone(list(self.host.entries), 0)
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
-        found: SurveyDone = await self.partitions.ask_home(body.partition, body)
+        found: SurveyDone = await self.router.ask(body)
         return found
 
     async def _survey_here(self, caller: Caller, body: Survey) -> Body:
@@ -96,7 +96,7 @@ class Checkpoints:
 
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """RowsGone where values went before they were read: asked again, their rows are gone."""
-        found: SaveDone = await self.partitions.ask_home(body.partition, body)
+        found: SaveDone = await self.router.ask(body)
         resolved = self.reading.resolve(found.table, session.id, in_place=False)
         found.table, found.pin = resolved if isinstance(resolved, tuple) else await resolved
         return found

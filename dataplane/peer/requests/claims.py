@@ -34,6 +34,7 @@ from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
@@ -42,7 +43,6 @@ from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.claim_queues import ClaimQueues
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Table
@@ -53,7 +53,6 @@ ATTEMPTS = 3
 """How often a claim is granted rows that went meanwhile before that is its caller's business."""
 ASK_S = 60.0
 """A claim that waits asks again after so long, should its answer have been lost without a word."""
-RETRY_S = 0.2
 AT_ONCE_S = 0.3
 """A claim that does not wait has so long for its way to the shard and back."""
 
@@ -73,6 +72,8 @@ class _Waiting:
     body: Claim
     began: float
     end: float
+    until: float
+    """as `end`, and where it does not wait, with time to ask"""
     asks: str = ""
     """the process that was asked, by address and incarnation"""
     answer: asyncio.Future[Any] | None = None
@@ -80,10 +81,8 @@ class _Waiting:
     """the shard has answered, and knows that"""
 
     def left_s(self, now: float) -> float | None:
-        """None: for ever. Who does not wait gets time to ask."""
-        if self.body.timeout_ms == 0:
-            return max(0.0, self.began + AT_ONCE_S - now)
-        return None if self.end == math.inf else max(0.0, self.end - now)
+        """None: for ever."""
+        return None if self.until == math.inf else max(0.0, self.until - now)
 
     def follows(self, other: _Waiting) -> bool:
         """Whether the same process asks for the same stage's plan again."""
@@ -106,7 +105,7 @@ class Claims:
         self,
         host: Host,
         mesh: Mesh,
-        partitions: Partitions,
+        router: Router,
         queues: ClaimQueues,
         leases: Leases,
         finishing: Finishing,
@@ -116,7 +115,7 @@ class Claims:
     ) -> None:
         self.host = host
         self.mesh = mesh
-        self.partitions = partitions
+        self.router = router
         self.queues = queues
         self.leases = leases
         self.finishing = finishing
@@ -142,7 +141,8 @@ class Claims:
         """At once where the shard is here, and has enough that lies here."""
         now = self.host.now()
         end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        one = _Waiting(next(self._numbers), session, body, now, end)
+        until = end if body.timeout_ms else now + AT_ONCE_S
+        one = _Waiting(next(self._numbers), session, body, now, end, until)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or self.host.silent or body.plan is not None:
             return self._until_here(one)
@@ -200,25 +200,27 @@ class Claims:
         one.settled = False
         if before := [task for task, other in self._leaving.items() if one.follows(other)]:
             await asyncio.wait(before, timeout=one.left_s(self.host.now()))
-        while True:
-            roster = self.host.roster
+
+        async def attempt(roster: Roster, left_s: float) -> Granted | None:
+            nonlocal answer
             one.asks = _process(roster, roster.home(one.body.partition))
-            one.answer = answer or self._ask(one)
-            answer = None
+            one.answer, answer = answer or self._ask(one), None
             try:
-                await asyncio.wait([one.answer], timeout=one.left_s(self.host.now()))
+                await asyncio.wait([one.answer], timeout=None if left_s == math.inf else left_s)
                 if not one.answer.done():
                     return None
                 if one.answer.cancelled():
-                    continue  # the shard is elsewhere now
+                    raise StaleEpoch("the shard is elsewhere now")
                 granted: Granted = one.answer.result()
-            except (StaleEpoch, Unavailable) as exc:
-                log.debug("%s asks again: %s", one, exc)
-                left_s = one.left_s(self.host.now())
-                if left_s == 0:
-                    return None
-                pause_s = RETRY_S if left_s is None else min(RETRY_S, left_s)
-                await self.host.another_roster(roster, self.host.now() + pause_s)
+                return granted
+            finally:
+                one.answer.cancel()
+
+        while True:
+            try:
+                granted = await self.router.reach(attempt, one.until)
+            except (StaleEpoch, Unavailable):
+                return None
             except LeaseExpired:
                 one.number = next(self._numbers)  # what it was granted went before it heard
             except FrameTooLarge:
@@ -229,10 +231,8 @@ class Claims:
                     return None
                 raise
             else:
-                one.settled = True
+                one.settled = granted is not None
                 return granted
-            finally:
-                one.answer.cancel()
 
     def _ask(self, one: _Waiting) -> asyncio.Future[Any]:
         """The shard's primary, as the roster names it now."""
@@ -282,8 +282,7 @@ class Claims:
     def _withdraw(self, one: _Waiting) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""
         of = one.body
-        body = Withdraw(of.partition, of.generation, of.stage, one.number)
-        told = self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(of.partition), body))
+        told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
         if of.plan is not None:
             self._leaving[told] = one
             told.add_done_callback(self._leaving.pop)

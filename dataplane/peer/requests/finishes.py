@@ -5,15 +5,15 @@ A session that ends releases all it held, which the shard is told until it has a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 
-from dataplane.errors import LeaseExpired, PartitionGone
+from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
 from dataplane.metadata.tables.references import by_owner
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.requests.grants import NONE, Committed, Grants
 from dataplane.peer.requests.leases import Lease, Leases
 from dataplane.peer.sessions import Session, caller_of
@@ -32,6 +32,7 @@ class Finishing:
         self,
         host: Host,
         mesh: Mesh,
+        router: Router,
         leases: Leases,
         grants: Grants,
         references: References,
@@ -40,7 +41,7 @@ class Finishing:
         settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
-        self.mesh = mesh
+        self.router = router
         self.leases = leases
         self.grants = grants
         self.references = references
@@ -167,8 +168,8 @@ class Finishing:
         if not lease.claim:
             self._give_back(lease)
             return
-        body = Withdraw(lease.partition, lease.generation, lease.stage, lease.claim)
-        self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(lease.partition), body))
+        of = lease.partition, lease.generation, lease.stage
+        self.router.tell(Withdraw(*of, lease.claim))
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
@@ -179,14 +180,8 @@ class Finishing:
         return len(passed)
 
     def _give_back(self, lease: Lease) -> None:
-        self.mesh.spawn(self._release(lease))
-
-    async def _release(self, lease: Lease) -> None:
-        body = Finish(
-            lease.number, "release", partition=lease.partition, generation=lease.generation
-        )
-        with contextlib.suppress(LeaseExpired, PartitionGone):  # it had ended already
-            await self.mesh.insist(lambda: self.host.roster.home(lease.partition), body)
+        of = lease.partition, lease.generation
+        self.router.tell(Finish(lease.number, "release", partition=of[0], generation=of[1]))
 
 
 def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:

@@ -27,12 +27,12 @@ from dataplane.metadata.shard import rows_out
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
@@ -54,14 +54,13 @@ class Reading:
         self,
         host: Host,
         mesh: Mesh,
-        partitions: Partitions,
+        router: Router,
         leases: Leases,
         pulls: Pulls,
         device_pulls: DevicePulls,
     ) -> None:
         self.host = host
-        self.mesh = mesh
-        self.partitions = partitions
+        self.router = router
         self.leases = leases
         self.pulls = pulls
         self.device_pulls = device_pulls
@@ -186,7 +185,7 @@ class Reading:
 
     async def _read(self, session: Session, body: Read) -> Body:
         if body.rows is not None:
-            found: Found = await self.partitions.ask_home(body.partition, body)
+            found: Found = await self.router.ask(body)
             table, cursor = found.table, b""
         else:
             table, cursor = await self._read_page(body)
@@ -202,7 +201,7 @@ class Reading:
             raise StaleEpoch("the roster changed in the middle of this read: read again")
         limit = min(body.limit or MAX_ROWS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE)
         asked = msgspec.structs.replace(body, limit=limit, after=body.after[8:])
-        found: Found = await self.partitions.ask_home(body.partition, asked)
+        found: Found = await self.router.ask(asked)
         return found.table, number + found.table.rows.keys[-16:] if found.more else b""
 
     def _read_here(self, caller: Caller, body: Read) -> Body:
@@ -238,7 +237,7 @@ class Reading:
         await self.host.another_roster(self.host.roster, until)
 
     async def _fetch(self, session: Session, asked: Fetch) -> Body:
-        found: Found = await self.partitions.ask_home(asked.partition, asked)
+        found: Found = await self.router.ask(asked)
         resolved = self.resolve(found.table, session.id)
         table, pin = resolved if isinstance(resolved, tuple) else await resolved
         return Fetched(pin, table, found.index)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
-import msgspec
-
 from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait
 from dataplane.wire.peering import Missing
 
@@ -40,12 +38,10 @@ def _wanted(body: Claim | Wait) -> str:
 
 
 class Waits:
-    def __init__(
-        self, host: Host, mesh: Mesh, partitions: Partitions, sessions: Iterable[Session]
-    ) -> None:
+    def __init__(self, host: Host, mesh: Mesh, router: Router, sessions: Iterable[Session]) -> None:
         self.host = host
         self.mesh = mesh
-        self.partitions = partitions
+        self.router = router
         self.sessions = sessions
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
@@ -58,24 +54,15 @@ class Waits:
         what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
         with Telling(self.host, what, subject, look, end=end) as telling:
             try:
-                return await self._wait_in_turns(body, end)
-            except ClaimTimeout as exc:
+                done: Body = await self.router.wait(body)
+                return done
+            except (ClaimTimeout, StaleEpoch, Unavailable) as exc:
                 told, details = await telling.why()
                 raise ClaimTimeout(
                     f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
                     f"within {body.timeout_ms / 1000:g} s: {told}",
                     **details,
                 ) from exc
-
-    async def _wait_in_turns(self, body: Wait, end: float) -> Body:
-        def turn(timeout_ms: int) -> Wait:
-            return msgspec.structs.replace(body, timeout_ms=timeout_ms)
-
-        try:
-            done: Body = await self.partitions.ask_in_turns(body.partition, turn, end)
-            return done
-        except (StaleEpoch, Unavailable) as exc:
-            raise ClaimTimeout(exc.message, **exc.details) from exc
 
     # what is missing
 
@@ -106,13 +93,13 @@ class Waits:
         partition, stage = body.partition, body.stage
         want = body.want if isinstance(body, Claim) else body
         asked = Missing(partition, body.generation, stage, want.unit, want.where, claim)
-        home = self.host.roster.home(partition)
         facts = reasons.Facts(want.unit)
         try:
-            answer: StatsDone = await self.mesh.call(home, asked, timeout_s=limit_s)
+            answer: StatsDone = await self.router.ask(asked, timeout_s=limit_s)
             if answer.stats:
                 facts = reasons.Facts.of(want.unit, answer.stats)
         except DataplaneError:
+            home = self.host.roster.home(partition)
             facts.silent = f"{self.mesh.others.name(home)} at {home}"
         said = reasons.reason(facts, stage, _wanted(body), session.label)
         others = (s for s in self.sessions if partition in s.partitions)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -30,6 +28,7 @@ from dataplane.errors import (
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import TURN_S, Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
 from dataplane.peer.shards.claim_queues import MAX_PAST, MAX_WAITING
@@ -37,11 +36,8 @@ from dataplane.peer.shards.partitions import Partitions
 from dataplane.wire.messages import Admit, Admitted, Body, Done, Request, Unadmit
 from dataplane.wire.tables import Owner
 
-TURN_S = 5.0
-"""A shard is asked again after so long, and says what the call waits for."""
 SOON_S = 0.5
-"""... the first time, where who asks may be all that it waits for."""
-RETRY_S = 0.5
+"""A shard says after so long what the call waits for, where that may be who asks."""
 MAX_PERMITS = 65_536
 """that one client has at a time"""
 
@@ -68,11 +64,11 @@ class Admissions:
         self,
         host: Host,
         mesh: Mesh,
+        router: Router,
         partitions: Partitions,
     ) -> None:
         self.host = host
-        self.mesh = mesh
-        self.partitions = partitions
+        self.router = router
         self.on_wait: list[Callable[[Entry], None]] = []
         """called when somebody begins or ends to wait for places of a partition"""
         # nobody of another peer, or of this one's last life, has the same number
@@ -97,17 +93,36 @@ class Admissions:
             )
         number = next(self._numbers)
         one = msgspec.structs.replace(body, number=number, label=session.label)
-        call = _Call(self, session, one)
+        caller = Caller(self.host.address, self.host.incarnation, session.id)
+        what = f"admit({body.count}) of partition {body.partition!r}"
         limits = body.generation, body.max_lag, body.per_version
         subject = reasons.Subject("admit", body.partition, "", limits)
+        why: Why = "its shard has not said yet for what", {}
+        settled = False  # the shard has said what became of it, and knows that
+
+        def hear(said: DataplaneError) -> None:
+            nonlocal why
+            why = said.message, said.details
+
+        async def look(limit_s: float) -> Why:
+            return why
+
         session.waiting += 1
         try:
-            with Telling(self.host, call, subject, call.look, soon=body.own):
-                admitted = await call.run()
+            with Telling(self.host, what, subject, look, soon=body.own):
+                first_s = SOON_S if body.own else TURN_S
+                admitted: Admitted = await self.router.wait(one, caller, first_s, hear)
+            settled = True
+        except DataplaneError as exc:
+            settled = not isinstance(exc, StaleEpoch | Unavailable | DeadlineExceeded)
+            if settled and not isinstance(exc, ClaimTimeout):
+                raise
+            late = f"{what} was not met within {body.timeout_ms / 1000:g} s: {why[0]}"
+            raise ClaimTimeout(late, **why[1]) from exc
         finally:
             session.waiting -= 1
-            if not call.settled:
-                self._insist(body.partition, body.generation, [number])
+            if not settled:
+                self.router.tell(Unadmit(body.partition, body.generation, [number]))
         of = body.partition, body.generation
         session.permits[number] = Held(*of, request.op, admitted.version)
         return admitted
@@ -116,7 +131,8 @@ class Admissions:
         """Told until the shard has heard it, also where nobody waits for that."""
         mine = [number for number in body.permits if session.permits.pop(number, None)]
         if mine:
-            await asyncio.wait([self._insist(body.partition, body.generation, mine)])
+            told = self.router.tell(Unadmit(body.partition, body.generation, mine))
+            await asyncio.wait([told])
         return Done()
 
     def give_back(self, session: Session, numbers: list[int]) -> None:
@@ -124,11 +140,7 @@ class Admissions:
         for number in numbers:
             held = session.permits.pop(number, None)
             if held is not None:
-                self._insist(held.partition, held.generation, [number])
-
-    def _insist(self, partition: str, generation: int, numbers: list[int]) -> asyncio.Task[Any]:
-        body = Unadmit(partition, generation, numbers)
-        return self.mesh.spawn(self.mesh.insist(lambda: self.host.roster.home(partition), body))
+                self.router.tell(Unadmit(held.partition, held.generation, [number]))
 
     # at the shard
 
@@ -268,63 +280,3 @@ class Admissions:
     def _fail(self, key: tuple[str, int], why: DataplaneError) -> None:
         for one in self._waiting.pop(key, {}).values():
             one.fail(why)
-
-
-class _Call:
-    """One call of a client of this host. settled: the shard has said what became of it, and knows
-    that."""
-
-    def __init__(self, admissions: Admissions, session: Session, body: Admit) -> None:
-        self.host = admissions.host
-        self.ask_home: Callable[..., Any] = admissions.partitions.ask_home
-        self.caller = Caller(self.host.address, self.host.incarnation, session.id)
-        self.body = body
-        self.began = self.host.now()
-        self.end = self.began + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        self.settled = False
-        self.why: Why = "its shard has not said yet for what", {}
-
-    def __str__(self) -> str:
-        return f"admit({self.body.count}) of partition {self.body.partition!r}"
-
-    async def look(self, limit_s: float) -> Why:
-        """What the shard said at the end of the last turn."""
-        return self.why
-
-    async def run(self) -> Admitted:
-        """Also while nobody can be reached who has the shard: that may end."""
-        turn_s = SOON_S if self.body.own else TURN_S
-        while True:
-            now = self.host.now()
-            left_s = max(0.0, self.end - now)
-            asked = msgspec.structs.replace(
-                self.body,
-                timeout_ms=int(min(left_s, turn_s) * 1000),
-                waited_ms=int((now - self.began) * 1000),
-            )
-            roster, self.settled = self.host.roster, False
-            try:
-                admitted: Admitted = await self.ask_home(self.body.partition, asked, self.caller)
-            except ClaimTimeout as exc:
-                self.why = exc.message, exc.details
-                if left_s <= turn_s:
-                    self.settled = True
-                    raise self._late() from exc
-                turn_s = TURN_S
-            except (StaleEpoch, Unavailable, DeadlineExceeded) as exc:
-                self.why = exc.message, exc.details
-                now = self.host.now()
-                if now >= self.end:
-                    raise self._late() from exc
-                await self.host.another_roster(roster, min(now + RETRY_S, self.end))
-            except DataplaneError:
-                self.settled = True
-                raise
-            else:
-                self.settled = True
-                return admitted
-
-    def _late(self) -> ClaimTimeout:
-        why, details = self.why
-        within_s = self.body.timeout_ms / 1000
-        return ClaimTimeout(f"{self} was not met within {within_s:g} s: {why}", **details)

@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
 
 from dataplane.errors import (
-    ClaimTimeout,
     DeadlineExceeded,
     PartitionGone,
     PartitionUndefined,
@@ -28,8 +23,9 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.peer.host import Caller, Entry, Host, call_deadline, waits_s
-from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.host import Caller, Entry, Host, waits_s
+from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.messages import (
@@ -46,10 +42,6 @@ from dataplane.wire.tables import Definition
 
 log = logging.getLogger(__name__)
 
-TURN_S = 5.0
-"""Who waits at a shard asks it again after so long: what it holds for a waiter ends with that."""
-RETRY_S = 0.5
-"""... and so long after it could not be reached."""
 LOOK_S = 0.02
 """How often a shard looks whether a partition that is waited for was declared."""
 NEWS_S = 0.2
@@ -62,10 +54,15 @@ MAX_NAMES = 10_000
 
 class Partitions:
     def __init__(
-        self, host: Host, mesh: Mesh, shipping: Shipping, settle: Callable[[Entry], None]
+        self,
+        host: Host,
+        mesh: Mesh,
+        router: Router,
+        shipping: Shipping,
+        settle: Callable[[Entry], None],
     ) -> None:
         self.host = host
-        self.mesh = mesh
+        self.router = router
         self.shipping = shipping
         self.settle = settle
         self.on_phase: list[Callable[[Entry, str], None]] = []
@@ -90,52 +87,13 @@ class Partitions:
         PartitionUndefined when nobody declared it within `wait_s`, PartitionConflict."""
         in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
         body = Define(partition, definition, int(in_vain_s * 1000))
-        reply: Defined = await self.ask_home(partition, body, timeout_s=wait_s + ANSWER_S)
+        reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
         self.heard(reply.generation)
         self.heard_of.pop(partition, None)
         self.heard_of[partition] = None
         if len(self.heard_of) > MAX_NAMES:
             del self.heard_of[next(iter(self.heard_of))]
         return reply
-
-    async def ask_home(
-        self, partition: str, body: Body, caller: Caller | None = None, timeout_s: float = CALL_S
-    ) -> Any:
-        """Ask the peer that has the partition's shard; whoever has it then if the roster changes
-        before the answer: for what does no harm when it is carried out twice."""
-        end = min(self.host.now() + timeout_s, call_deadline.get())
-        while True:
-            roster, left_s = self.host.roster, max(0.0, end - self.host.now())
-            home = roster.home(partition)
-            try:
-                return await self.mesh.call(
-                    home, body, caller=caller, timeout_s=left_s, epoch=roster.epoch
-                )
-            except (StaleEpoch, Unavailable):
-                if not await self.host.another_roster(roster, end) or self.host.now() >= end:
-                    raise
-
-    async def ask_in_turns(
-        self, partition: str, turn: Callable[[int], Body], end: float, caller: Caller | None = None
-    ) -> Any:
-        """What the shard answers to who waits there until a time (monotonic), also while nobody
-        can be reached who has it: that may end. What the last turn ended with, when time is up.
-
-        turn: what to ask it, to be answered within so many ms; ClaimTimeout or DeadlineExceeded
-        where there is no answer by then."""
-        while True:
-            left_s, roster = max(0.0, end - self.host.now()), self.host.roster
-            try:
-                asked = turn(int(min(left_s, TURN_S) * 1000))
-                return await self.ask_home(partition, asked, caller)
-            except (ClaimTimeout, DeadlineExceeded):
-                if left_s <= TURN_S:
-                    raise
-            except (StaleEpoch, Unavailable):
-                now = self.host.now()
-                if now >= end:
-                    raise
-                await self.host.another_roster(roster, min(now + RETRY_S, end))
 
     def heard(self, generation: int) -> None:
         """There was such a generation: those made here are newer, whatever the clock says."""
@@ -210,13 +168,8 @@ class Partitions:
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
         """For a client of this host: the lost rows after the number that it has, once there are
         any. DeadlineExceeded when its time is up."""
-        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-
-        def turn(timeout_ms: int) -> Losses:
-            return msgspec.structs.replace(body, timeout_ms=timeout_ms)
-
         try:
-            done: LossesDone = await self.ask_in_turns(body.partition, turn, end)
+            done: LossesDone = await self.router.wait(body)
             return done
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(

@@ -11,17 +11,20 @@ import asyncio
 import itertools
 import logging
 import math
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, Unavailable
 from dataplane.memory.lent import Lent
+from dataplane.metadata.roster.roster import Roster
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import ABSENT
@@ -36,17 +39,16 @@ MOST_FREED = 1 << 20
 """Ranges that one message says to be free."""
 AGAIN_S = 2.0
 """After so long an owner that refused to let go of values is told again."""
-RETRY_S = 0.5
-"""... and one that did not answer is asked again."""
 
 Ranges = npt.NDArray[Any]
 """RANGE, or the u4 counts beside them"""
 
 
 class References:
-    def __init__(self, host: Host, mesh: Mesh, room: Room) -> None:
+    def __init__(self, host: Host, mesh: Mesh, router: Router, room: Room) -> None:
         self.host = host
         self.mesh = mesh
+        self.router = router
         self.room = room
         self.lent = host.lent
         self.doubts = Doubts(host, mesh, self.lent)
@@ -74,23 +76,23 @@ class References:
         """Carry values of this peer on to the shard that keeps their rows, wherever that is then.
         What it refuses is let go; what it may have taken, should it not answer, is in doubt.
         carried: all ranges that the message names, once each."""
-        end = min(self.host.now() + CALL_S, call_deadline.get())
-        while True:
-            roster = self.host.roster
-            home = roster.home(body.partition)
-            try:
-                return await self._hand_over(home, body, carried, caller, roster.epoch)
-            except (StaleEpoch, Unavailable) as exc:
-                # A peer that was lost may have taken it, and who took it over has it then.
-                perhaps = isinstance(exc, Unavailable)
-                if perhaps and isinstance(body, Restore):
-                    raise
-                if not await self.host.another_roster(roster, end):
-                    raise
+
+        def again(why: DataplaneError) -> None:
+            # Who could not be reached may have taken it, or who took over from it has it then.
+            if isinstance(why, Unavailable):
+                if isinstance(body, Restore):
+                    raise why
                 if isinstance(body, Finish):
-                    body.again |= perhaps
-                elif isinstance(body, Put):
-                    body.keep |= perhaps and not body.replace
+                    body.again = True
+                else:
+                    body.keep = not body.replace
+
+        def attempt(roster: Roster, left_s: float) -> Awaitable[PutDone]:
+            home = roster.home(body.partition)
+            return self._hand_over(home, body, carried, caller, roster.epoch)
+
+        end = min(self.host.now() + CALL_S, call_deadline.get())
+        return await self.router.reach(attempt, end, hear=again)
 
     async def _hand_over(
         self,
@@ -290,32 +292,21 @@ class Doubts:
         """The client's call is over: what is in doubt of it is found out."""
         for doubt in list(self._open):
             if (doubt.session, doubt.op) == (caller.session, caller.op):
-                self.mesh.spawn(self._find_out(doubt))
+                self.mesh.spawn(self._find_out(doubt, *self._open[doubt]))
 
-    async def _find_out(self, doubt: _Doubt) -> None:
+    async def _find_out(self, doubt: _Doubt, caller: Caller, ranges: Ranges) -> None:
         to = doubt.to
-        while doubt in self._open and self.host.roster.has(to):
-            caller, _ = self._open[doubt]
-            roster = self.host.roster
-            try:
-                said = await self.mesh.call(
-                    to.peer, Void(), caller=caller, to=to.incarnation, epoch=roster.epoch
-                )
-            except (StaleEpoch, Unavailable):
-                await self.host.another_roster(roster, self.host.now() + RETRY_S)
-                continue
-            except DataplaneError as exc:
-                log.error("%d bytes stay lent to %s: %s", self._nbytes(doubt), to.peer, exc)
-                break
-            if not isinstance(said, PutDone):
+        try:
+            said = await self.mesh.tell(to, Void(), caller)
+        except DataplaneError as exc:
+            nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
+            log.error("%d bytes stay lent to %s: %s", nbytes, to.peer, exc)
+        else:
+            if isinstance(said, Done):
                 self._take_back(doubt)
-            break
         if not self.host.roster.has(to) and self.host.heirs.heir(to) == to:
             self._take_back(doubt)  # it had no shards
         self._forget(doubt)  # what a lost peer had, its heir says
-
-    def _nbytes(self, doubt: _Doubt) -> int:
-        return int(self.host.space.ranges.extents(self._open[doubt][1])["length"].sum())
 
     def _note(self, doubt: _Doubt, caller: Caller, ranges: Ranges) -> None:
         self._open[doubt] = caller, ranges

@@ -40,7 +40,7 @@ class Reporting:
             return StatsDone(await self._probed())
         if body.partition is None:
             return StatsDone(await self._plane())
-        found: StatsDone = await self.peer.partitions.ask_home(body.partition, body)
+        found: StatsDone = await self.peer.router.ask(body)
         return found
 
     async def _stats_here(self, caller: Caller, body: Stats) -> Body:

@@ -1,0 +1,150 @@
+"""Whoever asks a shard: again elsewhere, again where the link was remade, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import (
+    ClaimTimeout,
+    DataplaneError,
+    LeaseExpired,
+    PartitionConflict,
+    StaleEpoch,
+    Unavailable,
+)
+from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.host import call_deadline
+from dataplane.peer.net.router import RETRY_S, TURN_S, Router
+from dataplane.wire.messages import Admit, Body, Done, Seal, Wait
+
+HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
+
+
+class Asked:
+    """A router, its time, and the shards that it asks: each takes `takes_s`, and says the next."""
+
+    def __init__(self, *says: Body | DataplaneError, takes_s: float = 0.0) -> None:
+        self.says = list(says)
+        self.takes_s = takes_s
+        self.time = 100.0
+        self.asked: list[tuple[str, Any, dict[str, Any]]] = []
+        self.moves_to = ""
+        """another roster comes as soon as one is waited for"""
+        first = Roster.from_seeds([HERE, THERE, ELSEWHERE])
+        self.host: Any = SimpleNamespace(
+            roster=at(first, THERE), now=lambda: self.time, another_roster=self.another_roster
+        )
+        mesh: Any = SimpleNamespace(call=self.call, spawn=asyncio.ensure_future)
+        self.router = Router(self.host, mesh)  # type: ignore[arg-type]
+
+    async def call(self, address: str, body: Any, **how: Any) -> Body:
+        assert how["epoch"] == self.host.roster.epoch
+        self.asked.append((address, body, how))
+        self.time += self.takes_s
+        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if isinstance(said, DataplaneError):
+            raise said
+        return said
+
+    async def another_roster(self, than: Roster, until: float) -> bool:
+        assert than is self.host.roster
+        await asyncio.sleep(0)
+        if self.moves_to:
+            self.host.roster, self.moves_to = at(than, self.moves_to), ""
+        else:
+            self.time = max(self.time, until)
+        return self.host.roster is not than
+
+    @property
+    def homes(self) -> list[str]:
+        return [address for address, _, _ in self.asked]
+
+
+def at(roster: Roster, home: str) -> Roster:
+    primaries = roster.primaries.copy()
+    primaries[:] = roster.members.index(home)
+    epoch = (roster.epoch[0], roster.epoch[1] + 1)
+    return dataclasses.replace(roster, epoch=epoch, primaries=primaries)
+
+
+@pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("away")])
+async def test_a_shard_that_moved_is_asked_where_it_is(why: DataplaneError) -> None:
+    shards = Asked(why, Done())
+    shards.moves_to = ELSEWHERE
+    assert await shards.router.ask(Seal("p", 1)) == Done()
+    assert shards.homes == [THERE, ELSEWHERE] and shards.time == 100.0
+
+
+async def test_a_shard_whose_peer_is_back_under_the_same_roster_is_asked_again() -> None:
+    shards = Asked(Unavailable("away"), Unavailable("away"), Done())
+    assert await shards.router.ask(Seal("p", 1)) == Done()
+    assert shards.homes == [THERE] * 3 and shards.time == pytest.approx(100 + 2 * RETRY_S)
+
+
+async def test_asking_ends_with_its_call_and_with_what_was_said_last() -> None:
+    shards = Asked(Unavailable("away"), takes_s=2.0)
+    ends = call_deadline.set(107.0)
+    try:
+        with pytest.raises(Unavailable, match="away"):
+            await shards.router.ask(Seal("p", 1), timeout_s=60)
+    finally:
+        call_deadline.reset(ends)
+    assert 107.0 <= shards.time < 110.0
+    left = [how["timeout_s"] for _, _, how in shards.asked]
+    assert left[0] == 7.0 and min(left) > 0 and left == sorted(left, reverse=True)
+
+
+async def test_what_a_shard_refuses_is_no_reason_to_ask_again() -> None:
+    shards = Asked(PartitionConflict("other stages"), Done())
+    with pytest.raises(PartitionConflict):
+        await shards.router.ask(Seal("p", 1))
+    assert shards.homes == [THERE]
+
+
+async def test_who_waits_asks_in_turns_at_its_age_also_while_nobody_can_be_reached() -> None:
+    heard: list[str] = []
+    turn = ClaimTimeout("two before you"), Unavailable("away"), ClaimTimeout("one before you")
+    shards = Asked(*turn, takes_s=4.0)
+    admit = Admit("p", 1, 1, 1, 1, timeout_ms=20_000)
+    with pytest.raises(ClaimTimeout, match="one before"):
+        await shards.router.wait(admit, first_s=0.5, hear=lambda said: heard.append(said.message))
+    bodies = [body for _, body, _ in shards.asked]
+    assert [body.timeout_ms for body in bodies[:3]] == [500, TURN_S * 1000, TURN_S * 1000]
+    assert bodies[-1].timeout_ms < TURN_S * 1000 and heard[:3] == [said.message for said in turn]
+    assert [body.waited_ms for body in bodies[:3]] == [0, 4000, 8000 + int(RETRY_S * 1000)]
+    assert shards.time >= 118.0
+
+
+async def test_who_waits_for_ever_is_met_in_the_end() -> None:
+    shards = Asked(*[ClaimTimeout("not yet"), StaleEpoch("moves")] * 50, Done(), takes_s=5.0)
+    assert await shards.router.wait(Wait("p", 1, "s", "rows", 3, timeout_ms=-1)) == Done()
+    assert len(shards.asked) == 101
+
+
+async def test_a_shard_is_told_until_it_has_answered() -> None:
+    shards = Asked(*[Unavailable("away")] * 500, Done())
+    await shards.router.tell(Seal("p", 1))
+    assert len(shards.asked) == 501
+
+
+async def test_what_is_gone_needs_no_telling() -> None:
+    shards = Asked(LeaseExpired("over"))
+    await shards.router.tell(Seal("p", 1))
+    assert shards.homes == [THERE]
+
+
+async def test_telling_ends_with_its_peer() -> None:
+    shards = Asked(Unavailable("away"))
+    telling = shards.router.tell(Seal("p", 1))
+    while len(shards.asked) < 5:
+        await asyncio.sleep(0)
+    telling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await telling
+    assert telling.cancelled()

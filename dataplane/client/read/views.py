@@ -391,7 +391,7 @@ class ColumnView(Sequence[Any]):
         )
 
     def _values(self) -> Iterator[Any]:
-        decoder = objects.Decoder()
+        decode = objects.decode if self._leaf_starts is None else objects.Decoder().decode
         for row, (offset, nbytes, spec, flags) in enumerate(self._places.tolist()):
             if flags & PLACE_ABSENT:
                 raise self.lacking(row)
@@ -400,7 +400,7 @@ class ColumnView(Sequence[Any]):
                 yield self._array(offset, nbytes, form, flags)
             else:
                 head = self._memory(offset, nbytes, flags)
-                yield decoder.decode(head, self._leaves_of(row))
+                yield decode(head, self._leaves_of(row))
 
     def _memory(self, offset: int, nbytes: int, flags: int) -> memoryview:
         """Where one value lies."""

@@ -30,7 +30,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
         column = column.on_host()
     if column.uniform is not None:
         dense = column.dense() if view else None
-        if dense is not None and column.came_along and not dense.flags.c_contiguous:
+        if dense is not None and not dense.flags.c_contiguous and column.came_along:
             dense = None  # row by row: few bytes, which are quicker to read side by side
         return _dense(column) if dense is None else dense
     if column.holds_arrays or not len(column):

@@ -25,7 +25,7 @@ from dataplane.errors import InvalidCall, InvalidRows, NotFetched
 from dataplane.memory.mapping import Pin
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
-from dataplane.wire.tables import Column, Name, Rows, Scalar, Table
+from dataplane.wire.tables import Column, Name, Rows, Scalar, Table, volume
 
 Index = npt.NDArray[np.intp]
 
@@ -245,8 +245,7 @@ class Selection:
 
     def nbytes(self, field: str) -> int:
         """Bytes of a fetched field, without what objects hold besides their arrays."""
-        source = self._fetched[field][0]
-        return sum(int(column(c, PLACE)["nbytes"].sum()) for c in (source.values, source.leaves))
+        return volume([self._fetched[field][0]])
 
     def __repr__(self) -> str:
         shown = ", ".join(self.fields) or "no fields"

@@ -82,7 +82,7 @@ class Asker:
         self.asked.append((address, body, asyncio.get_running_loop().create_future()))
         return await self.asked[-1][2]
 
-    async def tell(self, address: str, body: Withdraw, epoch: tuple[int, int]) -> None:
+    async def tell(self, address: str, body: Withdraw, **how: Any) -> None:
         self.told.append((address, body))
         await self.hears.wait()
 

@@ -54,12 +54,7 @@ class Router:
     async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
         """What the shard answers, until the call's deadline."""
         end = min(self.host.now() + timeout_s, call_deadline.get())
-
-        def attempt(roster: Roster, left_s: float) -> Awaitable[Any]:
-            home, epoch = roster.home(body.partition), roster.epoch
-            return self.mesh.call(home, body, caller=caller, timeout_s=left_s, epoch=epoch)
-
-        return await self.reach(attempt, end)
+        return await self.reach(lambda roster, left_s: self.at(roster, body, caller, left_s), end)
 
     async def wait(
         self,
@@ -77,22 +72,25 @@ class Router:
             asked = msgspec.structs.replace(body, timeout_ms=int(turn_s * 1000))
             if isinstance(asked, Admit):
                 asked.waited_ms = int((self.host.now() - began) * 1000)
-            home, epoch = roster.home(body.partition), roster.epoch
-            return self.mesh.call(home, asked, caller=caller, epoch=epoch)
+            return self.at(roster, asked, caller)
 
         return await self.reach(turn, end, first_s, hear)
 
     def tell(self, body: Any) -> asyncio.Task[None]:
         """Until the shard has answered, whoever waits for that. What is gone needs no telling."""
 
-        def attempt(roster: Roster, left_s: float) -> Awaitable[Any]:
-            return self.mesh.call(roster.home(body.partition), body, epoch=roster.epoch)
-
         async def told() -> None:
             with contextlib.suppress(LeaseExpired, PartitionGone):
-                await self.reach(attempt)
+                await self.reach(lambda roster, left_s: self.at(roster, body))
 
         return self.mesh.spawn(told())
+
+    def at(
+        self, roster: Roster, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S
+    ) -> Awaitable[Any]:
+        """What the shard answers at its primary by this roster, asked once."""
+        home, epoch = roster.home(body.partition), roster.epoch
+        return self.mesh.call(home, body, caller=caller, timeout_s=timeout_s, epoch=epoch)
 
     async def reach(
         self,

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,35 +86,26 @@ class References:
                 else:
                     body.keep = not body.replace
 
-        def attempt(roster: Roster, left_s: float) -> Awaitable[PutDone]:
-            home = roster.home(body.partition)
-            return self._hand_over(home, body, carried, caller, roster.epoch)
-
         end = min(self.host.now() + CALL_S, call_deadline.get())
-        return await self.router.reach(attempt, end, hear=again)
+        return await self.router.reach(
+            lambda roster, _: self._hand_over(roster, body, carried, caller), end, hear=again
+        )
 
     async def _hand_over(
-        self,
-        address: str,
-        body: Put | Finish | Restore,
-        carried: Ranges,
-        caller: Caller,
-        epoch: tuple[int, int],
+        self, roster: Roster, body: Put | Finish | Restore, carried: Ranges, caller: Caller
     ) -> PutDone:
-        if not len(carried):
-            taken: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
-            return taken
-        ranges = _named(body)
-        if address == self.host.address:
-            self.host.space.hold(ranges)
-            try:
-                done: PutDone = await self.mesh.call(address, body, caller=caller, epoch=epoch)
-            except BaseException:
-                self.host.space.release(ranges)
-                raise
-            return done
-        to = Owner(address, (await self.mesh.hello(address)).incarnation)
-        return await self.doubts.lend(to, body, ranges, caller, epoch)
+        home = roster.home(body.partition)
+        ranges = _named(body) if len(carried) else carried
+        if len(ranges) and home != self.host.address:
+            to = Owner(home, (await self.mesh.hello(home)).incarnation)
+            return await self.doubts.lend(to, body, ranges, caller, roster.epoch)
+        self.host.space.hold(ranges)
+        try:
+            done: PutDone = await self.router.at(roster, body, caller)
+        except BaseException:
+            self.host.space.release(ranges)
+            raise
+        return done
 
     # at the peer of the shards: of values anywhere
 

@@ -133,13 +133,27 @@ class Workers(IterableDataset):  # type: ignore[type-arg]
             yield from getattr(plane.partition("p"), self.call)("train", rows=1)
 
 
-def test_in_a_dataloaders_workers_loaders_and_streams_say_why_not(cluster: Cluster) -> None:
+class AwaitingWorkers(Workers):
+    def __iter__(self) -> Any:
+        async def batches(plane: aio.Plane) -> None:
+            part = await plane.partition("p")
+            async for _ in getattr(part, self.call)("train", rows=1):
+                pass
+
+        awaited(batches)
+        yield "all of it"
+
+
+@pytest.mark.parametrize("workers", [Workers, AwaitingWorkers])
+def test_in_a_dataloaders_workers_loaders_and_streams_say_why_not(
+    cluster: Cluster, workers: type[Workers]
+) -> None:
     cluster.start("a")
     with dataplane.connect("a", run="test") as plane:
         part = filled(plane, 2)
         for call in ("loader", "stream"):
             with pytest.raises(dataplane.InvalidCall, match="belong into the training process"):
-                list(DataLoader(Workers(call), num_workers=1, batch_size=None))
+                list(DataLoader(workers(call), num_workers=2, batch_size=None))
         with pytest.raises(dataplane.InvalidCall, match="belong into the training process"):
             pickle.dumps(part.loader("train", rows=1))
         part.claim("train", rows=2).ack()

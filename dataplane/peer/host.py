@@ -29,7 +29,7 @@ from dataplane.metadata.roster.roster import Flags, Roster
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.net.once import Operations
+from dataplane.peer.once import Operations
 from dataplane.peer.progress import Progress
 from dataplane.wire.messages import Body
 from dataplane.wire.tables import Definition, Owner

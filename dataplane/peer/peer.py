@@ -25,9 +25,9 @@ from dataplane.peer.membership.leaving import Leaving
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.once import Operations
 from dataplane.peer.net.router import Router
 from dataplane.peer.net.serving import Serving
+from dataplane.peer.once import Operations
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.pull.paths import candidates, start_engine
 from dataplane.peer.pull.pulls import Pulls

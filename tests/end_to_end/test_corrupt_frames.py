@@ -79,7 +79,7 @@ def test_corrupt_frames_disturb_nobody(
         assert attack.returncode == 0, attack.stdout + attack.stderr
     assert honest.failure is None and honest.steps > 3
     outcome = json.loads(attack.stdout)
-    assert outcome["ok"] and set(outcome["sent"]) == {"local", "peer", "bulk"}
+    assert outcome["ok"] and set(outcome["sent"]) == {"local", "peer", "streams", "bulk"}
     lines = cluster.log("b").count("refused at")
     assert 0 < lines < 5 * outcome["seconds"] + 100, "strangers decide how much is logged"
     assert "a request failed by a bug of ours" not in cluster.log("b")

@@ -18,7 +18,7 @@ from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.once import Once, Operations
+from dataplane.peer.once import Once, Operations
 from dataplane.peer.sessions import caller_of
 from dataplane.peer.shards.references import Doubts
 from dataplane.wire.messages import Body, Done, Finish, PutDone

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import ProtocolError
-from dataplane.peer.net.once import Operations
+from dataplane.peer.once import Operations
 
 
 def test_a_retry_is_answered_as_the_first_time() -> None:

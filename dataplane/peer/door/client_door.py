@@ -31,8 +31,8 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.peer.door.inflow import Inflow
+from dataplane.peer.failures import failed
 from dataplane.peer.host import Host, call_deadline, call_notice, call_stage
-from dataplane.peer.net.failures import failed
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.transport.limiter import ResourceLimiter

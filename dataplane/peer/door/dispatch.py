@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.door.client_door import WAITING
-from dataplane.peer.net.once import Once, Operations, final
 from dataplane.peer.notices import Telling
+from dataplane.peer.once import Once, Operations, final
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m

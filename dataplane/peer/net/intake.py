@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from dataplane.errors import ProtocolError
-from dataplane.peer.net.failures import failed
+from dataplane.peer.failures import failed
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.wire import limits, peering
 from dataplane.wire.peering import PeerReply, PeerRequest

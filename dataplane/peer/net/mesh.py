@@ -24,9 +24,9 @@ from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.known_peers import Acquaintances, Bulk
 from dataplane.peer.net.links import Link, LinkBroken
-from dataplane.peer.net.once import REPEATABLE, may_repeat
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
+from dataplane.peer.once import REPEATABLE, may_repeat
 from dataplane.peer.tasks import Deadlines, Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body

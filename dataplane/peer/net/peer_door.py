@@ -18,15 +18,15 @@ import zmq
 
 from dataplane.errors import AddressInUse, FrameTooLarge, ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
+from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.failures import failed
 from dataplane.peer.net.intake import Intake
 from dataplane.peer.net.links import bindable, tune
-from dataplane.peer.net.once import REPEATABLE, Once, Operations
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket
 from dataplane.peer.net.streams import Stream
+from dataplane.peer.once import REPEATABLE, Once, Operations
 from dataplane.wire import peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import (

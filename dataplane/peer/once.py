@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from dataplane.errors import ProtocolError
-from dataplane.peer.net.failures import failed
+from dataplane.peer.failures import failed
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.messages import Advance, Body, Close, Drop, Finish, Put, Reset, Tag
 from dataplane.wire.peering import Release

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from dataplane.errors import RosterMismatch
 from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.wire.limits import SHARDS
 from dataplane.wire.records import KEY
+from dataplane.wire.tables import Owner, Takeover
 
 SEEDS = [f"tcp://10.0.0.{number}:7101" for number in range(1, 9)]
 
@@ -73,3 +76,27 @@ def test_strangers_and_twins_are_refused() -> None:
         Roster.from_seeds([SEEDS[0], SEEDS[0]])
     with pytest.raises(RosterMismatch, match="not one of"):
         Roster.from_seeds(SEEDS).shards_of("tcp://10.9.9.9:1")
+
+
+def test_a_peer_that_missed_rosters_is_no_heir_for_the_empty_shards_that_it_was_given() -> None:
+    gone, heir, new = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (1, 2, 3))
+    first = Roster.from_seeds([gone.peer, heir.peer])
+    old = dataclasses.replace(
+        first,
+        incarnations=(1, 2),
+        primaries=np.zeros_like(first.primaries),
+        epoch=(9, 5),
+    )
+    primaries = np.full_like(first.primaries, 2)
+    primaries[:10] = 1  # something lives in these
+    later = dataclasses.replace(
+        old,
+        members=(gone.peer, heir.peer, new.peer),
+        incarnations=(1, 2, 3),
+        primaries=primaries,
+        epoch=(9, 8),
+        takeovers=(Takeover(gone, heir, 6),),
+    )
+    assert later.heir_of(old, gone) == heir
+    told_before = dataclasses.replace(old, epoch=(9, 6))
+    assert later.heir_of(told_before, gone) == new

@@ -199,7 +199,14 @@ class Roster:
         held = old.shards_of(owner.peer)
         if not len(held) or (self.has(owner) and len(self.shards_of(owner.peer))):
             return owner
-        # Some of them may have gone on from there with nothing in them, to a peer that came.
+        # By what was told of it: where rosters were missed, most of the shards may have gone on
+        # from there with nothing in them, to a peer that came.
+        heir = owner
+        for one in self.takeovers:
+            if one.number > old.epoch[1] and one.owner == heir:
+                heir = one.heir
+        if heir != owner and heir.incarnation:
+            return heir
         at = int(np.bincount(self.primaries[held]).argmax())
         heir = Owner(self.members[at], self.incarnations[at])
         return owner if heir == Owner(owner.peer, 0) else heir

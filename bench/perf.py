@@ -112,6 +112,7 @@ class _Figures:
             note("claim_backed_up_s", self._claim(self.claimed_backed_up, self.block))
         note("round_trip_s", ceilings.round_trip_s())
         note("cycle_s", self._cycles(self.cycled))
+        note("relayed_s", ceilings.relayed_s())
         note("cycle_backed_up_s", self._cycles(self.cycled_backed_up))
         note("pull_owner_s", self._pull_owner())
         for n, part in self.fields.items():
@@ -267,6 +268,7 @@ def report_of(samples: Samples) -> dict[str, Any]:
             "memcpy_GBps": gigabytes / middle["memcpy_s"],
             "socket_GBps": gigabytes / middle["socket_s"],
             "unix_rtt_us": rtt * 1e6,
+            "relayed_us": middle["relayed_s"] * 1e6,
         },
         "put": {"GBps": gigabytes / middle["put_s"], "of_memcpy": of("put_s", "memcpy_s")},
         "pull": {"GBps": gigabytes / middle["pull_s"], "of_socket": of("pull_s", "socket_s")},
@@ -295,6 +297,7 @@ def report_of(samples: Samples) -> dict[str, Any]:
         "claim_1MiB_of_1KiB": middle["claim_s"] / middle["claim_small_s"],
         "claim_1MiB_of_cold_1KiB": middle["claim_s"] / middle["claim_small_cold_s"],
         "cycle_round_trips": middle["cycle_s"] / rtt,
+        "cycle_backed_up_relayed": middle["cycle_backed_up_s"] / middle["relayed_s"],
         "shard_1m_of_10k": middle[f"shard_{MANY_ROWS}_s"] / middle[f"shard_{FEW_ROWS}_s"],
         "clients_4_of_1": middle["clients_4"] / middle["clients_1"],
         "fields_32_of_1": of("fields_32_s", "fields_1_s"),

@@ -16,7 +16,7 @@ from bench.ceilings import Ceilings
 from bench.perf import FEW_ROWS, MANY_ROWS, report_of
 from dataplane.errors import PeerLost
 
-TIMES = ["memcpy_s", "socket_s", "round_trip_s", "put_s", "put_list_s", "pull_s"]
+TIMES = ["memcpy_s", "socket_s", "round_trip_s", "relayed_s", "put_s", "put_list_s", "pull_s"]
 TIMES += [
     "claim_s",
     "claim_small_s",
@@ -39,7 +39,7 @@ def test_the_report_has_exactly_the_keys_that_readers_rely_on() -> None:
     assert {
         name: set(part) for name, part in report.items() if name not in ("ratios", "spread")
     } == {
-        "ceiling": {"memcpy_GBps", "socket_GBps", "unix_rtt_us"},
+        "ceiling": {"memcpy_GBps", "socket_GBps", "unix_rtt_us", "relayed_us"},
         "put": {"GBps", "of_memcpy"},
         "pull": {"GBps", "of_socket"},
         "claim_local": {"ms_p50", "ms_p99"},
@@ -69,6 +69,7 @@ def test_every_figure_is_made_of_its_own_samples() -> None:
     assert report["ceiling"]["memcpy_GBps"] == gigabytes / one["memcpy_s"]
     assert report["ceiling"]["socket_GBps"] == gigabytes / one["socket_s"]
     assert report["ceiling"]["unix_rtt_us"] == rtt * 1e6
+    assert report["ceiling"]["relayed_us"] == one["relayed_s"] * 1e6
     assert report["put"]["GBps"] == gigabytes / one["put_s"]
     assert report["pull"]["GBps"] == gigabytes / one["pull_s"]
     assert report["claim_local"]["ms_p50"] == one["claim_s"] * 1e3
@@ -90,6 +91,7 @@ def test_every_figure_is_made_of_its_own_samples() -> None:
             "claim_1MiB_of_1KiB": one["claim_s"] / one["claim_small_s"],
             "claim_1MiB_of_cold_1KiB": one["claim_s"] / one["claim_small_cold_s"],
             "cycle_round_trips": one["cycle_s"] / rtt,
+            "cycle_backed_up_relayed": one["cycle_backed_up_s"] / one["relayed_s"],
             "shard_1m_of_10k": one[f"shard_{MANY_ROWS}_s"] / one[f"shard_{FEW_ROWS}_s"],
             "clients_4_of_1": one["clients_4"] / one["clients_1"],
             "fields_32_of_1": one["fields_1_s"] / one["fields_32_s"],
@@ -147,3 +149,4 @@ def test_the_ceilings_move_every_byte() -> None:
         assert ceilings.memcpy_s() > 0 and (ceilings.copied == block).all()
         assert ceilings.socket_s() > 0 and (ceilings.copied == 1).all()
         assert 0 < ceilings.round_trip_s() < 1
+        assert 0 < ceilings.relayed_s() < 1

@@ -133,7 +133,15 @@ class Peer:
             host, mesh, router, queues, leases, finishing, reading, self.waits, room
         )
         answers = Answers(self)
-        self.door = Door(host, sessions, answers.handlers, answers.unsent, serving, self._is_over)
+        self.door = Door(
+            host,
+            sessions,
+            answers.handlers,
+            answers.unsent,
+            self.grants.let_go,
+            serving,
+            self._is_over,
+        )
         self._answers = answers
 
         self.keeper = (

@@ -157,7 +157,7 @@ class GiveBack(Body, tag=22):
 
 
 class Unpin(Body, tag=23):
-    """Pins whose last view is gone. One-way."""
+    """Pins whose last view is gone, where no request follows that would name them. One-way."""
 
     pins: list[int]
 
@@ -465,6 +465,8 @@ class Failed(Body, tag=61):
 
 
 class Request(msgspec.Struct, array_like=True):
+    """unpin: pins whose last view is gone."""
+
     rid: int
     session: int
     op: int
@@ -496,6 +498,7 @@ class Request(msgspec.Struct, array_like=True):
         | Stats
         | Asked
     )
+    unpin: list[int] = []
 
 
 class Reply(msgspec.Struct, array_like=True):

@@ -68,7 +68,7 @@ def test_pins_of_a_lazy_fetch_are_their_own(peer: ScriptedPeer, put: Put, part: 
     assert kept.tolist() == list(range(400))
 
 
-def test_released_pins_go_ahead_of_the_next_call(peer: ScriptedPeer, plane: Plane) -> None:
+def test_released_pins_go_with_the_next_call(peer: ScriptedPeer, plane: Plane) -> None:
     # Without a housekeeper only a call can carry them.
     plane._session.tend = lambda: None
     part = plane.partition("x", stages={"s": ["a"]})
@@ -79,9 +79,12 @@ def test_released_pins_go_ahead_of_the_next_call(peer: ScriptedPeer, plane: Plan
     batch.ack()
     del batch
     gc.collect()
+    with pytest.raises(dataplane.InvalidValue):  # it does not leave, and takes nothing along
+        part.tag([1], {"t": 1 << 64})
+    assert plane._session.pins == 1
     plane.stats()
-    assert [type(r.body) for r in peer.requests[-2:]] == [Unpin, Stats]
-    assert peer.requests[-2].rid == 0
+    assert (type(peer.requests[-1].body), peer.requests[-1].unpin) == (Stats, [1])
+    assert plane._session.pins == 0
 
 
 def test_grants_that_nobody_uses_go_back(

@@ -18,6 +18,8 @@ class Client:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.unpinned: list[tuple[list[int], int]] = []
+        """pins, and how much had been asked before they went"""
         self.room = 3
         self.answers: list[Any] = []
         host = SimpleNamespace(
@@ -27,6 +29,7 @@ class Client:
         door: Any = SimpleNamespace(
             host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
             serving=SimpleNamespace(is_sure=lambda: True), observe=None, connections=set(),
+            unpin=lambda _, pins: self.unpinned.append((pins, self.asked)),
         )  # fmt: skip
         self.connection = Connection(door, 1)
         self.connection._session = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
@@ -63,3 +66,12 @@ def test_no_more_is_carried_out_of_what_came_at_once_than_is_taken() -> None:
     assert client.asked == 6
     client.takes()
     assert client.answers == list(range(1, 9))
+
+
+def test_pins_that_a_request_names_go_before_it_is_carried_out() -> None:
+    client = Client()
+    for rid, pins in ((1, []), (2, [4, 5])):
+        request = Request(rid, 0, 0, 0, (0, 0), 0, Unpin([]), pins)
+        client.connection.data_received(bytes(frames.encode(request)))
+    assert client.unpinned == [([4, 5], 1)]
+    assert client.asked == 2

@@ -87,7 +87,7 @@ class Housekeeper:
                 self.close("nothing refers to this client any more")
             session.settle_devices()
             with self._undoing:
-                due = self._undone() + session.parting()
+                due = self._undone() + self._parting()
                 idle = session.leftovers.take_idle()
                 if len(idle):
                     due.append(GiveBack(idle.tobytes()))
@@ -125,6 +125,11 @@ class Housekeeper:
             except (OSError, DataplaneError):
                 connection.close()
         return due
+
+    def _parting(self) -> list[Body]:
+        """What no call took along."""
+        due, pins = self.session.parting(), self.session.unpinned()
+        return [*due, Unpin(pins)] if pins else due
 
     def _over(self) -> bool:
         """After close() the anchor stays only for views that are still alive."""
@@ -203,7 +208,7 @@ class Housekeeper:
         session.settle_devices(_GOODBYE_S)
         due = self._undone()
         due += [Finish(lease, "release") for lease in leases]
-        due += session.parting()
+        due += self._parting()
         grants = session.leftovers.take_idle(0)
         if len(grants):
             due.append(GiveBack(grants.tobytes()))

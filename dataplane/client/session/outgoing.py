@@ -72,19 +72,23 @@ class Outgoing:
         self._ahead: list[Request] = []
         self._then: tuple[Call, Outgoing] | None = None
         deadline_ms = _FOREVER_MS if left is None else max(1, min(int(left * 1e3), _FOREVER_MS))
-        self._request = session.request(step.body, 0 if step.blocking else deadline_ms)
-        self.rid = self._request.rid
+        request = session.request(step.body, 0 if step.blocking else deadline_ms)
+        if not along:
+            request.unpin = session.unpinned()
+        self._request = request
+        self.rid = request.rid
         """names the answer"""
         self.later = 0
         """names the answer to what goes along; 0 where nothing does"""
         try:
-            self.frame = frame_of(self._request)
+            self.frame = frame_of(request)
             if step.then is not None:
                 self._then = step.then, Outgoing(session, step.then, began, along=True)
                 self.frame += self._then[1].frame
                 self.later = self._then[1].rid
         except BaseException:
-            session.answered(self._request)
+            session.answered(request)
+            session.not_told(request.unpin)
             raise
         if not along and not session.due.empty() and (due := session.parting()):
             self._ahead = [session.request(body, one_way=True) for body in due]

@@ -34,7 +34,6 @@ from dataplane.wire.messages import (
     HelloDone,
     Losses,
     Request,
-    Unpin,
     Wait,
     Welcome,
 )
@@ -127,9 +126,11 @@ class Session:
         self._next_op = 1
         self._unanswered: dict[int, None] = {}
         self._minted = 0
-        self.due: SimpleQueue[Finish | GiveBack | list[int]] = SimpleQueue()
-        """what the peer is to be told beside the next call: leases and extents that go back, and
-        numbers of pins. SimpleQueue.put is reentrant, so the collector may call it anywhere"""
+        self.due: SimpleQueue[Finish | GiveBack] = SimpleQueue()
+        """what the peer is to be told beside the next call: leases and extents that go back.
+        SimpleQueue.put is reentrant, so the collector may call it anywhere"""
+        self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
+        """numbers of pins whose last view is gone"""
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
@@ -180,7 +181,7 @@ class Session:
             with self._lock:
                 self._pins += len(held)
             devices = self.devices if self.devices is not None and self.devices.in_place else None
-            end = weakref.finalize(pin, _let_go, self.due, self.bell, held, devices)
+            end = weakref.finalize(pin, _let_go, self._unpinned, self.bell, held, devices)
             end.atexit = False
             self.tend()
         return pin
@@ -219,7 +220,7 @@ class Session:
         if self.devices is None or not self.devices.ending:
             return
         for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
-            self.due.put(pins)
+            self._unpinned.put(pins)
             if extents is not None:
                 self.keep(extents)
 
@@ -254,19 +255,27 @@ class Session:
         return _drain(self._orphans)
 
     def parting(self) -> list[Body]:
-        """One-way messages that are due: abandoned leases, released pins."""
-        due: list[Body] = []
-        pins: list[int] = []
-        for one in _drain(self.due):
-            if isinstance(one, list):
-                pins += one
-            elif isinstance(one, GiveBack) or self.leases.discard(one.lease):
-                due.append(one)
-        if pins:
-            with self._lock:
-                self._pins -= len(pins)
-            due.append(Unpin(pins))
-        return due
+        """One-way messages that are due: abandoned leases, extents that go back."""
+        return [
+            one
+            for one in _drain(self.due)
+            if isinstance(one, GiveBack) or self.leases.discard(one.lease)
+        ]
+
+    def unpinned(self) -> list[int]:
+        """Pins whose last view is gone: whoever asks tells the peer, or says that they were not
+        told."""
+        if self._unpinned.empty():
+            return []
+        pins = [pin for gone in _drain(self._unpinned) for pin in gone]
+        with self._lock:
+            self._pins -= len(pins)
+        return pins
+
+    def not_told(self, pins: list[int]) -> None:
+        with self._lock:
+            self._pins += len(pins)
+        self._unpinned.put(pins)
 
     @property
     def pins(self) -> int:
@@ -381,14 +390,14 @@ def split_keys(column: bytes) -> list[bytes]:
 
 
 def _let_go(
-    due: SimpleQueue[Finish | GiveBack | list[int]],
+    unpinned: SimpleQueue[list[int]],
     bell: Bell,
     pins: list[int],
     devices: Devices | None,
 ) -> None:
     """The views of these pins are gone; streams of this process may still read what they showed."""
     if devices is None:
-        due.put(pins)
+        unpinned.put(pins)
     else:
         devices.ends(pins)
     bell.ring()

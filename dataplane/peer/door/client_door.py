@@ -82,6 +82,7 @@ class Door:
         sessions: Sessions,
         handlers: dict[type[Body], Handler],
         unsent: Callable[[Session, Request, Body], None],
+        unpin: Callable[[Session, list[int]], None],
         serving: Serving,
         is_over: Callable[[], bool],
     ) -> None:
@@ -90,6 +91,7 @@ class Door:
         self.handlers = handlers
         self.unsent = unsent
         """takes back what an answer hands out that nobody is there to receive"""
+        self.unpin = unpin
         self.serving = serving
         self.is_over = is_over
         """asked as a new client comes: whether this peer was about to end before it did"""
@@ -310,6 +312,8 @@ class Connection(asyncio.Protocol):
         call_stage.set(request.body.stage if isinstance(request.body, Claim) else "")
         try:
             self._session.check()
+            if request.unpin:
+                self._door.unpin(self._session, request.unpin)
             if self._door.serving.is_sure():
                 outcome = handler(self._session, request, request.body)
             else:

@@ -123,9 +123,12 @@ class Grants:
         return Done()
 
     def unpin(self, session: Session, request: Request, body: Unpin) -> Body:
-        self.host.space.unpin(session.id, body.pins)
-        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
+        self.let_go(session, body.pins)
         return Done()
+
+    def let_go(self, session: Session, pins: list[int]) -> None:
+        self.host.space.unpin(session.id, pins)
+        self.room.pump()  # copies that nobody reads any more are room, though no byte got free
 
     def commit(
         self,

@@ -147,17 +147,42 @@ class Space:
         All or nothing. ProtocolError unless each lies inside the holder's grants, starts at a
         multiple of 64 bytes, overlaps no other and is referenced. Padding is the range's own.
         """
+        if len(extents) == 1:
+            born = self._commit_one(holder, extents, refs, admission)
+            if born is not None:
+                return born
         starts, ends = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(starts):
             raise ProtocolError(f"{len(starts)} written ranges come with {len(refs)} counts")
         if np.count_nonzero(np.less(refs, 1)):
             raise ProtocolError("a written range is referenced by no value")
         taken = self._holder(holder).carve(starts, ends, admission)
+        return self._born(starts, ends - starts, refs, admission, taken)
+
+    def _commit_one(
+        self, holder: int, extents: Records, refs: Counts, admission: int
+    ) -> Records | None:
+        """As `commit`: of a single range numpy's fixed cost would be most of it. None, and nothing
+        was done, where it is not at the start of a grant, or there is something wrong with it."""
+        (start, length), many = extents.item(), int(np.max(refs))
+        end = start + max(length + -length % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+        if start % ALIGNMENT_BYTES or many < 1 or np.size(refs) > 1:
+            return None
+        taken = self._holder(holder).carve_start(start, end, admission)
+        if taken is None:
+            return None
+        both = np.array((start, end - start), U8)
+        return self._born(both[:1], both[1:], many, admission, taken)
+
+    def _born(
+        self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int, taken: list[int]
+    ) -> Records:
+        """Ranges of what was taken from grants of these classes."""
         for granted_under, nbytes in enumerate(taken):
             self.shares.discharge(granted_under, nbytes)
         self.shares.charge(admission, sum(taken))
         self._live_bytes[admission] += sum(taken)
-        return self._add(starts, ends - starts, refs, admission)
+        return self._add(starts, lengths, refs, admission)
 
     def for_copies(self, sizes: Bytes) -> tuple[int, Records] | None:
         """Ranges side by side that the peer itself writes now, with one reference each: where the
@@ -453,8 +478,6 @@ class Holder:
         `admission` is used up first. ProtocolError, and nothing is taken, unless every piece lies
         inside the grants and none overlaps another.
         """
-        if len(starts) == 1 == len(self._grants[0]) and self._carve_one(starts, ends):
-            return self._uncharge(int(ends.item() - starts.item()), admission)
         inside = covers(self._grants, starts, ends)
         if not every(inside):
             bad = int(inside.argmin())
@@ -471,13 +494,19 @@ class Holder:
         self._grants = subtract(self._grants, *pieces)
         return self._uncharge(int((ends - starts).sum()), admission)
 
-    def _carve_one(self, starts: Bytes, ends: Bytes) -> bool:
-        """Cut a piece off the only grant, at its start: what a steady producer does."""
-        granted, limit = self._grants[0].item(), self._grants[1].item()
-        if starts.item() != granted or ends.item() > limit:
-            return False
-        self._grants = (ends, self._grants[1]) if ends.item() < limit else empty()
-        return True
+    def carve_start(self, start: int, end: int, admission: int) -> list[int] | None:
+        """As `carve`, of a piece at the start of a grant, as what a steady producer writes; None
+        where it is none."""
+        starts, ends = self._grants
+        at = int(starts.searchsorted(U8.type(start)))
+        if at == len(starts) or starts.item(at) != start or ends.item(at) < end:
+            return None
+        if ends.item(at) > end:
+            self._grants = starts.copy(), ends
+            self._grants[0][at] = end
+        else:
+            self._grants = np.delete(starts, at), np.delete(ends, at)
+        return self._uncharge(end - start, admission)
 
     def take_grants(self) -> tuple[Set, list[int]]:
         """All grants and their bytes per class; the holder has none afterwards."""

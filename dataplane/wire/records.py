@@ -7,6 +7,7 @@ checks the length. Keys are 16-byte records: minted (shard, session, counter) or
 from __future__ import annotations
 
 from collections.abc import Iterable
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ VALUE = np.dtype(
     ]
 )
 """Where the bytes of one value lie, whichever host they are on. 24 bytes."""
+ONE_VALUE = Struct("<IIQIHH")
 
 PLACE = np.dtype([("offset", "<u8"), ("nbytes", "<u8"), ("spec", "<u4"), ("flags", "<u4")])
 """A value inside the local arena, as a client reads it. `flags` 1: the row lacks the field; 2: it
 lies in the message, `offset` bytes behind the start of `inline`."""
+ONE_PLACE = Struct("<QQII")
 
 EXTENT = np.dtype([("offset", "<u8"), ("length", "<u8")])
 """A stretch of the arena: granted for writing, or (in a put) written as one range."""

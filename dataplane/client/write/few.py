@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from struct import Struct
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ from dataplane.wire.limits import (
     INLINE_ROW_BYTES,
     PACK_LIMIT_BYTES,
 )
-from dataplane.wire.records import EXTENT, U4, VALUE
+from dataplane.wire.records import EXTENT, ONE_VALUE, U4, VALUE
 from dataplane.wire.tables import Spec
 
 Records = npt.NDArray[Any]
@@ -39,8 +38,6 @@ FEW_VALUES = 256
 """With more, columns win."""
 _FEW_BYTES = PARCEL_BYTES // 2
 """Of several rows that may go apart."""
-_VALUE = Struct("<IIQIHH")
-"""A VALUE record."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
 
 
@@ -205,7 +202,7 @@ class _Laid:
                 (one[0] + blocks, *one[1:]) if one[2] >= PACK_LIMIT_BYTES else one
                 for one in records
             ]
-        return np.frombuffer(b"".join([_VALUE.pack(*record) for record in records]), VALUE)
+        return np.frombuffer(b"".join([ONE_VALUE.pack(*record) for record in records]), VALUE)
 
 
 def _nbytes(one: PreparedColumn) -> int:

@@ -44,9 +44,16 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.takes import Kept, Taken
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bytes_of, rows_of
-from dataplane.metadata.tables.references import Array, Move, extents_of, ids_of, ranges_of
+from dataplane.metadata.tables.references import (
+    Array,
+    Move,
+    by_owner,
+    extents_of,
+    ids_of,
+    ranges_of,
+)
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values import loose_by_owner
+from dataplane.metadata.tables.values import by_tables
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
@@ -426,7 +433,7 @@ class Store(State):
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every reference held now: per owner RANGE records and u4 how many of each."""
-        return loose_by_owner(self.everything())
+        return by_owner(by_tables(self.everything()))
 
     def named(self, owner: Owner) -> tuple[Array, Array, Array]:
         """What all rows name of an owner: see `references.extents_of`."""
@@ -435,7 +442,7 @@ class Store(State):
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the references that went: per owner RANGE records and u4 how many of each."""
         released, self.released = self.released, []
-        return loose_by_owner(released) if released else []
+        return by_owner(by_tables(released)) if released else []
 
     def restore(self, op: Restore) -> None:
         """Enter rows and groups of a checkpoint, also where no new rows are taken any more.

@@ -5,7 +5,7 @@ A range is told by its owner, number and generation; a record that names it is o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.extents import every
-from dataplane.wire.records import RANGE, U4
-from dataplane.wire.tables import Owner
+from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.tables import INLINE, Owner
 
 Array = npt.NDArray[Any]
 
 WHOLE = np.iinfo(np.uint64).max
 """Further than any range reaches."""
-_LOW, _HIGH = np.uint64(0xFFFF_FFFF), np.uint64(32)
 
 
 def unique(ids: Array) -> Array:
@@ -31,28 +30,36 @@ def unique(ids: Array) -> Array:
 
 
 def ids_of(records: Array) -> Array:
-    """The range that each VALUE or RANGE record names, as one u8."""
-    ids: Array = records["generation"].astype(np.uint64) << _HIGH | records["range"]
+    """The range that each VALUE or RANGE record names, as one u8: what it begins with."""
+    ids: Array = records.view(U8).reshape(-1, records.itemsize // U8.itemsize)[:, 0]
     return ids
 
 
 def ranges_of(ids: Array) -> Array:
     """RANGE records of such numbers."""
-    ranges = np.zeros(len(ids), RANGE)
-    ranges["range"] = ids & _LOW
-    ranges["generation"] = ids >> _HIGH
-    return ranges
+    return np.ascontiguousarray(ids).view(RANGE)
 
 
-def by_owner(records: Array, owners: Sequence[Owner]) -> list[tuple[Owner, Array, Array]]:
-    """Per owner the different ranges (RANGE) that records name, and how many name each (u4)."""
-    result = []
-    for owner in unique(records["owner"]).tolist():
-        different, counts = np.unique(
-            ids_of(records[records["owner"] == owner]), return_counts=True
-        )
-        result.append((owners[owner], ranges_of(different), counts.astype(U4)))
-    return result
+def by_owner(
+    tables: Iterable[tuple[Sequence[Owner], Array]],
+) -> list[tuple[Owner, Array, Array]]:
+    """Per owner the different ranges (RANGE) that records name, none of them ABSENT, and how many
+    name each (u4). What lives in a shard is nobody's. tables: VALUE records, and their owners."""
+    ids: dict[Owner, list[Array]] = {}
+    for owners, records in tables:
+        named, whose = ids_of(records), records["owner"]
+        for number in sorted(set(whose.tolist())):
+            if owners[number] != INLINE:
+                ids.setdefault(owners[number], []).append(named[whose == number])
+    return [(owner, *_counted(np.concatenate(these))) for owner, these in ids.items()]
+
+
+def _counted(ids: Array) -> tuple[Array, Array]:
+    """The different ones (RANGE), and how often each is there. Of one, numpy would sort it."""
+    if every(ids == ids[0]):
+        return ranges_of(ids[:1]), np.array([len(ids)], U4)
+    different, counts = np.unique(ids, return_counts=True)
+    return ranges_of(different), counts.astype(U4)
 
 
 def extents_of(records: Array) -> tuple[Array, Array, Array]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.memory.extents import every
 from dataplane.metadata.tables.bits import all_of, of_mask, picked
-from dataplane.metadata.tables.references import Array, ids_of, ranges_of, unique
+from dataplane.metadata.tables.references import Array
 from dataplane.wire.limits import (
     ABSENT,
     INLINE_ALIGNMENT_BYTES,
@@ -345,22 +345,6 @@ def joined(parts: Sequence[Values]) -> Values:
         holes=holes or None,
         leaves=leaves or None,
     )
-
-
-def loose_by_owner(parts: Iterable[Loose]) -> list[tuple[Owner, Array, Array]]:
-    """Per owner the different ranges (RANGE) that records name, and how many name each (u4). What
-    lives here is nobody's."""
-    ids: dict[Owner, list[Array]] = {}
-    for owners, records in by_tables(parts):
-        for number in unique(records["owner"]).tolist():
-            if owners[number] != INLINE:
-                mine = records[records["owner"] == number]
-                ids.setdefault(owners[number], []).append(ids_of(mine))
-    found = []
-    for owner, these in ids.items():
-        different, counts = np.unique(np.concatenate(these), return_counts=True)
-        found.append((owner, ranges_of(different), counts.astype(U4)))
-    return found
 
 
 def by_tables(

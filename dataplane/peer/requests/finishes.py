@@ -24,7 +24,6 @@ from dataplane.wire.limits import ABSENT
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
 from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import INLINE
 
 
 class Finishing:
@@ -128,9 +127,8 @@ class Finishing:
         released = merely and not entry.store.is_leased(body.lease)
         if body.again and (released or entry.store.has_finished(body.lease, body.index)):
             flat = rowset.flat_values(body.columns)
-            for named in by_owner(flat[flat["owner"] != ABSENT], body.owners):
-                if named[0] != INLINE:
-                    self.references.let_go(*named)  # the first time they were taken
+            for named in by_owner([(body.owners, flat[flat["owner"] != ABSENT])]):
+                self.references.let_go(*named)  # the first time they were taken
             return PutDone()
         self.share.check_values(body.inline)
         outcome = entry.store.finish(body)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import some
+from dataplane.memory.extents import every
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room
@@ -32,7 +32,17 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
+from dataplane.wire.records import (
+    DIGEST,
+    EXTENT,
+    ONE_VALUE,
+    RANGE,
+    U4,
+    U8,
+    VALUE,
+    column,
+    joined,
+)
 from dataplane.wire.tables import INLINE, Column, Owner
 
 log = logging.getLogger(__name__)
@@ -52,6 +62,7 @@ class Committed:
 
 
 NONE = Committed([], [], np.zeros(0, RANGE), np.zeros(0, U4))
+_NO_LENGTHS = np.zeros(0, U8)
 
 
 class Grants:
@@ -140,30 +151,18 @@ class Grants:
     ) -> Committed:
         """Ranges for what a client wrote, and holds on what it shares; all or nothing. What is to
         live in the shard stays as it came."""
+        raw = rowset.raw_values(columns)
         if not written and not shared:
-            small = rowset.all_inline(columns)
-            if small is not None:
-                return Committed(small, [INLINE] if small else [], NONE.ranges, NONE.counts)
+            _, inline = _named(raw, _NO_LENGTHS)
+            renamed = _renamed(columns, raw, NONE.ranges)
+            return Committed(renamed, [INLINE] if inline else [], NONE.ranges, NONE.counts)
         space = self.host.space
-        whole = rowset.flat_values(columns)
-        inline = whole["owner"] == 1
-        owners = [self.host.owner, INLINE] if some(inline) else [self.host.owner]
-        if np.count_nonzero(whole["owner"] > 1):
-            raise ProtocolError("a value is in a range of this message, or in the message")
-        whole = whole.copy()
-        flat = whole[~inline]
         extents, known = column(written, EXTENT), column(shared, RANGE)
-        index = flat["range"].astype(np.intp)
-        total = len(extents) + len(known)
-        if np.count_nonzero(index >= total):
-            raise ProtocolError(f"a value names range {int(index.max())} of {total}")
-        counts = np.bincount(index, minlength=total).astype(U4)
         lengths = extents["length"]
         if len(known):
             lengths = np.concatenate((lengths, space.ranges.extents(known)["length"]))
-        room = lengths[index]
-        if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
-            raise ProtocolError("a value reaches beyond the end of its range")
+        named, inline = _named(raw, lengths)
+        counts = np.array(named, U4)
         space.hold(known, counts[len(extents) :])
         try:
             fresh = space.commit(session.id, extents, counts[: len(extents)], kind)
@@ -171,9 +170,8 @@ class Grants:
             space.release(known, counts[len(extents) :])
             raise
         ranges = joined((fresh, known), RANGE) if len(known) else fresh
-        flat["range"], flat["generation"] = ranges["range"][index], ranges["generation"][index]
-        whole[~inline] = flat
-        return Committed(rowset.with_values(columns, whole), owners, ranges, counts)
+        owners = [self.host.owner, INLINE] if inline else [self.host.owner]
+        return Committed(_renamed(columns, raw, ranges), owners, ranges, counts)
 
     # for the messages that name what was written
 
@@ -204,6 +202,62 @@ class Grants:
             ranges = committed.ranges
             pin = self.host.space.keep(session.id, ranges)
             failure.details |= {"ranges": ranges.tobytes(), "pin": pin}
+
+
+def _named(raw: bytes, lengths: npt.NDArray[Any]) -> tuple[npt.ArrayLike, bool]:
+    """How many of a client's values lie in each range of their message, which have these lengths,
+    and whether any lies in the message itself: their owner is 1. ProtocolError where one is in
+    neither."""
+    total = len(lengths)
+    if len(raw) % VALUE.itemsize:
+        raise ProtocolError(f"{len(raw)} bytes are no column of values")
+    if len(raw) <= rowset.FEW_BYTES:
+        rooms, many, inline = lengths.tolist(), [0] * total, False
+        for index, _, nbytes, _, delta, owner in ONE_VALUE.iter_unpack(raw):
+            if owner == 1:
+                inline = True
+            elif owner or index >= total or delta + nbytes > rooms[index]:
+                break  # what is wrong with it is said below
+            else:
+                many[index] += 1
+        else:
+            return many, inline
+    flat = np.frombuffer(raw, VALUE)
+    elsewhere = flat["owner"] != 1
+    if np.count_nonzero(flat["owner"] > 1):
+        raise ProtocolError("a value is in a range of this message, or in the message")
+    flat = flat[elsewhere]
+    index = flat["range"].astype(np.intp)
+    if np.count_nonzero(index >= total):
+        raise ProtocolError(f"a value names range {int(index.max())} of {total}")
+    room = lengths[index]
+    if np.count_nonzero((flat["delta"] > room) | (flat["nbytes"] > room - flat["delta"])):
+        raise ProtocolError("a value reaches beyond the end of its range")
+    return np.bincount(index, minlength=total), not every(elsewhere)
+
+
+def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> list[Column]:
+    """The columns with these ranges in place of the message's. Where there is none, what lies in
+    the message has the first owner."""
+    if len(raw) <= rowset.FEW_BYTES:
+        names, inline = ranges.tolist(), min(1, len(ranges))
+        made = b"".join(
+            [
+                ONE_VALUE.pack(*one[:5], inline)
+                if one[5]
+                else ONE_VALUE.pack(*names[one[0]], *one[2:])
+                for one in ONE_VALUE.iter_unpack(raw)
+            ]
+        )
+        return rowset.with_records(columns, made)
+    flat = np.frombuffer(bytearray(raw), VALUE)
+    if not len(ranges):
+        flat["owner"] = 0
+    else:
+        here = (flat["owner"] == 0).nonzero()[0]
+        to = ranges[flat["range"][here]]
+        flat["range"][here], flat["generation"][here] = to["range"], to["generation"]
+    return rowset.with_records(columns, flat.tobytes())
 
 
 def _admission(body: Reserve) -> Admission:

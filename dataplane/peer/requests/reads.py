@@ -24,6 +24,7 @@ from dataplane.errors import (
 from dataplane.memory.extents import every, some
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import rows_out
+from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline, call_stage
 from dataplane.peer.net.mesh import Mesh
@@ -36,7 +37,15 @@ from dataplane.peer.sessions import Session
 from dataplane.wire.limits import ABSENT, MAX_FRAME_BYTES, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.peering import Found
-from dataplane.wire.records import PLACE, PLACE_ABSENT, PLACE_INLINE, RANGE
+from dataplane.wire.records import (
+    ONE_PLACE,
+    ONE_VALUE,
+    PLACE,
+    PLACE_ABSENT,
+    PLACE_INLINE,
+    RANGE,
+    VALUE,
+)
 from dataplane.wire.tables import INLINE, Owner, Table
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2
@@ -73,20 +82,39 @@ class Reading:
     ) -> Resolved | Awaitable[Resolved]:
         """At once where all bytes are here, else after pulling them. in_place: on devices too,
         where the holder reads those."""
-        if INLINE in table.owners:
-            columns = rowset.inline_places(table.columns, table.owners.index(INLINE))
-            if columns is not None:
-                return Table(table.rows, columns, table.specs, [], table.tags, table.inline), 0
+        raw, space, me = rowset.raw_values(table.columns), self.host.space, self.host.owner
+        own = all([owner in (me, INLINE) for owner in table.owners])
+        if own and space.all_here and len(raw) <= rowset.FEW_BYTES:
+            return self._places_of_few(table, raw, holder)
         reader = holder if in_place else PULLER
-        flat = rowset.flat_values(table.columns)
-        here, me = _in_ranges(table, flat), self.host.owner
+        flat = np.frombuffer(raw, VALUE)
+        here = _in_ranges(table, flat)
         if not some(here):
             return self._places(table, flat, here, holder)
-        if all(owner in (me, INLINE) for owner in table.owners):
-            space = self.host.space
-            if space.all_here or not self.pulls.away(rowset.ranges_of(flat[here]), reader):
-                return self._places(table, flat, here, holder)
+        if own and (space.all_here or not self.pulls.away(ranges_of(ids_of(flat[here])), reader)):
+            return self._places(table, flat, here, holder)
         return self._pull(table, flat, holder, reader)
+
+    def _places_of_few(self, table: Table, raw: bytes, holder: int) -> Resolved:
+        """As `_places`, one by one."""
+        inline = table.owners.index(INLINE) if INLINE in table.owners else ABSENT
+        places: list[tuple[int, int, int, int]] = []
+        ranges, pin = [], 0
+        for number, generation, nbytes, spec, delta, owner in ONE_VALUE.iter_unpack(raw):
+            if owner == ABSENT:
+                places.append((0, nbytes, spec, PLACE_ABSENT))
+            elif owner == inline:
+                places.append((number, nbytes, spec, PLACE_INLINE))
+            else:
+                ranges.append((number, generation))
+                places.append((delta, nbytes, spec, 0))
+        if ranges:
+            pin, starts = self.host.space.pin_places(holder, np.array(ranges, RANGE))
+            start = iter(starts.tolist())
+            places = [one if one[3] else (next(start) + one[0], *one[1:]) for one in places]
+        made = b"".join([ONE_PLACE.pack(*one) for one in places])
+        columns = rowset.with_records(table.columns, made)
+        return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     def _places(
         self,
@@ -101,11 +129,12 @@ class Reading:
         # offset where that has its range, of generation 0.
         places, whole, pin = flat.copy().view(PLACE), every(here), 0
         if not whole:
-            places["flags"] = np.where(flat["owner"] == ABSENT, PLACE_ABSENT, PLACE_INLINE)
+            places["flags"] = PLACE_INLINE
+            places["flags"][flat["owner"] == ABSENT] = PLACE_ABSENT
         if some(here):
             space: Space = self.host.space
             values = flat if whole else flat[here]
-            ranges = rowset.ranges_of(values)
+            ranges = ranges_of(ids_of(values))
             if pinned:
                 starts = space.ranges.offsets(ranges)
                 pin = pinned.pop()
@@ -114,7 +143,7 @@ class Reading:
             at = slice(None) if whole else here
             places["offset"][at] = starts + values["delta"]
             places["flags"][at] = 0
-        columns = rowset.with_values(table.columns, places)
+        columns = rowset.with_records(table.columns, places.tobytes())
         return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     async def _pull(
@@ -154,7 +183,7 @@ class Reading:
     ) -> None:
         """A local RANGE for each of these values of an owner, in its place."""
         wanted = flat[at]
-        keys = rowset.ranges_of(wanted).view(np.uint64)
+        keys = ids_of(wanted)
         order = keys.argsort(kind="stable")
         keys = keys[order]
         first = np.empty(len(keys), np.bool_)  # of the values in one range

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, Unavailable
 from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.tables.references import ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import CALL_S, Mesh
@@ -212,7 +213,7 @@ def _named(body: Put | Finish | Restore) -> Ranges:
     there = flat["owner"] != ABSENT
     if INLINE in body.owners:
         there &= flat["owner"] != body.owners.index(INLINE)
-    return rowset.ranges_of(flat[there])
+    return ranges_of(ids_of(flat[there]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -74,6 +75,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     raise ProtocolError(f"no dtype of this protocol: {name[:64]!r}")
 
 
+@lru_cache(maxsize=4096)
 def spec_of(
     dtype: np.dtype[Any], shape: tuple[int, ...], loose: bool = False, ragged: int = 0
 ) -> Spec:

@@ -153,7 +153,7 @@ def test_few_and_many_values_are_laid_out_by_one_rule() -> None:
                 check_records(parcel)
             assert few.sizes == parcel.sizes.tolist() and few.nbytes == parcel.nbytes
             assert few.inline == inline_of(parcel) and bool(few.inline) == inline
-            assert [c.wire() for c in few.cells] == parcel.columns()
+            assert few.columns == [cells.wire() for cells in parcel.cells]
 
 
 def test_a_hundred_thousand_rows_pack_densely() -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataplane.client.core import Deadline, Handle, Operation, ask
 from dataplane.client.write.layout import BLOCK_STEP_BYTES
-from dataplane.client.write.written import Written, mapped
+from dataplane.client.write.written import Written
 from dataplane.errors import ShardFull
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.messages import Reserve, Reserved
@@ -78,7 +78,7 @@ def landed(
 
     return msgspec.structs.replace(
         written,
-        cells=[mapped(cells, move) for cells in written.cells],
+        columns=[cells.mapped(move).wire() for cells in written.cells],
         ranges=ranges,
         shared=shared,
         pin=pin,

@@ -268,7 +268,7 @@ class Lease:
 
     def _tally(self, written: Written) -> None:
         tally = self.handle.session.tally
-        tally.of_stage(self.stage, added_bytes=volume(written.columns()))
+        tally.of_stage(self.stage, added_bytes=volume(written.columns))
         tally.add("copy", bytes=written.copied_bytes)
 
     def fetch(self, fields: Sequence[str], timeout: float | None) -> Operation[Fetched]:
@@ -464,7 +464,7 @@ class Lease:
         room_bytes = int(padded(written.ranges["length"]).sum()) if len(written.ranges) else 0
         return msgspec.structs.replace(
             body,
-            columns=written.columns(),
+            columns=written.columns,
             specs=written.specs,
             ranges=written.ranges.tobytes(),
             shared=written.shared.tobytes(),
@@ -546,5 +546,5 @@ def _meet(one: Index, other: Index) -> bool:
 
 def part_bytes(written: Written) -> int:
     """What these values add to a message."""
-    cells = sum(c.values.nbytes + c.leaves.nbytes + 4 * len(c.values) for c in written.cells)
-    return cells + len(written.inline) + written.ranges.nbytes + 64 * len(written.specs)
+    records = sum(len(c.values) + len(c.leaf_counts) + len(c.leaves) for c in written.columns)
+    return records + len(written.inline) + written.ranges.nbytes + 64 * len(written.specs)

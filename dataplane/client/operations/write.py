@@ -175,7 +175,7 @@ class Putting:
             self.handle.name,
             self.generation,
             self.identity.wire(index),
-            written.columns(),
+            written.columns,
             written.specs,
             take_tags(self.tags, index),
             written.ranges.tobytes(),

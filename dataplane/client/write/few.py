@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dataplane.client.write.layout import BLOCK_STEP_BYTES, PARCEL_BYTES
 from dataplane.client.write.parallel import POPULATE_BYTES, Copy, carry_out, populate
 from dataplane.client.write.values import Buffer, Prepared, PreparedColumn, Strip
-from dataplane.client.write.written import Cells, Written
+from dataplane.client.write.written import Written
 from dataplane.memory.mapping import WriteMaps
 from dataplane.memory.placement import place
 from dataplane.wire.limits import (
@@ -28,8 +28,8 @@ from dataplane.wire.limits import (
     INLINE_ROW_BYTES,
     PACK_LIMIT_BYTES,
 )
-from dataplane.wire.records import EXTENT, ONE_VALUE, U4, VALUE
-from dataplane.wire.tables import Spec
+from dataplane.wire.records import EXTENT, ONE_VALUE, U4
+from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[Any]
 Record = tuple[int, int, int, int, int, int]
@@ -44,7 +44,7 @@ _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES + 1)]
 class Few(msgspec.Struct, frozen=True, eq=False):
     """Values with their records. The first ranges are the blocks."""
 
-    cells: list[Cells]
+    columns: list[Column]
     specs: list[Spec]
     blocks: list[bytes]
     large: list[Buffer]
@@ -80,9 +80,9 @@ class Few(msgspec.Struct, frozen=True, eq=False):
     def written(self, offsets: list[int]) -> Written:
         """As the parts of a message."""
         if not offsets:
-            return Written(self.cells, self.specs, inline=self.inline)
+            return Written(self.columns, self.specs, inline=self.inline)
         ranges = np.array(list(zip(offsets, self.sizes, strict=True)), EXTENT)
-        return Written(self.cells, self.specs, ranges, inline=self.inline)
+        return Written(self.columns, self.specs, ranges, inline=self.inline)
 
 
 def room(size: int) -> int:
@@ -111,7 +111,7 @@ def lay_few(prepared: Prepared, inline: bool, together: bool = False) -> Few | N
     blocks = [b"".join(block) for block in laid.blocks]
     sizes = [*map(len, blocks), *laid.large_sizes]
     total, going = sum(map(room, sizes)), b"".join(laid.inline)
-    return Few(laid.cells(), prepared.specs, blocks, laid.large, sizes, total, going)
+    return Few(laid.columns(), prepared.specs, blocks, laid.large, sizes, total, going)
 
 
 class _Laid:
@@ -129,23 +129,14 @@ class _Laid:
     def add(self, one: PreparedColumn) -> None:
         """A field: its values, inline as long as their rows may bring them, then their leaves, of a
         row all or none."""
-        sizes, left, goes = _each(one.values.sizes, one.values.count), self._left, []
-        for row, size in enumerate(sizes):
-            takes = inline_room(size)
-            small = size <= INLINE_LIMIT_BYTES and takes <= left[row]
-            goes.append(small)
-            if small:
-                left[row] -= takes
-        values, leaves = self._strip(one.values, sizes, goes), []
+        values, leaves = self._strip(one.values), []
         if one.leaf_counts is not None and one.leaves is not None:
-            sizes = _each(one.leaves.sizes, one.leaves.count)
-            goes = self._leaves_inline(sizes, one.leaf_counts.tolist())
-            leaves = self._strip(one.leaves, sizes, goes)
+            leaves = self._strip(one.leaves, self._leaves_inline(one.leaves, one.leaf_counts))
         self._columns.append((one, values, leaves))
 
-    def _leaves_inline(self, sizes: list[int], counts: list[int]) -> list[bool]:
-        at, goes = 0, []
-        for row, count in enumerate(counts):
+    def _leaves_inline(self, leaves: Strip, counts: npt.NDArray[np.int64]) -> list[bool]:
+        sizes, at, goes = _each(leaves.sizes, leaves.count), 0, list[bool]()
+        for row, count in enumerate(counts.tolist()):
             some = sizes[at : at + count]
             small = [size <= INLINE_LIMIT_BYTES for size in some]
             takes = sum(inline_room(size) for size in some if size <= INLINE_LIMIT_BYTES)
@@ -157,14 +148,18 @@ class _Laid:
             at += count
         return goes
 
-    def _strip(self, strip: Strip, sizes: list[int], goes: list[bool]) -> list[Record]:
-        """goes: which values are inline."""
+    def _strip(self, strip: Strip, goes: list[bool] | None = None) -> list[Record]:
+        """goes: which values are inline; None: those that their rows may bring, one a row."""
         records: list[Record] = []
-        specs = _each(strip.specs, strip.count)
-        for value, size, inline, spec in zip(strip.source, sizes, goes, specs, strict=True):
+        sizes, specs = _each(strip.sizes, strip.count), _each(strip.specs, strip.count)
+        left = self._left
+        for at, (value, size, spec) in enumerate(zip(strip.source, sizes, specs, strict=True)):
+            takes = inline_room(size)
+            inline = size <= INLINE_LIMIT_BYTES and takes <= left[at] if goes is None else goes[at]
             if inline:
+                if goes is None:
+                    left[at] -= takes
                 records.append((self._inline_bytes, 0, size, spec, 0, 1))
-                takes = inline_room(size)
                 self.inline += (value, _PADDING[takes - size])
                 self._inline_bytes += takes
             elif size < PACK_LIMIT_BYTES:
@@ -183,18 +178,18 @@ class _Laid:
                 self.large_sizes.append(size)
         return records
 
-    def cells(self) -> list[Cells]:
+    def columns(self) -> list[Column]:
         """Of all fields, once it is known how many blocks there are: large values come behind."""
-        cells = []
+        columns = []
         for one, values, leaves in self._columns:
-            if one.leaf_counts is None:
-                cells.append(Cells(one.field, self._column(values)))
-            else:
-                counts = one.leaf_counts.astype(U4)
-                cells.append(Cells(one.field, self._column(values), counts, self._column(leaves)))
-        return cells
+            column = Column(one.field, self._column(values))
+            if one.leaf_counts is not None:
+                column.leaf_counts = one.leaf_counts.astype(U4).tobytes()
+                column.leaves = self._column(leaves)
+            columns.append(column)
+        return columns
 
-    def _column(self, records: list[Record]) -> Records:
+    def _column(self, records: list[Record]) -> bytes:
         """VALUE records."""
         blocks = len(self.blocks)
         if blocks and self.large:
@@ -202,7 +197,7 @@ class _Laid:
                 (one[0] + blocks, *one[1:]) if one[2] >= PACK_LIMIT_BYTES else one
                 for one in records
             ]
-        return np.frombuffer(b"".join([ONE_VALUE.pack(*record) for record in records]), VALUE)
+        return b"".join([ONE_VALUE.pack(*record) for record in records])
 
 
 def _nbytes(one: PreparedColumn) -> int:

@@ -7,12 +7,13 @@ those it writes itself, then those it shares with values that the peer has alrea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +25,7 @@ from dataplane.wire.tables import Column, Spec
 Ints = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
-_NO_INTS = np.zeros(0, np.int64)
+_NO_INTS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, VALUE)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +95,32 @@ class Layout:
         return ends
 
 
-class Cells(NamedTuple):
-    """The records of one field: VALUE a row, and for array leaves u4 counts a row and VALUE."""
+class Cells(msgspec.Struct, frozen=True, eq=False):
+    """One field of the rows as records: VALUE, and those of array leaves where rows have any."""
 
     field: str
     values: Records
-    leaf_counts: npt.NDArray[np.uint32] | None
-    leaves: Records
+    leaf_counts: npt.NDArray[np.uint32] | None = None
+    leaves: Records = _NO_VALUES
+
+    def wire(self) -> Column:
+        counts = b"" if self.leaf_counts is None else self.leaf_counts.tobytes()
+        return Column(self.field, self.values.tobytes(), counts, self.leaves.tobytes())
+
+    def mapped(self, change: Callable[[Records], Records]) -> Cells:
+        """With its values, then its leaves, changed."""
+        return Cells(self.field, change(self.values), self.leaf_counts, change(self.leaves))
+
+    def take(self, rows: Ints) -> Cells:
+        """Only the cells of these rows."""
+        if self.leaf_counts is None:
+            return Cells(self.field, self.values[rows])
+        counts = self.leaf_counts
+        starts = np.cumsum(counts) - counts
+        # Leaves of the taken rows, in the order of the rows.
+        taken = [np.arange(starts[r], starts[r] + counts[r]) for r in rows.tolist()]
+        at = np.concatenate(taken) if taken else np.zeros(0, np.intp)
+        return Cells(self.field, self.values[rows], counts[rows], self.leaves[at.astype(np.intp)])
 
 
 class Strand(NamedTuple):
@@ -181,21 +201,9 @@ class Parcel:
                 column.field,
                 self._records(column.values),
                 self._leaf_counts(column),
-                np.zeros(0, VALUE) if column.leaves is None else self._records(column.leaves),
+                _NO_VALUES if column.leaves is None else self._records(column.leaves),
             )
             for column in self._layout.columns
-        ]
-
-    def columns(self) -> list[Column]:
-        """The same as the columns of a message."""
-        return [
-            Column(
-                cells.field,
-                cells.values.tobytes(),
-                b"" if cells.leaf_counts is None else cells.leaf_counts.tobytes(),
-                cells.leaves.tobytes(),
-            )
-            for cells in self.cells
         ]
 
     # dedup

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,11 +44,11 @@ Buffer = Any
 _OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _ANY_LENGTH = (1,)
+"""Whatever the length of a row of one dimension, its spec is the same."""
 _nbytes, _dtype, _shape = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("shape")
 
 
-@dataclass(slots=True)
-class Strip:
+class Strip(msgspec.Struct, eq=False):
     """Values of one field in order: one a row, or the array leaves of its objects.
 
     source: uint8 [count, row bytes] where all have one shape, else one contiguous buffer a value.
@@ -61,8 +61,7 @@ class Strip:
     specs: int | npt.NDArray[np.uint32]
 
 
-@dataclass(slots=True)
-class PreparedColumn:
+class PreparedColumn(msgspec.Struct, eq=False):
     """One field: its values, and the leaves of its objects where there are any."""
 
     field: str
@@ -72,8 +71,7 @@ class PreparedColumn:
     dedup: bool = False
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, eq=False):
     """The columns of one put. `specs` is what the spec numbers of the strips index."""
 
     n: int
@@ -308,10 +306,10 @@ def _prepare(
         numbers = _of_flat(list(column))  # of Python, which are objects where nobody says a dtype
         if isinstance(numbers, np.ndarray):
             return PreparedColumn(name, _dense(numbers, specs))
-    heads = objects.encode_many(column)
+    kinds = set(map(type, column))
+    heads = None if np.ndarray in kinds else objects.encode_many(column)
     if heads is not None:
         return PreparedColumn(name, _heads(heads, specs))
-    kinds = set(map(type, column))
     if Kept in kinds:
         column = [v.value if type(v) is Kept else v for v in column]
         return _objects(name, column, specs, _LOOSE_OBJECT)
@@ -387,8 +385,9 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
 def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Strip:
     """Rows that were given one by one. ragged: the axis in which they differ, where it is known."""
     if len(arrays) == 1:
-        one, ragged = arrays[0], ragged or 0
-        spec = specs.number(spec_of(one.dtype, one.shape, True, ragged))
+        one = arrays[0]
+        shape = one.shape if ragged or one.ndim != 1 else _ANY_LENGTH
+        spec = specs.number(spec_of(one.dtype, shape, True, ragged or 0))
         return Strip(1, [raw(one)], one.nbytes, spec)
     if ragged is None:
         shapes = set(map(_shape, arrays))
@@ -403,7 +402,7 @@ def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int 
     count = len(arrays)
     sizes = np.fromiter(map(_nbytes, arrays), np.int64, count)
     forms = list(zip(map(_dtype, arrays), map(_shape, arrays), strict=True))
-    if not ragged:  # whatever the length of a row of one dimension, its spec is the same
+    if not ragged:
         forms = [(dtype, shape if len(shape) != 1 else _ANY_LENGTH) for dtype, shape in forms]
     different = dict.fromkeys(forms)
     numbers = {form: specs.number(spec_of(*form, loose, ragged)) for form in different}
@@ -414,6 +413,8 @@ def _ragged(arrays: list[Array], specs: Specs, loose: bool = False, ragged: int 
 
 
 def _heads(heads: list[bytes], specs: Specs, spec: Spec = _OBJECT) -> Strip:
+    if len(heads) == 1:
+        return Strip(1, heads, len(heads[0]), specs.number(spec))
     sizes = np.fromiter(map(len, heads), np.int64, len(heads))
     return Strip(len(heads), heads, sizes, specs.number(spec))
 

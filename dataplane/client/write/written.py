@@ -8,62 +8,23 @@ keeps the records right. Pure columns, no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.write.parcel import Parcel
+from dataplane.client.write.parcel import Cells, Parcel
 from dataplane.wire.limits import INLINE_ALIGNMENT_BYTES
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, VALUE
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, VALUE, column
 from dataplane.wire.tables import Column, Spec
 
 Records = npt.NDArray[Any]
 _FEW_SPECS = 64
-_NO_VALUES, _NO_EXTENTS, _NO_RANGES = np.zeros(0, VALUE), np.zeros(0, EXTENT), np.zeros(0, RANGE)
+_NO_EXTENTS, _NO_RANGES = np.zeros(0, EXTENT), np.zeros(0, RANGE)
 _NO_DIGESTS, _NO_INDEX = np.zeros(0, DIGEST), np.zeros(0, U4)
 Index = npt.NDArray[np.intp]
-
-
-class Cells(msgspec.Struct, frozen=True, eq=False):
-    """One field of the rows: VALUE records, and those of array leaves where rows have any."""
-
-    field: str
-    values: Records
-    leaf_counts: Records | None = None
-    leaves: Records = _NO_VALUES
-
-    def wire(self) -> Column:
-        counts = b"" if self.leaf_counts is None else self.leaf_counts.tobytes()
-        return Column(self.field, self.values.tobytes(), counts, self.leaves.tobytes())
-
-    def shifted(self, ranges: Records, specs: int, inline: int = 0) -> Cells:
-        """The same cells where ranges are renumbered, and specs and inline bytes come behind so
-        many others."""
-        return mapped(self, lambda records: _shift(records, ranges, specs, inline))
-
-    def respecified(self, specs: Records) -> Cells:
-        """The same cells where specs are renumbered."""
-        values, leaves = self.values.copy(), self.leaves.copy()
-        values["spec"], leaves["spec"] = specs[values["spec"]], specs[leaves["spec"]]
-        return Cells(self.field, values, self.leaf_counts, leaves)
-
-    def take(self, rows: Index) -> Cells:
-        """Only the cells of these rows."""
-        if self.leaf_counts is None:
-            return Cells(self.field, self.values[rows])
-        counts = self.leaf_counts
-        starts = np.cumsum(counts) - counts
-        # Leaves of the taken rows, in the order of the rows.
-        taken = [np.arange(starts[r], starts[r] + counts[r]) for r in rows.tolist()]
-        at = np.concatenate(taken) if taken else np.zeros(0, np.intp)
-        return Cells(self.field, self.values[rows], counts[rows], self.leaves[at.astype(np.intp)])
-
-
-def mapped(cells: Cells, change: Callable[[Records], Records]) -> Cells:
-    """The cells with their values, then their leaves, changed."""
-    return Cells(cells.field, change(cells.values), cells.leaf_counts, change(cells.leaves))
 
 
 def _shift(records: Records, ranges: Records, specs: int, inline: int) -> Records:
@@ -79,12 +40,18 @@ def _shift(records: Records, ranges: Records, specs: int, inline: int) -> Record
     return shifted
 
 
+def _respecified(records: Records, specs: Records) -> Records:
+    changed = records.copy()
+    changed["spec"] = specs[records["spec"]]
+    return changed
+
+
 class Written(msgspec.Struct, frozen=True, eq=False):
-    """Cells of some rows and where their bytes lie. `ranges`: EXTENT, `shared`: RANGE records.
+    """Columns of some rows and where their bytes lie. `ranges`: EXTENT, `shared`: RANGE records.
 
     inline: the bytes of those that are to live in the shard, each padded to 8."""
 
-    cells: list[Cells]
+    columns: list[Column]
     specs: list[Spec]
     ranges: Records = _NO_EXTENTS
     shared: Records = _NO_RANGES
@@ -105,10 +72,20 @@ class Written(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def fields(self) -> list[str]:
-        return [c.field for c in self.cells]
+        return [c.field for c in self.columns]
 
-    def columns(self) -> list[Column]:
-        return [c.wire() for c in self.cells]
+    @property
+    def cells(self) -> list[Cells]:
+        """The columns, to be looked into."""
+        return [
+            Cells(
+                c.field,
+                column(c.values, VALUE),
+                column(c.leaf_counts, U4) if c.leaf_counts else None,
+                column(c.leaves, VALUE),
+            )
+            for c in self.columns
+        ]
 
     def take(self, rows: Index) -> tuple[Written, Records]:
         """Only these rows; and the written ranges that no value of theirs uses (EXTENT)."""
@@ -128,7 +105,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
 
         return msgspec.structs.replace(
             self,
-            cells=[mapped(c, move) for c in cells],
+            columns=[c.mapped(move).wire() for c in cells],
             ranges=self.ranges[own],
             shared=self.shared[shared - len(self.ranges)],
             digests=self.digests[kept],
@@ -164,10 +141,10 @@ class Written(msgspec.Struct, frozen=True, eq=False):
             inline.place(moved, mine, where, lambda at, n: read(at, n).tobytes())
             return moved
 
-        cells = [mapped(c, move) for c in first.cells]
+        columns = [c.mapped(move).wire() for c in first.cells]
         return (
             msgspec.structs.replace(
-                first, cells=cells, ranges=first.ranges[stays], inline=inline.joined
+                first, columns=columns, ranges=first.ranges[stays], inline=inline.joined
             ),
             second,
             True,
@@ -210,14 +187,15 @@ def beside(parts: list[Written]) -> Written:
     """Different fields of the same rows in one message."""
     if len(parts) == 1:
         return parts[0]
-    cells: list[Cells] = []
+    columns: list[Column] = []
     specs: list[Spec] = []
     inline = 0
     for part, renumber in zip(parts, _renumberings(parts), strict=True):
-        cells += [c.shifted(renumber, len(specs), inline) for c in part.cells]
+        shift = partial(_shift, ranges=renumber, specs=len(specs), inline=inline)
+        columns += [c.mapped(shift).wire() for c in part.cells]
         specs += part.specs
         inline += len(part.inline)
-    return _joined(parts, cells, specs)
+    return _joined(parts, columns, specs)
 
 
 def written_of(
@@ -228,16 +206,18 @@ def written_of(
     inline: bytes = b"",
 ) -> Written:
     """A parcel in the arena as the parts of a message, with no more specs than it uses."""
-    cells = [Cells(*c) for c in parcel.cells]
-    specs = parcel.specs
+    cells, specs = parcel.cells, parcel.specs
     if len(specs) > _FEW_SPECS:
         used = np.unique(np.concatenate([r["spec"] for c in cells for r in (c.values, c.leaves)]))
         renumber = np.zeros(len(specs), U4)
         renumber[used] = np.arange(len(used), dtype=U4)
-        cells = [c.respecified(renumber) for c in cells]
+        cells = [c.mapped(partial(_respecified, specs=renumber)) for c in cells]
         specs = [specs[i] for i in used.tolist()]
     shared = _NO_RANGES if shared is None else shared
-    return Written(cells, specs, ranges, shared, pin, parcel.digests, parcel.digest_ranges, inline)
+    columns = [c.wire() for c in cells]
+    return Written(
+        columns, specs, ranges, shared, pin, parcel.digests, parcel.digest_ranges, inline
+    )
 
 
 def _renumberings(parts: list[Written]) -> list[Records]:
@@ -253,11 +233,11 @@ def _renumberings(parts: list[Written]) -> list[Records]:
     return result
 
 
-def _joined(parts: list[Written], cells: list[Cells], specs: list[Spec]) -> Written:
+def _joined(parts: list[Written], columns: list[Column], specs: list[Spec]) -> Written:
     offsets = np.cumsum([0] + [len(p.ranges) for p in parts[:-1]])
     indexes = [p.digest_index + np.uint32(o) for p, o in zip(parts, offsets.tolist(), strict=True)]
     return Written(
-        cells,
+        columns,
         specs,
         np.concatenate([p.ranges for p in parts]),
         np.concatenate([p.shared for p in parts]),

@@ -228,7 +228,7 @@ class Peer:
 
     def says(self, leaving: bool, spare: bytes) -> Beat:
         """What a life sign tells the authority of this peer."""
-        synced, wanted = self.shipping.synced, self.janitor.is_wanted()
+        synced, wanted = self.shipping.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
 
     def turned(self, old: Roster, new: Roster) -> None:

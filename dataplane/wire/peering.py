@@ -140,13 +140,14 @@ class Found(Body, tag=121):
 class Beat(Body, tag=140):
     """The sender lives; answered by `Rostered`. Any peer may be asked for its roster so.
 
-    synced: its backup, in the roster of this message's epoch, has all that it has. leaving: it
-    wants to hand over its shards. clear: members at which none of its rows' values lie. wanted:
-    somebody uses it, or may soon. spare: one bit a shard, those of the sender that go to a
-    member without any: nothing lives in them, and nothing will before the next roster.
+    synced: its backup, in the roster of this message's epoch, has all that it has; None: not what
+    it took over last, or did just now, and all that it was called in sync with. leaving: it wants
+    to hand over its shards. clear: members at which none of its rows' values lie. wanted: somebody
+    uses it, or may soon. spare: one bit a shard, those of the sender that go to a member without
+    any: nothing lives in them, and nothing will before the next roster.
     """
 
-    synced: bool = False
+    synced: bool | None = False
     leaving: bool = False
     clear: list[str] = []
     wanted: bool = False

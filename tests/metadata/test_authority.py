@@ -201,6 +201,24 @@ def test_an_heir_whose_stream_begins_anew_is_a_learner_again_with_all_its_shards
     assert not made.roster.in_sync[sorted(shards(made, heir))].any()
 
 
+def test_an_heir_whose_backup_does_not_have_yet_what_it_took_over_loses_nothing_of_its_own() -> (
+    None
+):
+    made = authority(A, B, C, D)
+    sync(made, B, C, D)
+    mine = sorted(shards(made, B))
+    heir, _ = made.roster.backup_of(B)
+    assert heir is not None
+    own = sorted(shards(made, heir))
+    made.lost(Owner(B, 2))
+    before = made.roster
+    made.beat(Owner(heir, {C: 3, D: 4}[heir]), before.epoch, synced=None)
+    assert made.roster is before and not before.in_sync[mine].any()
+    assert before.in_sync[own].all()
+    made.lost(Owner(heir, {C: 3, D: 4}[heir]))
+    assert made.roster.lost == frozenset(mine)
+
+
 def test_a_backup_that_lost_the_thread_is_a_learner_again() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)

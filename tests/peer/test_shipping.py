@@ -137,3 +137,42 @@ async def test_who_else_waits_for_the_backup_relies_on_no_answer_that_may_be_on_
     await primary.host.progress.reached(time.monotonic() + 30)
     assert carried and backup.got[1:] == [carried]
     await primary.end()
+
+
+async def test_a_peer_says_in_sync_only_when_what_it_took_over_is_at_its_backup_too() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    assert primary.shipping.has_all
+    backup.refusals = [Unavailable("away")] * 3
+    taken = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    put(taken.store, ["a"])
+    primary.host.entries["q"] = taken
+    primary.shipping.take_over(taken)
+    while len(backup.got) < 4:
+        assert primary.shipping.has_all is None, "it would be called in sync, and risen to primary"
+        await asyncio.sleep(0)
+    while not primary.shipping.has_all:
+        await asyncio.sleep(0)
+    assert len(backup.got) == 5 and primary.host.progress.is_settled
+    await primary.end()
+
+
+async def test_whose_backup_may_be_called_in_sync_answers_nothing_that_it_does_not_have() -> None:
+    """The authority calls it so before the primary hears of that."""
+    backup = Backup()
+    primary = Primary(backup)
+    primary.shipping.turned(primary.roster)
+    while not backup.got:
+        await asyncio.sleep(0)
+    early = primary.declare()  # its callers did not wait: the stream had not been taken yet
+    while primary.shipping.has_all is False:
+        assert not primary.host.progress.required
+        await asyncio.sleep(0)
+    assert primary.shipping.has_all is None
+    while not primary.shipping.has_all:
+        await asyncio.sleep(0)
+    assert primary.host.progress.is_settled
+    put(early.store, ["a"])
+    assert not primary.host.progress.is_settled
+    await primary.end()

@@ -78,15 +78,15 @@ class Authority:
         self,
         peer: Owner,
         epoch: tuple[int, int],
-        synced: bool = False,
+        synced: bool | None = False,
         leaving: bool = False,
         clear: Sequence[str] = (),
         spare: bytes = b"",
     ) -> None:
         """A peer lives, and works under the roster of `epoch`. synced: its backup in that roster
-        has all it has. clear: members at which none of its values lie. spare: one bit a shard,
-        those of it in which nothing lives and will before the next roster, where somebody has none.
-        LimitExceeded for one peer too many."""
+        has all it has; None: what was so before still is. clear: members at which none of its
+        values lie. spare: one bit a shard, those of it in which nothing lives and will before the
+        next roster, where somebody has none. LimitExceeded for one peer too many."""
         if self._is_astray(peer, epoch):
             return
         if not self.roster.has(peer):
@@ -98,7 +98,7 @@ class Authority:
         elif peer not in self.roster.owners:
             self._see(peer)
         backup, _ = self.roster.backup_of(peer.peer)
-        if epoch == self.roster.epoch and backup is not None:
+        if epoch == self.roster.epoch and backup is not None and synced is not None:
             self._sync(peer.peer, synced)
         if leaving and peer.peer not in self.roster.leaving:
             log.info("%s wants to leave", peer.peer)

@@ -60,6 +60,8 @@ class Shipping:
         self.backup: Owner | None = None
         self.synced = False
         """the backup of the present stream has had everything, at least once"""
+        self._whole = 0
+        """before this number lies what it must have beside, to be called in sync"""
         self._stream = 0
         self._queue: deque[_Pending] = deque()
         """what the backup is not known to have; the first one's number in the stream is `_first`"""
@@ -94,6 +96,7 @@ class Shipping:
         if entry.store.emit is not None:
             for op in dump(entry.store):
                 entry.store.emit(op)
+            self._whole = self._end
 
     def _emit(self, entry: Entry, op: Op) -> None:
         if entry.copies is not None:
@@ -128,9 +131,20 @@ class Shipping:
             self.backup = owner
             self._stop()
             self._begin()
-        mine = new.shards_of(self.host.address)
-        in_sync = self.backup is not None and bool(new.in_sync[mine].any())
-        self.progress.required = in_sync
+        self._require()
+
+    @property
+    def has_all(self) -> bool | None:
+        """Whether the backup may be called in sync; None: what was called so is, and what it does
+        not have yet is on its way."""
+        return None if self.synced and self._first < self._whole else self.synced
+
+    def _require(self) -> None:
+        """Nothing leaves before the backup has it where that may be called in sync, or is: it is
+        so at the authority before this peer hears of it."""
+        roster = self.host.roster
+        in_sync = roster.in_sync[roster.shards_of(self.host.address)].any()
+        self.progress.required = self.backup is not None and (self.synced or bool(in_sync))
         self.progress.wake()
 
     def _stop(self) -> None:
@@ -139,11 +153,12 @@ class Shipping:
         self._task = None
         self._clear()
         self.synced = False
+        self._require()
 
     def _clear(self) -> None:
         """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
         self._queue.clear()
-        self._queued_bytes = self._first = self._carried = self._with_values = 0
+        self._queued_bytes = self._first = self._carried = self._with_values = self._whole = 0
         self._stream, self._carrier = secrets.randbits(53), b""
         self._under_way, self._sends, self._is_asked = True, False, False
 
@@ -221,8 +236,10 @@ class Shipping:
         self._confirmed(end)
         if self._is_due:
             self._send()
-        else:
-            self.synced = True
+        elif not self.synced:
+            # What was answered up to now did not wait for it.
+            self.synced, self._whole = True, self._end
+            self._require()
 
     @property
     def _end(self) -> int:

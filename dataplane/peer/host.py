@@ -212,7 +212,7 @@ class Host:
 
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""
-        for shard in roster.lost - self.roster.lost:
+        for shard in roster.lost_since(self.roster):
             self.lost_at[shard] = time.time_ns()
         self.roster = roster
         self.spare = None

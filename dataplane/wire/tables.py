@@ -147,8 +147,8 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     incarnations: one a member, 0 where none was seen. epoch: (authority's incarnation, number).
     primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,
     the first shard in the highest bit. leaving: members that hand over what they have.
-    takeovers: the last ones, for whoever missed the roster of one. lost: one bit a shard, those of
-    which both copies were lost at some time; empty: none.
+    takeovers: the last ones, for whoever missed the roster of one. lost: u1 a shard, how often
+    both copies of it were lost, modulo 256; empty: never, of any.
     """
 
     members: list[str]

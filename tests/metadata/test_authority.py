@@ -122,18 +122,21 @@ def test_a_restarted_peer_returns_as_an_empty_member_and_gets_empty_shards() -> 
 def test_a_roster_says_of_which_shards_both_copies_were_lost() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
+    first = made.roster
     had = {address: shards(made, address) for address in (B, C, D)}
     heir = made.roster.backup_of(B)[0]
     assert heir is not None
     made.lost(Owner(B, 2))
-    assert not made.roster.lost
+    assert not made.roster.lost_since(first)
     made.lost(next(one for one in made.roster.owners if one.peer == heir))
-    assert made.roster.lost == had[B]  # the heir's own have a backup in sync
+    assert made.roster.lost_since(first) == had[B]  # the heir's own have a backup in sync
     again = Roster.from_table(made.roster.table)
-    assert again.lost == had[B]
+    assert again.lost_since(first) == had[B]
     (left,) = {B, C, D} - {B, heir}
     made.lost(next(one for one in made.roster.owners if one.peer == left))
-    assert made.roster.lost == had[B] | had[C] | had[D]
+    # Also what began empty before, which may have been filled since.
+    everything = had[B] | had[C] | had[D]
+    assert made.roster.lost_since(again) == made.roster.lost_since(first) == everything
 
 
 def test_a_process_that_was_called_lost_is_not_let_in_again() -> None:
@@ -216,7 +219,7 @@ def test_an_heir_whose_backup_does_not_have_yet_what_it_took_over_loses_nothing_
     assert made.roster is before and not before.in_sync[mine].any()
     assert before.in_sync[own].all()
     made.lost(Owner(heir, {C: 3, D: 4}[heir]))
-    assert made.roster.lost == frozenset(mine)
+    assert made.roster.lost_since(before) == set(mine)
 
 
 def test_a_backup_that_lost_the_thread_is_a_learner_again() -> None:

@@ -193,7 +193,7 @@ class Authority:
         if not rest:
             return
         primaries, backups = roster.primaries.copy(), roster.backups.copy()
-        mine, lost = roster.primaries == at, roster.lost
+        mine, lost = roster.primaries == at, roster.lost.copy()
         if roster.in_sync[mine].any():
             # Shards that are not in sync yet came from another peer just now: what has arrived of
             # them is no whole copy, so they begin empty there.
@@ -206,12 +206,12 @@ class Authority:
                 f", {partly} of {int(mine.sum())} without their rows" if partly else "",
             )
             primaries[mine] = heir
-            lost |= set(np.flatnonzero(mine & ~roster.in_sync).tolist())
+            lost[mine & ~roster.in_sync] += 1
         elif mine.any():
             log.warning("%s is gone, and had no backup in sync: its shards start empty", address)
             hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
-            lost |= set(np.flatnonzero(mine).tolist())
+            lost[mine] += 1
         backups[mine | (backups == at)] = NO_BACKUP
         renumber = np.full(NO_BACKUP + 1, NO_BACKUP, np.uint16)
         renumber[rest] = np.arange(len(rest), dtype=np.uint16)

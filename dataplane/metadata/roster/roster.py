@@ -23,6 +23,7 @@ NO_BACKUP = 0xFFFF
 MAX_TAKEOVERS = 64
 """So many a roster tells again: more than happen while a peer is cut off and not called lost."""
 
+U1Column = npt.NDArray[np.uint8]
 U2Column = npt.NDArray[np.uint16]
 Flags = npt.NDArray[np.bool_]
 U8Column = npt.NDArray[np.uint64]
@@ -51,8 +52,8 @@ class Roster:
     """members: addresses in order, the first keeps the roster. incarnations: the process of each
     member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
     backup has all that the primary answered for. leaving: those that hand over what they have.
-    takeovers: the last MAX_TAKEOVERS. lost: shards that began empty at some time, because both
-    copies of what they held were lost."""
+    takeovers: the last MAX_TAKEOVERS. lost: how often each shard began empty, because both copies
+    of what it held were lost, modulo 256."""
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -60,9 +61,9 @@ class Roster:
     primaries: U2Column
     backups: U2Column
     in_sync: Flags
+    lost: U1Column
     leaving: frozenset[str] = frozenset()
     takeovers: tuple[Takeover, ...] = ()
-    lost: frozenset[int] = frozenset()
 
     @staticmethod
     def from_seeds(
@@ -85,9 +86,9 @@ class Roster:
             backups[mine] = buddy(members, hosts, host)
         founders = (*members, *(() if keeps else ("",)), *((f"launch {launch}",) if launch else ()))
         authority = _hash("\n".join(founders)) & (2**53 - 1)
-        unsynced = np.zeros(shards, np.bool_)
+        unsynced, lost = np.zeros(shards, np.bool_), np.zeros(shards, np.uint8)
         nobody = (0,) * len(members)
-        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced)
+        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced, lost)
 
     @staticmethod
     def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
@@ -95,8 +96,9 @@ class Roster:
         primaries = np.frombuffer(table.primaries, "<u2").astype(np.uint16)
         backups = np.frombuffer(table.backups, "<u2").astype(np.uint16)
         in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8)).astype(np.bool_)
+        lost = np.frombuffer(table.lost or bytes(shards), np.uint8)
         members = tuple(table.members)
-        columns = (primaries, backups, in_sync)
+        columns = (primaries, backups, in_sync, lost)
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if (
             not 0 < len(members) <= MAX_MEMBERS
@@ -109,9 +111,7 @@ class Roster:
             raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
-        marks = np.unpackbits(np.frombuffer(table.lost, np.uint8))
-        lost = frozenset(np.flatnonzero(marks[:shards]).tolist())
-        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers, lost)
+        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers)
 
     @property
     def table(self) -> RosterTable:
@@ -125,15 +125,8 @@ class Roster:
             np.packbits(self.in_sync).tobytes(),
             sorted(self.leaving),
             list(self.takeovers),
-            self._lost_bits(),
+            self.lost.tobytes() if self.lost.any() else b"",
         )
-
-    def _lost_bits(self) -> bytes:
-        if not self.lost:
-            return b""
-        marks = np.zeros(self.shards, np.bool_)
-        marks[list(self.lost)] = True
-        return np.packbits(marks).tobytes()
 
     def __repr__(self) -> str:
         return f"<Roster of {len(self.members)} peers, {self.shards} shards, epoch {self.epoch}>"
@@ -210,6 +203,10 @@ class Roster:
         at = int(np.bincount(self.primaries[held]).argmax())
         heir = Owner(self.members[at], self.incarnations[at])
         return owner if heir == Owner(owner.peer, 0) else heir
+
+    def lost_since(self, old: Roster) -> set[int]:
+        """The shards that began empty after an older roster."""
+        return set(np.flatnonzero(self.lost != old.lost).tolist())
 
     def places_like(self, old: Roster) -> bool:
         """Whether everything is served where it was: at most, peers were seen or got in sync."""

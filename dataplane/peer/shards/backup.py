@@ -219,7 +219,7 @@ class Replicas:
                 self._forget(owner)
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                self._take_over(owner, origin or _Origin(0), new.lost - old.lost)
+                self._take_over(owner, origin or _Origin(0), new.lost_since(old))
             else:
                 self._forget(owner)
         for owner in list(self._origins):
@@ -241,7 +241,7 @@ class Replicas:
         named, self._named = self._named, set()
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
-    def _take_over(self, owner: Owner, origin: _Origin, empty: frozenset[int]) -> None:
+    def _take_over(self, owner: Owner, origin: _Origin, empty: set[int]) -> None:
         """empty: shards that begin so, of which there may be the beginning of a copy."""
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         for copy in origin.copies.values():

@@ -21,6 +21,7 @@ from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.progress import Progress
+from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Inherited, Release
@@ -201,3 +202,23 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     references.inherited(Caller(heir.peer, heir.incarnation), told)
     assert references.host.space.alive(ranges).tolist() == [True, False]
     assert references.lent.peers == [heir]
+
+
+@pytest.mark.parametrize("misses_one", [False, True])
+def test_an_heir_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
+    misses_one: bool,
+) -> None:
+    """Whoever took over from that one was lost as well, and what the heir has of it is all."""
+    before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
+    told: list[Inherited] = []
+    me: Any = SimpleNamespace(owner=heir, address=heir.peer, heirs=Heirs(), roster=before)
+    mesh: Any = SimpleNamespace(handlers={})
+    shipping: Any = SimpleNamespace(copying=None)
+    references: Any = SimpleNamespace(inherited=None, took_over=lambda to, body: told.append(body))
+    replicas = Replicas(me, mesh, None, shipping, references)  # type: ignore[arg-type]
+    for old, new in pairwise([before, after] if misses_one else [before, middle, after]):
+        me.heirs.follow(old, new)
+        me.roster = new
+        replicas.turned(old, new)
+    assert {one.origin for one in told} == {between}
+    assert len(told) == len(after.owners)

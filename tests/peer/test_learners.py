@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
@@ -47,6 +48,7 @@ class Backup:
             roster=roster,
             lease_numbers=numbers,
             now=lambda: 0.0,
+            heirs=Heirs(),
         )
         mesh: Any = SimpleNamespace(handlers={})
         partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
@@ -65,6 +67,7 @@ class Backup:
 
     def turn(self, new: Roster) -> None:
         old, self.host.roster = self.host.roster, new
+        self.host.heirs.follow(old, new)
         self.replicas.turned(old, new)
 
 

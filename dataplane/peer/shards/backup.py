@@ -217,6 +217,8 @@ class Replicas:
                 continue
             if owner not in whole:
                 self._forget(owner)
+            if self._is_spoken_for(owner, old):
+                continue
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
                 self._take_over(owner, origin or _Origin(0), new.lost_since(old))
@@ -225,6 +227,13 @@ class Replicas:
         for owner in list(self._origins):
             if not new.has(owner) or new.backup_of(owner.peer)[0] != self.host.address:
                 self._forget(owner)
+
+    def _is_spoken_for(self, owner: Owner, old: Roster) -> bool:
+        """Whether one that had its shards meanwhile, unknown to this peer, was lost after it: what
+        is taken over from that one is all. To say beside it that this one had nothing would free
+        what the other could not speak for any more."""
+        between = [heir for _, heir in self.host.heirs.after(owner) if heir != self.host.owner]
+        return any(one in old.owners for one in between)
 
     def _begin(self, first: Roster) -> None:
         """Shards that others lost were given to this process when it came, with nothing in them."""

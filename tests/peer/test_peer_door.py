@@ -1,4 +1,5 @@
-"""Requests of other peers are carried out under the roster that their sender works under."""
+"""Requests of other peers are carried out under the roster that their sender works under, and as
+many at a time as have room."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.peer_door import PeerDoor
+from dataplane.peer.net.peer_door import REQUEST_BYTES, PeerDoor
 from dataplane.peer.net.serving import Serving
+from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
@@ -41,6 +44,8 @@ class Door:
             self.host, {Seal: self._seal}, Tasks().hold, Gate(None, "plane"), Serving(self.host)
         )
         self.id, self.waiting_bytes = b"b", 0
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+        self.may_end = asyncio.Semaphore(0)
 
     async def _seal(self, caller: Caller, body: Seal) -> Body:
         self.under.append(self.host.roster)
@@ -50,12 +55,17 @@ class Door:
         """A handler that carries most out at once, and some in a coroutine."""
         return self._seal(caller, body)
 
+    async def when_it_may(self, caller: Caller, body: Body) -> Body:
+        self.begun.put_nowait(caller.op)
+        await self.may_end.acquire()
+        return Done()
+
     def post(self, frame: bytes) -> None:
         self.answered.put_nowait(peering.decode_reply(frame))
 
     def arrives(self, rid: int) -> None:
         request = PeerRequest(rid, THERE, 2, 0, 0, 0, FIRST.epoch, 1000, Seal("p", 1))
-        self.door.intake._arrived(self, peering.encode(request))  # type: ignore[arg-type]
+        self.door._arrived(self, peering.encode(request))  # type: ignore[arg-type]
 
     async def answer(self) -> Body:
         return (await asyncio.wait_for(self.answered.get(), 10)).body
@@ -102,3 +112,67 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
     refused = said(Seal("p", 1))
     assert isinstance(refused, Failed) and refused.code == "ProtocolError" and not door.under
     assert door.door.refused == 1
+
+
+@pytest.fixture
+async def stream(door: Door) -> AsyncIterator[Stream]:
+    """To the door, whose answers it keeps."""
+    streams = door.door.streams
+    await streams.listen(HERE.replace("10.0.0.1", "127.0.0.1"), "tcp://127.0.0.1:9")
+    stream = await Streams.dial(
+        streams.address,
+        streams.promise(),
+        lambda stream, frame: door.post(frame),
+        lambda stream, why: None,
+    )
+    yield stream
+    stream.close()
+    streams.close()
+
+
+def seal(rid: int) -> bytes:
+    return peering.encode(PeerRequest(rid, THERE, 2, 0, rid, 0, FIRST.epoch, 5000, Seal("p", 1)))
+
+
+async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
+    door: Door, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out = door.door._carried_out
+
+    def fails_once(*what: Any) -> None:
+        monkeypatch.setattr(door.door, "_carried_out", carry_out)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(door.door, "_carried_out", fails_once)
+    door.door.handlers[Seal] = lambda caller, body: Done()
+    stream.post(seal(1))
+    stream.post(seal(2))
+    assert (await asyncio.wait_for(door.answered.get(), 10)).rid == 2
+
+
+async def test_requests_beyond_the_room_wait_until_others_are_answered(
+    door: Door, stream: Stream
+) -> None:
+    door.door.limit_bytes = 2 * REQUEST_BYTES
+    door.door.handlers[Seal] = door.when_it_may
+    for rid in range(1, 4):
+        stream.post(seal(rid))
+    assert [await asyncio.wait_for(door.begun.get(), 10) for _ in range(2)] == [1, 2]
+    third = asyncio.ensure_future(door.begun.get())
+    await asyncio.wait({third}, timeout=0.3)
+    assert not third.done()
+    door.may_end.release()
+    assert await asyncio.wait_for(third, 10) == 3
+    door.may_end.release()
+    door.may_end.release()
+    assert [(await asyncio.wait_for(door.answered.get(), 10)).rid for _ in range(3)] == [1, 2, 3]
+    assert door.door._waiting_bytes == 0
+
+
+async def test_what_is_no_request_is_answered_and_counted(door: Door, stream: Stream) -> None:
+    for frame in (b"two", b"\xc1", seal(4), seal(5)):
+        stream.post(frame)
+    replies = [await asyncio.wait_for(door.answered.get(), 10) for _ in range(4)]
+    assert [(reply.rid, reply.incarnation) for reply in replies] == [(0, 1), (0, 1), (4, 1), (5, 1)]
+    assert all(isinstance(r.body, Failed) and r.body.code == "ProtocolError" for r in replies[:2])
+    assert door.door.refused == 2

@@ -19,7 +19,7 @@ from dataplane.memory.arena import Arena
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.membership import authority
-from dataplane.peer.net import intake, sockets
+from dataplane.peer.net import peer_door, sockets
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
 from dataplane.transport.registry import TCP
@@ -104,7 +104,7 @@ class Cluster:
                 (time, "time_ns", self._wall_ns),
                 (secrets, "randbits", self.rng.getrandbits),
                 (sockets, "Context", partial(Context, network)),
-                (intake, "Streams", partial(Streams, network)),
+                (peer_door, "Streams", partial(Streams, network)),
                 (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
                 # what this machine has installed, or in memory of another run, is no part of it
                 (paths, "candidates", lambda choice: [TCP]),

@@ -1,7 +1,9 @@
 """The peer door: greetings of other peers, over a zmq ROUTER, and their requests, over streams.
 
 A request is answered under the roster that its sender works under, or not at all: one that is
-behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up.
+behind is refused (`StaleEpoch`), and one that is ahead waits until this peer has caught up. While
+those that wait fill the bound nothing is taken from any stream, and TCP makes the senders wait. A
+message that is no request is answered and forgotten; the connection stays.
 """
 
 from __future__ import annotations
@@ -21,13 +23,12 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.intake import Intake
 from dataplane.peer.net.links import bindable, tune
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.net.sockets import Context, Socket
-from dataplane.peer.net.streams import Stream
+from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.once import REPEATABLE, Once, Operations
-from dataplane.wire import peering
+from dataplane.wire import limits, peering
 from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Losses, Stats, Wait
 from dataplane.wire.peering import (
     Append,
@@ -42,10 +43,13 @@ from dataplane.wire.peering import (
     Sample,
     Void,
 )
+from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
+REQUEST_BYTES = 4_096
+"""A request that waits counts as at least this, which bounds their number (65,536) as well."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 ANYBODY = frozenset({PeerHello, Beat, Rostered, Stats})
@@ -79,8 +83,11 @@ class PeerDoor:
         self._serving = serving
         self._router: Socket | None = None
         self._once = Once(Operations())
-        self.intake = Intake(host.incarnation, gate.encrypted, self._arrived)
-        self.streams = self.intake.streams
+        self.streams = Streams(gate.encrypted, self._arrived)
+        self.refusals = Refusals(log, "the peer door")
+        self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
+        self._waiting_bytes = 0
+        """of requests that are not answered yet"""
         self.under_way = 0
         """requests that are being carried out, but for those that only wait"""
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
@@ -91,7 +98,7 @@ class PeerDoor:
     @property
     def refused(self) -> int:
         """Messages and strangers turned away so far, but for those whom libzmq asks about."""
-        return self.intake.refusals.total + self.streams.refusals.total
+        return self.refusals.total + self.streams.refusals.total
 
     async def listen(self, context: Context) -> None:
         """AddressInUse when the address belongs to somebody else."""
@@ -131,7 +138,7 @@ class PeerDoor:
             if not isinstance(request.body, PeerHello):
                 raise ProtocolError("over zmq a peer only greets; what it asks goes over a stream")
         except ProtocolError as exc:
-            return self.intake.refusal(exc)
+            return self._refusal(exc)
         try:
             reply = self._carry_out(request)
             assert isinstance(reply, Body)
@@ -146,8 +153,18 @@ class PeerDoor:
             hello, stream=self.streams.address, stream_secret=self.streams.promise()
         )
 
-    def _arrived(self, stream: Stream, request: PeerRequest, nbytes: int) -> None:
+    def _refusal(self, exc: ProtocolError) -> bytes:
+        """The answer to what is no request."""
+        self.refusals.count(exc)
+        return peering.encode(PeerReply(0, self.host.incarnation, failed(exc)))
+
+    def _arrived(self, stream: Stream, frame: bytes) -> None:
         """Answered at once, unless somebody or something has to be waited for."""
+        try:
+            request = peering.decode_request(frame)
+        except ProtocolError as exc:
+            self.streams.answer(stream, self._refusal(exc))
+            return
         limit_s = request.deadline_ms / 1000
         sender = Owner(request.sender, request.incarnation)
         if request.has is not None:
@@ -161,54 +178,70 @@ class PeerDoor:
                 outcome = self._in_step(request, sender)
         except Exception as exc:
             outcome = failed(exc)
+        nbytes = max(len(frame), REQUEST_BYTES)
         if isinstance(outcome, Body):
-            self._carried_out(stream, request, nbytes, outcome)
-            return
-        call = self._hold(asyncio.ensure_future(outcome))
-        call.add_done_callback(functools.partial(self._ended, stream, request, nbytes))
+            self._carried_out(stream, request, sender, nbytes, outcome)
+        else:
+            self._later(nbytes, outcome, self._ended, stream, request, sender, nbytes)
+
+    def _later(
+        self, nbytes: int, work: Awaitable[Any], then: Callable[..., None], *what: Any
+    ) -> None:
+        """then: called with `what` and the work, when that is done; until then the request takes
+        room."""
+        self._waiting_bytes += nbytes
+        if self._waiting_bytes >= self.limit_bytes:
+            self.streams.pause()
+        call = self._hold(asyncio.ensure_future(work))
+        call.add_done_callback(functools.partial(self._over, nbytes, then, *what))
+
+    def _over(self, nbytes: int, then: Callable[..., None], *what: Any) -> None:
+        was_full = self._waiting_bytes >= self.limit_bytes
+        self._waiting_bytes -= nbytes
+        if was_full and self._waiting_bytes < self.limit_bytes:
+            self.streams.resume()
+        if not what[-1].cancelled():  # this peer ends
+            then(*what)
 
     def _ended(
-        self, stream: Stream, request: PeerRequest, nbytes: int, call: asyncio.Future[Body]
+        self,
+        stream: Stream,
+        request: PeerRequest,
+        sender: Owner,
+        nbytes: int,
+        call: asyncio.Future[Body],
     ) -> None:
-        if call.cancelled():  # this peer ends
-            self.intake.answered(nbytes)
-            return
         failure = call.exception()
         reply = failed(failure) if isinstance(failure, Exception) else call.result()
-        self._carried_out(stream, request, nbytes, reply)
+        self._carried_out(stream, request, sender, nbytes, reply)
 
-    def _carried_out(self, stream: Stream, request: PeerRequest, nbytes: int, reply: Body) -> None:
+    def _carried_out(
+        self, stream: Stream, request: PeerRequest, sender: Owner, nbytes: int, reply: Body
+    ) -> None:
         """The answer goes out when the backup has all that it may tell of."""
         progress = self.host.progress
         refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
         if type(request.body) in UNHELD or refused or progress.is_settled:
-            self.intake.answered(nbytes)
             self._answer(stream, request, reply)
             return
-        append = self.carry(Owner(request.sender, request.incarnation), stream.id)
+        append = self.carry(sender, stream.id)
         if append is not None:
-            self.intake.answered(nbytes)
             self._answer(stream, request, reply, append)
             return
         until = self.host.now() + request.deadline_ms / 1000
-        confirmed = self._hold(asyncio.ensure_future(progress.confirmation(until)))
-        confirmed.add_done_callback(
-            functools.partial(self._confirmed, stream, request, nbytes, reply)
-        )
+        confirmed = progress.confirmation(until)
+        self._later(nbytes, confirmed, self._confirmed, stream, request, reply)
 
     def _confirmed(
         self,
         stream: Stream,
         request: PeerRequest,
-        nbytes: int,
         reply: Body,
         confirmed: asyncio.Future[None],
     ) -> None:
-        self.intake.answered(nbytes)
-        if not confirmed.cancelled():
-            failure = confirmed.exception()
-            answer = failed(failure) if isinstance(failure, Exception) else reply
-            self._answer(stream, request, answer)
+        failure = confirmed.exception()
+        answer = failed(failure) if isinstance(failure, Exception) else reply
+        self._answer(stream, request, answer)
 
     def _answer(
         self, stream: Stream, request: PeerRequest, reply: Body, append: Append | None = None

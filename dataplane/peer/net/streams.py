@@ -321,15 +321,12 @@ class Streams:
         if secret is None:
             self.refusals.count("a stranger's stream")
             return None
-        stream = Stream(self._arrived, self._ended)
+        stream = Stream(self._take, self._ended)
         stream.use(secret, accepted=True)
         self._open.add(stream)
         if self._paused:
             stream.pause()
         return stream
-
-    def _arrived(self, stream: Stream, frame: bytes) -> None:
-        self._take(stream, frame)
 
     def _ended(self, stream: Stream, why: str) -> None:
         log.debug("%r ended: %s", stream, why)

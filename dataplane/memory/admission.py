@@ -39,10 +39,12 @@ _PURPOSE = ("opening new groups", "continuing groups", "pulls from other hosts a
 MAX_EXTENTS = 1024
 """A fragmented arena grants fewer units at once rather than endless extents."""
 
-LONG_BYTES = 16 << 20
-"""Parts that are longer together are rather spread over stretches of this length that were used
-before than put into pages that nobody has touched: those are ten times as slow to write, cost each
-reader a fault, and are memory that the host has not given yet."""
+LONG_BYTES = 1 << 20
+"""What is longer is rather spread over stretches of this length that were used before than put into
+pages that nobody has touched: those are ten times as slow to write, cost each reader a fault, and
+are memory that the host has not given yet."""
+_AHEAD_PART_BYTES = 64 << 10
+"""What is granted ahead may be taken apart into this."""
 
 Piece = tuple[int, int]
 """Start and end of a granted stretch."""
@@ -129,9 +131,14 @@ class Room:
         pieces: list[Piece] = []
         done = 0
         while done < len(units) and len(pieces) < MAX_EXTENTS:
-            upto, piece = self._fill(admission, totals, done, prefer)
+            unit = ends[marks[done] : marks[done + 1] + 1]
+            upto, piece = done, list[Piece]()
+            if self._is_spread(int(unit[-1] - unit[0])):
+                piece = self._spread(admission, unit, prefer)
+            if not piece:
+                upto, piece = self._fill(admission, totals, done, prefer)
             if upto == done:
-                piece = self._spread(admission, ends[marks[done] : marks[done + 1] + 1], prefer)
+                piece = piece or self._spread(admission, unit, prefer)
                 upto += bool(piece)
             if upto == done and (done or not self._evict_between(admission, int(totals[1]))):
                 break
@@ -144,7 +151,10 @@ class Room:
         nbytes = page_up(nbytes)
         if not nbytes or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
             return []
-        return self._take(admission, nbytes, prefer)
+        if not self._is_spread(nbytes):
+            return self._take(admission, nbytes, prefer)
+        parts = np.arange(0, nbytes + _AHEAD_PART_BYTES, _AHEAD_PART_BYTES)
+        return self._spread(admission, np.minimum(parts, nbytes).astype(U8), prefer)
 
     def cut(self, admission: int, nbytes: int) -> int | None:
         """Where so many bytes begin that no client is granted; None where they cannot be had as
@@ -207,6 +217,10 @@ class Room:
         piece = self._take(admission, nbytes, prefer)
         assert piece, (nbytes, room)
         return upto, piece
+
+    def _is_spread(self, nbytes: int) -> bool:
+        """Whether so much has no stretch of pages that were used before, and is worth several."""
+        return nbytes > self.long_bytes and nbytes > self._allocator.largest_touched
 
     def _touched_upto(self, ends: Bytes, done: int, room: int) -> int:
         """How far the parts from `done` get in the longest stretch of pages that were used before,

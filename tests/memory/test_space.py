@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place
+from dataplane.memory.placement import fitting, place
 from dataplane.memory.space import Space
 from dataplane.wire.records import EXTENT, RANGE, U8
 
@@ -286,4 +286,24 @@ def test_a_value_longer_than_any_stretch_used_before_stays_whole() -> None:
     write(space, BOB, PAGE)
     space.release(ranges)
     count, extents = space.reserve(ALICE, OPEN, [sizes(60 << 20), sizes(1 << 20)])
-    assert (count, len(extents)) == (2, 1)
+    assert (count, extents["length"].tolist()) == (2, [60 << 20, 1 << 20])
+
+
+def test_a_group_of_some_mebibytes_and_what_is_granted_ahead_go_to_such_pages_too() -> None:
+    """Each put took one stretch for its group, and its answer one for the next: where all that were
+    used before were a little shorter, the arena was touched up to its end."""
+    space = Space(256 << 20)
+    holes = [write(space, ALICE, 3 << 20, *[1 << 20] * 2)[:1] for _ in range(8)]
+    touched = space.high_water
+    for hole in holes:
+        space.release(hole)
+    group = sizes(*[500 << 10] * 16)
+    count, extents = space.reserve(BOB, OPEN, [group])
+    assert (count, len(extents), space.high_water) == (1, 3, touched)
+    assert fitting(group, extents) == 16
+    for _ in range(2):
+        ahead = space.grant(BOB, OPEN, 8 << 20)
+        assert (int(ahead["length"].sum()), space.high_water) == (8 << 20, touched)
+    ahead = space.grant(BOB, OPEN, 8 << 20)
+    assert int(ahead["length"].sum()) == 8 << 20
+    assert space.high_water > touched, "there are no more"

@@ -2,15 +2,15 @@
 
 Runs in the peer. A copy is a local range of the pull class that the cache holds one reference to;
 readers pin it like any other range. Unpinned copies are evicted, least recently used first; one
-whose range the owner has used again goes when that is heard of. But for `evictable_bytes`, a sum,
-what is done to some copies costs nothing for the others: a host may keep millions.
+whose range its owner has freed goes when that is heard of. But for `evictable_bytes`, a sum, what
+is done to some copies costs nothing for the others: a host may keep millions.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
+from itertools import islice, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -56,11 +56,10 @@ class PulledCopies:
         found = np.zeros(len(remote), RANGE)
         known = self._slots.get(incarnation)
         if known:
-            at, slots = self._kept(known, remote)
+            at, slots = self._same(known, remote)
             if len(at):
-                same = self._remote[slots]["generation"] == remote["generation"][at]
-                found[at[same]] = self._local[slots[same]]
-                self._recency.use(each_once(slots[same]))
+                found[at] = self._local[slots]
+                self._recency.use(each_once(slots))
         return found
 
     def insert(self, incarnation: int, remote: Records, local: Records) -> None:
@@ -122,6 +121,20 @@ class PulledCopies:
         self._slots.pop(incarnation, None)
         return freed
 
+    def some_of(self, incarnation: int, most: int) -> Records:
+        """The RANGE of up to so many copies of a peer, there: the next ones each time it is asked,
+        so that all have their turn."""
+        known = self._slots.get(incarnation, {})
+        ranges = list(islice(known, most))
+        slots = [known.pop(number) for number in ranges]
+        known.update(zip(ranges, slots, strict=True))
+        return self._remote[np.array(slots, np.intp)]
+
+    def drop(self, incarnation: int, remote: Records) -> int:
+        """Let go of the copies of these ranges of a peer, as far as there are. The bytes that
+        became free at once."""
+        return self._drop(self._same(self._slots.get(incarnation, {}), remote)[1])
+
     def drop_dead(self, incarnation: int, alive: Callable[[Records], Mask]) -> int:
         """Let go of the copies of ranges of a peer that are not alive any more there. The bytes
         that became free at once."""
@@ -140,6 +153,12 @@ class PulledCopies:
         of = np.fromiter(slots, np.intp, len(remote))
         at = (of >= 0).nonzero()[0]
         return at, of[at]
+
+    def _same(self, known: dict[int, int], remote: Records) -> tuple[Slots, Slots]:
+        """As `_kept`, of this generation."""
+        at, slots = self._kept(known, remote)
+        same = self._remote[slots]["generation"] == remote["generation"][at]
+        return at[same], slots[same]
 
     def _older(self, slots: Slots, remote: Records) -> Mask:
         """Per slot, whether its copy is of an earlier generation: dead at its owner."""

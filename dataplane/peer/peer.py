@@ -247,6 +247,7 @@ class Peer:
         self.admissions.gone(owner)  # first: what comes back is not for who waited there
         self.queues.gone(owner)
         self.references.gone(owner)
+        self.pulls.gone(owner)
 
     # what follows from a change here
 

@@ -106,7 +106,8 @@ class Missing(Body, tag=119):
 
 
 class Pull(Body, tag=134):
-    """To the owner of values: so many bytes from the start of each of these ranges.
+    """To the owner of values: so many bytes from the start of each of these ranges. None of any of
+    them asks only which are there.
 
     ranges: RANGE records. sizes: u8 a range."""
 
@@ -115,10 +116,11 @@ class Pull(Body, tag=134):
 
 
 class Pulled(Body, tag=135):
-    """data: all of it, in the order asked for; empty where some are gone. gone: how many."""
+    """data: all of it, in the order asked for; empty where some are gone. gone: a byte a range, 1
+    where it has been freed; empty where none has."""
 
     data: bytes
-    gone: int = 0
+    gone: bytes = b""
 
 
 class Release(Body, tag=120):

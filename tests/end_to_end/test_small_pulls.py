@@ -4,9 +4,10 @@ Those of up to 1 KiB came with the claim."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from dataplane.wire.limits import INLINE_LIMIT_BYTES
-from tests.end_to_end.conftest import Cluster
+from tests.end_to_end.conftest import Cluster, until
 
 
 def test_rows_of_short_texts_and_numbers_need_no_bulk_read(cluster: Cluster) -> None:
@@ -46,3 +47,31 @@ def test_small_and_large_values_of_one_row_and_more_than_a_grant_carries(cluster
             assert all(np.array_equal(a, b) for a, b in zip(batch["image"], images, strict=True))
             batch.ack()
             del batch
+
+
+@pytest.mark.parametrize("nbytes", [4096, 1 << 20], ids=["on the link", "in bulk"])
+def test_copies_of_what_was_freed_make_room_before_anybody_needs_it(
+    cluster: Cluster, nbytes: int
+) -> None:
+    """They filled the arena, step after step on pages that nobody had touched before."""
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"s": ["x"], "late": ["x"]})
+        far = there.partition("p")
+
+        def cached() -> int:
+            return int(there.stats()["arena"]["cached_bytes"])
+
+        part.put({"x": [np.full(nbytes, i, np.uint8) for i in range(4)]})
+        with far.claim("s", rows=4, timeout=20) as batch:
+            assert [int(one[0]) for one in batch["x"]] == [0, 1, 2, 3]
+        with here.partition("p").claim("late", rows=3, timeout=20):
+            assert cached() == 4 * nbytes
+        part.put({"x": [np.full(nbytes, 4, np.uint8)]})
+        with far.claim("s", rows=1, timeout=20) as batch:
+            assert int(batch["x"][0][0]) == 4
+        until(lambda: cached() == 2 * nbytes, "copies of three rows went")
+        hits = there.stats()["pull_hits"]
+        with far.claim("late", rows=2, timeout=20) as batch:
+            assert [int(one[0]) for one in batch["x"]] == [3, 4]
+        assert there.stats()["pull_hits"] == hits + 2

@@ -84,6 +84,19 @@ def test_copies_of_a_lost_peer_go_and_pinned_bytes_stay_readable() -> None:
     assert space.unpin(READER, [pin]) == PAGE
 
 
+def test_copies_are_told_of_in_turn_and_those_of_one_generation_let_go() -> None:
+    space = Space(64 * PAGE)
+    pull(space, 11, 1, 2, 3)
+    assert space.copies.some_of(11, 2).tolist() == [(1, 5), (2, 5)]
+    assert space.copies.some_of(11, 2).tolist() == [(3, 5), (1, 5)]
+    assert space.copies.some_of(12, 2).tolist() == []
+    assert len(space.copies.some_of(11, 9)) == 3
+    assert space.copies.drop(12, remote(1)) == 0
+    gone = np.concatenate((remote(1, 9), remote(2, generation=4)))
+    assert space.copies.drop(11, gone) == PAGE
+    assert found(space, 11, 1, 2, 3) == [False, True, True]
+
+
 def test_a_copy_that_is_here_already_stays_and_the_newcomer_goes() -> None:
     space = Space(64 * PAGE)
     first = pull(space, 11, 1)

@@ -45,7 +45,9 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
         roster=SimpleNamespace(has=lambda owner: owner in members),
         now=asyncio.get_running_loop().time,
     )
-    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    mesh: Any = SimpleNamespace(
+        handlers={}, call=call, others=SimpleNamespace(on_away=[]), spawn=lambda work: work.close()
+    )
     room: Any = Room(host)
     room.reserve, room.for_copies = reserve, lambda sizes: None
     pulls = Pulls(host, mesh, room, None)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import (
+    DataplaneError,
     DeadlineExceeded,
     ProtocolError,
     RowsGone,
@@ -56,6 +57,10 @@ CONTROL = "control"
 FOLLOWS_S = 3600.0
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
+LOOK_S = 0.5
+"""So long after a pull its owner is asked which copies here are of what it has freed."""
+MOST_LOOKED_AT = 16_384
+"""Copies that an owner is asked about at once: what is left has its turn the next time."""
 
 T = TypeVar("T")
 
@@ -82,6 +87,8 @@ class Pulls:
         mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
+        self._looked_at: set[Owner] = set()
+        """owners that will be asked which copies are dead"""
 
     def use(self, engine: BulkEngine) -> None:
         """What moves the bytes, from now on."""
@@ -186,6 +193,9 @@ class Pulls:
             pin = space.pin(holder, copies)
             if owner.incarnation == DISK or self.host.roster.has(owner):
                 space.copies.insert(owner.incarnation, remote, copies)
+                if owner.incarnation != DISK and owner not in self._looked_at:
+                    self._looked_at.add(owner)
+                    self.mesh.spawn(self._drop_dead(owner))
             else:  # nobody will ask for it again, nor say that it has gone
                 space.release(copies)
             return copies, pin
@@ -195,6 +205,26 @@ class Pulls:
             if not coming:
                 del self._under_way[owner.incarnation]
             done.set_result(None)
+
+    async def _drop_dead(self, owner: Owner) -> None:
+        """Nobody tells a reader what has been freed. Copies of it would fill the arena, page after
+        page that nobody touched before, until new values press them out."""
+        await asyncio.sleep(LOOK_S)
+        self._looked_at.discard(owner)
+        ranges = self.host.space.copies.some_of(owner.incarnation, MOST_LOOKED_AT)
+        try:
+            reply = await self._exchange(owner, ranges, np.zeros(len(ranges), U8), 0)
+        except DataplaneError as exc:
+            log.debug("copies of %s's values stay until they are pressed: %s", owner.peer, exc)
+            return
+        gone = np.frombuffer(reply.gone, np.uint8).nonzero()[0]
+        if len(gone) and self.host.space.copies.drop(owner.incarnation, ranges[gone]):
+            self.room.pump()
+
+    def gone(self, owner: Owner) -> None:
+        """That process is no member any more."""
+        if self.host.space.copies.drop_owner(owner.incarnation):
+            self.room.pump()
 
     async def _transfer(
         self, owner: Owner, remote: npt.NDArray[Any], needed: npt.NDArray[Any]
@@ -245,6 +275,16 @@ class Pulls:
         self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
     ) -> bytes:
         """So many bytes of each of these ranges, one behind the other."""
+        reply = await self._exchange(owner, remote, sizes, nbytes)
+        if reply.gone:
+            raise _freed(len(reply.gone) - reply.gone.count(0), owner)
+        if len(reply.data) != nbytes:
+            raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
+        return reply.data
+
+    async def _exchange(
+        self, owner: Owner, remote: npt.NDArray[Any], sizes: npt.NDArray[np.uint64], nbytes: int
+    ) -> Pulled:
         reply: Pulled = await self.mesh.call(
             owner.peer,
             Pull(remote.tobytes(), sizes.tobytes()),
@@ -252,11 +292,9 @@ class Pulls:
             timeout_s=self.left_s(),
             brings=nbytes,
         )
-        if reply.gone:
-            raise _freed(reply.gone, owner)
-        if len(reply.data) != nbytes:
-            raise ProtocolError(f"{owner.peer} sent {len(reply.data)} bytes of {nbytes}")
-        return reply.data
+        if reply.gone and len(reply.gone) != len(remote):
+            raise ProtocolError(f"{owner.peer} tells of {len(reply.gone)} of {len(remote)} ranges")
+        return reply
 
     async def _is_member(self, owner: Owner) -> None:
         """RowsLost where it is none any more: a link to it would be awaited in vain."""
@@ -405,21 +443,26 @@ class Pulls:
     def _pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
-        if sum(sizes.tolist()) > MAX_PULLED_BYTES:
+        if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise ProtocolError(f"one answer has at most {MAX_PULLED_BYTES} bytes of values")
+        if not nbytes:
+            return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
 
     def _pulled(self, sizes: npt.NDArray[Any], ranges: npt.NDArray[Any]) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
         try:
             places = self.host.space.ranges.extents(ranges)
-        except RowsGone as exc:
-            return Pulled(b"", exc.details["gone"])
+        except RowsGone:
+            return Pulled(b"", self._gone(ranges))
         wanted, view = sizes.tolist(), self.host.arena.view
         if any(map(gt, wanted, places["length"].tolist())):
             raise ProtocolError("more is asked for than a range has")
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
+
+    def _gone(self, ranges: npt.NDArray[Any]) -> bytes:
+        return (~self.host.space.alive(ranges)).tobytes()
 
     def pin(
         self, ranges: npt.NDArray[Any]

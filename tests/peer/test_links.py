@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,20 @@ import zmq
 from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.peer.host import Caller
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.links import RECONNECT_MAX_MS, RECONNECT_MS, Link, LinkBroken, tune
+from dataplane.peer.net.links import (
+    RECONNECT_MAX_MS,
+    RECONNECT_MS,
+    Link,
+    LinkBroken,
+    Unreadable,
+    tune,
+)
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.sockets import Context
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Deadlines
 from dataplane.wire import limits, peering
-from dataplane.wire.messages import Body, Done, Put
+from dataplane.wire.messages import Body, Done, Failed, Put, Stats
 from dataplane.wire.peering import Append, PeerHello, PeerReply
 from dataplane.wire.tables import Rows
 
@@ -152,6 +159,11 @@ def test_links_to_one_peer_do_not_try_again_in_step() -> None:
     assert all(s.options[zmq.LINGER] == 0 for s in sockets)
 
 
+def link_to(context: Context, broke: Callable[[Link], None] = lambda link: None) -> Link:
+    """One on whose zmq socket nothing happens."""
+    return Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), broke, nothing, never, Deadlines())
+
+
 class Owner:
     """The other end of a link: it answers when it is told to."""
 
@@ -159,13 +171,13 @@ class Owner:
         self.came: asyncio.Queue[tuple[Stream, int]] = asyncio.Queue()
         self.streams = Streams(False, lambda s, frame: self.came.put_nowait((s, int(frame))))
 
-    async def greets(self, link: Link, broke: Any = lambda link: None) -> None:
+    async def greets(self, link: Link) -> None:
         """The link has a stream to here from now on."""
         here = "tcp://127.0.0.1:9"
         await self.streams.listen(here, here)
         hello = PeerHello((1, 1), "p", "b", 1, here, (1, 1), 4096, "")
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
-        await link.greeted(hello, self.streams.dial, broke)
+        await link.greeted(hello, self.streams.dial)
 
     async def asked(self) -> tuple[Stream, int]:
         return await asyncio.wait_for(self.came.get(), 10)
@@ -177,7 +189,7 @@ class Owner:
 async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the_other() -> None:
     context = Context()
     there = Owner()
-    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
+    link = link_to(context)
     await there.greets(link)
     brings = limits.MAX_PULLED_BYTES
     most = limits.MAX_COMING_BYTES // brings
@@ -192,15 +204,15 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
         assert [number for _, number in came] == [*after, rid]
         return came[0][0]
 
-    calls = [ask(rid) for rid in range(most + 3)]
-    who = await comes_last(1000, list(range(most)))
+    calls = [ask(rid) for rid in range(1, most + 4)]
+    who = await comes_last(1000, list(range(1, most + 1)))
     assert link.ask_now(2000, b"2000", math.inf, RuntimeError, brings) is None
     calls[0].cancel()  # its answer is under way all the same
     await comes_last(1001, [])
-    there.answers(who, 0)
     there.answers(who, 1)
+    there.answers(who, 2)
     await calls[1]
-    await comes_last(1002, [most, most + 1])
+    await comes_last(1002, [most + 1, most + 2])
     link.close(LinkBroken("it broke"))
     for call in calls[2:]:
         with pytest.raises(LinkBroken):
@@ -214,13 +226,13 @@ async def test_a_link_whose_stream_ends_breaks() -> None:
     """Though zmq's connection is there still; who waits for an answer would wait in vain."""
     context = Context()
     there, broke = Owner(), asyncio.Event()
-    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
 
     def tell(one: Link) -> None:
         one.close(LinkBroken("it broke"))
         broke.set()
 
-    await there.greets(link, tell)
+    link = link_to(context, tell)
+    await there.greets(link)
     asked = asyncio.create_task(link.ask(1, b"1"))
     await there.asked()
     there.streams.close()
@@ -233,7 +245,7 @@ async def test_a_link_whose_stream_ends_breaks() -> None:
 async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
     context = Context()
     there = Owner()
-    link = Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), nothing, never, Deadlines())
+    link = link_to(context)
     greeting = asyncio.create_task(there.greets(link))
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
@@ -293,3 +305,52 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
         await asked
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xc1", peering.encode(PeerReply(0, 1, Failed("ProtocolError", "no request", {})))]
+)
+async def test_what_cannot_be_read_ends_the_link_and_its_calls_at_once(bad: bytes) -> None:
+    """An answer, or a request as its receiver says: nobody can tell whose that was."""
+    context, there = Context(), Owner()
+    link = link_to(context, lambda one: one.close(one.ended or LinkBroken("it broke")))
+    await there.greets(link)
+    calls = [asyncio.create_task(link.ask(rid, b"%d" % rid)) for rid in (1, 2)]
+    who, _ = await there.asked()
+    there.streams.answer(who, bad)
+    for call in calls:
+        with pytest.raises(Unreadable, match="do not understand each other"):
+            await asyncio.wait_for(call, 10)
+    there.streams.close()
+    context.destroy()
+
+
+@pytest.mark.parametrize("always", [False, True])
+async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is_told(
+    always: bool,
+) -> None:
+    mesh: Any = object.__new__(Mesh)
+    links = 0
+
+    async def ask(*request: Any) -> Body:
+        if always or links == 1:
+            raise Unreadable("not a reply")
+        return Done()
+
+    async def link(address: str) -> Any:
+        nonlocal links
+        links += 1
+        return SimpleNamespace(hello=SimpleNamespace(incarnation=7, name="b"), ask=ask)
+
+    async def again(address: str, exc: LinkBroken) -> None: ...
+
+    mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
+    who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
+    asked = mesh._exchange("tcp://10.0.0.2:7101", Stats(), who, 1.0, None, None, 0, None)
+    if always:
+        with pytest.raises(Unavailable, match="not a reply") as told:
+            await asked
+        assert type(told.value) is Unavailable
+    else:
+        assert await asked == Done()
+    assert links == 2

@@ -58,6 +58,10 @@ class LinkBroken(Unavailable):
     """
 
 
+class Unreadable(LinkBroken):
+    """What came on it is no answer. The way may have damaged it: asked once more it shows."""
+
+
 def bindable(address: str) -> str:
     """The address with its host as a number, which is all that libzmq binds to.
 
@@ -113,6 +117,7 @@ class Link:
 
     address: str
     socket: Socket
+    broke: Callable[[Link], None]
     bring: Callable[[Link, PeerReply, Append], None]
     stale: Callable[[], None]
     deadlines: Deadlines
@@ -148,7 +153,7 @@ class Link:
             socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as exc:
             raise _not_made(address, exc) from exc
-        link = Link(address, socket, bring, stale, deadlines)
+        link = Link(address, socket, broke, bring, stale, deadlines)
         try:
             tune(socket, address)
             gate.secure_dealer(socket)
@@ -219,12 +224,12 @@ class Link:
         self.answers[rid] = answer
         return answer
 
-    async def greeted(self, hello: PeerHello, dial: Dial, broke: Callable[[Link], None]) -> None:
+    async def greeted(self, hello: PeerHello, dial: Dial) -> None:
         """That peer answered: calls go over the stream that it promises. LinkBroken."""
 
         def ended(stream: Stream, why: str) -> None:
             log.debug("the stream to %s ended: %s", self.address, why)
-            broke(self)
+            self.broke(self)
 
         try:
             stream = await dial(hello.stream, hello.stream_secret, self._on_stream, ended)
@@ -242,8 +247,17 @@ class Link:
         """Hand an answer to who waits for it."""
         try:
             reply = peering.decode_reply(frame)
+            if not reply.rid:
+                raise ProtocolError(f"it could not read what it was asked: {reply.body}")
         except ProtocolError as exc:
-            log.warning("a peer sent a bad reply: %s", exc)
+            # Whose answer that was, or would have been, nobody can tell.
+            log.warning("the link to %s ends, over a bad reply: %s", self.address, exc)
+            self.ended = Unreadable(
+                f"the peer at {self.address} and this one do not understand each other, and what "
+                f"was asked may or may not have taken effect: {exc}",
+                address=self.address,
+            )
+            self.broke(self)
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
             return  # libzmq connected again before this link was told: its ranges are others

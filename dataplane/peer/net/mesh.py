@@ -23,7 +23,7 @@ from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.known_peers import Acquaintances, Bulk
-from dataplane.peer.net.links import Link, LinkBroken
+from dataplane.peer.net.links import Link, LinkBroken, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.once import REPEATABLE, may_repeat
@@ -238,6 +238,8 @@ class Mesh:
                 request = self._request(address, body, who, timeout_s, epoch)
                 return await link.ask(*request, brings)
             except LinkBroken as exc:
+                if type(exc) is type(broken) is Unreadable:
+                    raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
             except StaleEpoch:
                 if broken is None or type(body) not in REPEATABLE:
@@ -304,7 +306,7 @@ class Mesh:
                     if not isinstance(reply, PeerHello):
                         raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)
-                    await link.greeted(reply, self.door.streams.dial, self._break)
+                    await link.greeted(reply, self.door.streams.dial)
         return link
 
     # who is there
@@ -316,7 +318,8 @@ class Mesh:
         del self._links[link.address]
         name = self.others.name(link.address)
         link.close(
-            LinkBroken(
+            link.ended
+            or LinkBroken(
                 f"peer {name} at {link.address} went away in the middle of a call, which may or "
                 "may not have taken effect: repeat it when the peer runs again",
                 address=link.address,

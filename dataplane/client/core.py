@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from dataplane.client import arguments
 from dataplane.client.session.outgoing import Call
@@ -50,8 +51,7 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(msgspec.Struct, eq=False, frozen=True):
     """Run `work`, which copies `nbytes`: off the event loop where that is much."""
 
     work: Callable[[], Any]
@@ -112,8 +112,7 @@ def milliseconds(timeout_s: float | None) -> int:
 # partitions
 
 
-@dataclass(slots=True, eq=False)
-class Handle:
+class Handle(msgspec.Struct, eq=False):
     """One partition as this client knows it. `defined` is there once it has been attached."""
 
     session: Session

@@ -6,7 +6,7 @@ not an error. The limit is checked on the announced length, before a byte of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -78,15 +78,17 @@ class FrameReader:
         """announced by the frame that is not complete yet; 0 between frames"""
         self._buffer = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
+    def feed(self, data: bytes | memoryview) -> Iterable[bytes | memoryview]:
         """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
-        buffer = self._buffer
-        if not buffer and len(data) >= HEADER_BYTES:  # one whole frame, as most are
+        if not self._buffer and len(data) >= HEADER_BYTES:  # one whole frame, as most are
             length = body_length(data, self.limit_bytes)
             if length == len(data) - HEADER_BYTES:
                 self.awaited_bytes = 0
-                yield memoryview(data)[HEADER_BYTES:]
-                return
+                return (memoryview(data)[HEADER_BYTES:],)
+        return self._cut(data)
+
+    def _cut(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
+        buffer = self._buffer
         buffer += data
         self.awaited_bytes = 0
         while len(buffer) >= HEADER_BYTES:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
@@ -59,8 +58,7 @@ Index = npt.NDArray[np.intp]
 _ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
-@dataclass(slots=True)
-class Demand:
+class Demand(msgspec.Struct, eq=False):
     """What a claim's arguments ask for; `want` checks them."""
 
     rows: int | None
@@ -173,8 +171,7 @@ class Claiming:
         return claimed
 
 
-@dataclass(slots=True, eq=False)
-class Added:
+class Added(msgspec.Struct, eq=False):
     """Values that wait for the ack of their rows."""
 
     at: Index

@@ -8,9 +8,9 @@ named in a message belong to it, whatever becomes of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -63,8 +63,7 @@ class Elsewhere(Protocol):
         """Find room for the values of these parcels, and copy them."""
 
 
-@dataclass(slots=True)
-class Putting:
+class Putting(msgspec.Struct, eq=False):
     """One put under way."""
 
     handle: Handle
@@ -76,7 +75,7 @@ class Putting:
     reuse: bool = False
     gone: int = 0
     """rows that were passed over, because they were there before and have been freed"""
-    committed_rows: list[Index] = field(default_factory=list)
+    committed_rows: list[Index] = []
     elsewhere: Sequence[Elsewhere] = ()
 
     def put_few(self, few: Few) -> Operation[None]:
@@ -253,8 +252,7 @@ def write_columns(
 # runs
 
 
-@dataclass(slots=True)
-class Filled:
+class Filled(msgspec.Struct, eq=False):
     """Neighbouring parcels whose values lie in the arena. `count`: how many parcels they were."""
 
     count: int

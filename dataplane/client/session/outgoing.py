@@ -9,7 +9,6 @@ sent again.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,7 @@ REPEATS = 8
 _FOREVER_MS = (1 << 31) - 1
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """Send `body`, wait for the answer. `blocking`: the body says itself how long the peer may
     wait (for rows), `deadline_s` only how long this side does; None: for ever."""
 

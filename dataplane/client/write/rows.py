@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,8 +28,7 @@ TagValues = Mapping[str, Any]
 _SCALARS = {bool, int, float, str, type(None)}
 
 
-@dataclass(slots=True)
-class Identity:
+class Identity(msgspec.Struct, eq=False):
     """The rows of one put: keys, and the group of each."""
 
     keys: npt.NDArray[np.void]

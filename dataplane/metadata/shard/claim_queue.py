@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
@@ -41,8 +40,7 @@ Lane = tuple[str, bytes]
 """Unit, and the filter's MessagePack form, b"" without one."""
 
 
-@dataclass(slots=True, eq=False)
-class Waiting:
+class Waiting(msgspec.Struct, eq=False):
     """A claim. number: no other one has it, wherever it comes from. address: of its peer, which can
     have `most_bytes` pulled (0: any number). fields: what it fetches. since: when it was made.
     plan: what it asks for is a part in such a plan, as this `rank`."""
@@ -62,7 +60,7 @@ class Waiting:
     """near claims that went before it"""
     keeps: int = 0
     """since which turn it keeps units for itself; 0: it does not"""
-    lane: Lane = field(init=False)
+    lane: Lane = ("", b"")
 
     def __post_init__(self) -> None:
         where = self.want.where
@@ -75,22 +73,19 @@ class Waiting:
         return want.minimum if 0 < want.minimum < want.count else want.count
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(msgspec.Struct, eq=False, frozen=True):
     claim: Waiting
     taken: Taken
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, eq=False, frozen=True):
     """It takes part in the plan."""
 
     claim: Waiting
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(msgspec.Struct, eq=False, frozen=True):
     """A claim that never can be met. ended: no row can come any more. too_large: what is next needs
     more bytes at its host than can be. failed: so did looking for its units, with this error."""
 

@@ -7,7 +7,8 @@ are passed over; their holder learns how many there were.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard.leases import Lease, Part
@@ -21,12 +22,11 @@ from dataplane.wire.records import U4, column
 OUTCOMES = ("ack", "release", "drop", "keep")
 
 
-@dataclass(slots=True)
-class FinishOutcome:
+class FinishOutcome(msgspec.Struct):
     """rows: how many were finished. gone: leased rows that had been dropped or lost meanwhile.
     kept: per field, rows whose value was there already and stayed. bytes: freed by a drop."""
 
-    kept: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = {}
     rows: int = 0
     gone: int = 0
     bytes: int = 0

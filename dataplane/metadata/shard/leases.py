@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
+
+import msgspec
 
 from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.stages import Stage
@@ -47,8 +48,7 @@ class Part:
         )
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """left: of each part of `rows` those that are not finished yet. claim: the number of the one
     that was met, by which it is answered again; 0: none."""
 
@@ -61,7 +61,7 @@ class Lease:
     started: float
     claim: int = 0
     plan: Plan | None = None
-    _ends: list[int] = field(default_factory=list)
+    _ends: list[int] = []
     """how many rows there are up to each part"""
 
     @property
@@ -111,14 +111,13 @@ class Lease:
         return len(self.rows)
 
 
-@dataclass(slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, eq=False):
     """members: by number, in the order in which they came."""
 
     lease: Lease
     shape: Shape
     laid: Laid
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, Member] = {}
 
     @property
     def working(self) -> list[Member]:
@@ -129,8 +128,7 @@ class Plan:
         return [one for one in self.members.values() if one.rank == rank]
 
 
-@dataclass(slots=True, eq=False)
-class Member:
+class Member(msgspec.Struct, eq=False):
     """A process that takes part in a plan. number: as of a lease. claim: the number of its call."""
 
     number: int

@@ -7,8 +7,7 @@ sides count by this file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from dataplane.memory.extents import PAGE_BYTES, padded
@@ -16,8 +15,7 @@ from dataplane.metadata.tables.references import Array, unique
 from dataplane.wire.records import U8
 
 
-@dataclass(frozen=True, slots=True)
-class PullCredit:
+class PullCredit(msgspec.Struct, frozen=True):
     """The peer at `address` claims. most_bytes: what it can have pulled at once, 0 where nothing
     bounds that. fields: what it fetches; None: all."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from dataplane.errors import (
     FieldExists,
@@ -45,18 +46,16 @@ SHOWN_NAMES = 8
 Tagging = Mapping[str, Sequence[Scalar]]
 
 
-@dataclass(slots=True)
-class PutOutcome:
+class PutOutcome(msgspec.Struct):
     """kept: per field, rows whose value was there already and stayed. gone: rows that were passed
     over, because they were here before and have been freed."""
 
-    kept: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = {}
     closed_groups: int = 0
     gone: int = 0
 
 
-@dataclass(slots=True)
-class PutPlan:
+class PutPlan(msgspec.Struct, eq=False):
     """A checked put. known: the block of each row that is here; None: all are new. new: places of
     the others. groups: per entry of the message's groups, None where it is new; new_groups: places
     of those that are to be made. there: which rows of the message it is about, where some are

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.shard.blocks import Block, Group, Rows
@@ -40,24 +41,22 @@ Kept = tuple[str, Where | None]
 """Ready units of this kind and filter, which are kept for a claim of theirs."""
 
 
-@dataclass(slots=True)
-class Taken:
+class Taken(msgspec.Struct):
     """lease None: nothing was taken. needed_bytes: cut by the credit, which had to be this much for
     more, or any. rows: what was taken, for `rows_out.table`; it holds until the next change."""
 
     lease: int | None = None
     units: int = 0
     needed_bytes: int = 0
-    rows: Rows | None = field(default=None, compare=False)
+    rows: Rows | None = None
 
 
-@dataclass(slots=True)
-class _Found:
+class _Found(msgspec.Struct, eq=False):
     """The first units of a lane that are not kept for others. oldest: the first of all, where they
     are ordered by where they lie."""
 
     units: Picked
-    oldest: Picked = field(default_factory=list)
+    oldest: Picked = []
     blocked: bool = False
     needed_bytes: int = 0
 

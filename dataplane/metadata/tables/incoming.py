@@ -4,8 +4,8 @@ nothing is believed because the sender should have known better."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
@@ -15,8 +15,7 @@ from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows
 
 
-@dataclass(slots=True)
-class RowsIn:
+class RowsIn(msgspec.Struct, eq=False):
     """group: per row an index into `group_keys`, -1 without group; None: all are without."""
 
     keys: list[bytes]

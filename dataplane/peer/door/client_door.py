@@ -267,7 +267,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
-                self._inflow.arrived()
+                if self._inflow.is_arriving:
+                    self._inflow.arrived()
                 self._request(frames.decode_request(body))
                 if self._is_untaken:
                     return  # what else has come stays in the reader
@@ -294,12 +295,12 @@ class Connection(asyncio.Protocol):
         if self._session is None:
             self._answer(request.rid, self._hello(request.body))
             return
-        if isinstance(request.body, Goodbye):
-            self._door.sessions.goodbye(self._session)
-            self._answer(request.rid, Done())
-            return
         handler = self._door.handlers.get(type(request.body))
         if handler is None:
+            if isinstance(request.body, Goodbye):
+                self._door.sessions.goodbye(self._session)
+                self._answer(request.rid, Done())
+                return
             raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(

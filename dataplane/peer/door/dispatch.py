@@ -72,7 +72,7 @@ class Answers:
             **peer.checkpoints.handlers,
         }
         for body in (*ONCE, c.Restore):
-            self.handlers[body] = self._once(self.handlers[body])
+            self.handlers[body] = self._once(body, self.handlers[body])
         self.handlers[c.Save] = self._reads(self.handlers[c.Save])
 
     async def _define(self, session: Session, request: m.Request, body: m.Define) -> m.Body:
@@ -99,18 +99,15 @@ class Answers:
 
     # asked again
 
-    def _once(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+    def _once(self, kind: type[m.Body], handler: Callable[..., Any]) -> Callable[..., Any]:
         """Answer a repeated operation as the first time."""
+        run = (self._claims if kind is m.Claim else self._operations).run
+        how = (handler,) if kind in WAITING else (final, handler)
 
         def once(session: Session, request: m.Request, body: m.Body) -> Any:
             if not request.op:
                 return handler(session, request, body)
-            who, op, floor = session.id, request.op, request.floor
-            if isinstance(body, m.Claim):
-                return self._claims.run(who, op, floor, handler, session, request, body)
-            if isinstance(body, WAITING):
-                return self._operations.run(who, op, floor, handler, session, request, body)
-            return self._operations.run(who, op, floor, final, handler, session, request, body)
+            return run(session.id, request.op, request.floor, *how, session, request, body)
 
         return once
 

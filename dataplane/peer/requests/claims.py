@@ -13,8 +13,9 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from dataplane.errors import (
     ClaimTimeout,
@@ -62,8 +63,7 @@ class BytesLost(Exception):
     second copies are."""
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(msgspec.Struct, eq=False):
     """A client's claim. number: under which the shard knows it; another one where it has to be
     granted other rows."""
 

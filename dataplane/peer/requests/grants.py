@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -51,8 +51,7 @@ MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
 
 
-@dataclass(slots=True)
-class Committed:
+class Committed(msgspec.Struct, eq=False):
     """Values as ranges of this peer, held once per value that names them."""
 
     columns: list[Column]

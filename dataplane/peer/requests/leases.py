@@ -8,15 +8,15 @@ has shown that it has it.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+
+import msgspec
 
 from dataplane.errors import LeaseExpired
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     number: int
     partition: str
     generation: int
@@ -24,7 +24,7 @@ class Lease:
     rows: int
     session: Session
     deadline: float | None = None
-    finished: set[int] = field(default_factory=set)
+    finished: set[int] = set()
     """rows that left, by their place in the claim"""
     claim: int = 0
     """of a part in a plan, the number of its call"""

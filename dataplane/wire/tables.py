@@ -176,21 +176,16 @@ class Column(msgspec.Struct, array_like=True):
     leaves: bytes = b""
 
 
-_RECORD_BYTES, _NBYTES = 24, slice(8, 16)
-"""of records of both kinds, VALUE and PLACE"""
-_WORD = np.dtype("<u8")
+_WORD, _RECORD_WORDS = np.dtype("<u8"), 3
+"""of records of both kinds, VALUE and PLACE: the second are the bytes"""
+_FEW = 64
 
 
 def volume(columns: Iterable[Column]) -> int:
     """Bytes of all values of these columns, objects and their leaves."""
-    total = 0
-    for column in columns:
-        for part in (column.values, column.leaves):
-            if len(part) == _RECORD_BYTES:  # one row: without numpy's cost per operation
-                total += int.from_bytes(part[_NBYTES], "little")
-            elif part:
-                total += int(np.add.reduce(np.frombuffer(part, _WORD)[1 :: _RECORD_BYTES // 8]))
-    return total
+    raw = b"".join([part for column in columns for part in (column.values, column.leaves)])
+    nbytes = np.frombuffer(raw, _WORD)[1::_RECORD_WORDS]
+    return sum(nbytes.tolist()) if len(nbytes) < _FEW else int(np.add.reduce(nbytes))
 
 
 class Rows(msgspec.Struct, array_like=True):

@@ -23,6 +23,7 @@ from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
 from dataplane.memory.mapping import Pin
+from dataplane.wire.arrays import Array
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, PLACE, PLACE_ABSENT, U4, column
 from dataplane.wire.tables import Column, Name, Rows, Scalar, Table, volume
@@ -42,7 +43,8 @@ class Selection:
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
-        self._fetched: dict[str, tuple[Column, Table, Pin]] = {}
+        self._fetched: dict[str, tuple[Column, Table, Pin, Array]] = {}
+        """with the memory that is pinned"""
         self._offsets = Offsets()
         self._admit(table, pin)
 
@@ -160,10 +162,7 @@ class Selection:
         tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
         self._table = Table(self._rows, [], [], [], tags)
         self._views, self._offsets = {}, Offsets()
-        self._fetched = {
-            name: (_picked(source, at), table, pin)
-            for name, (source, table, pin) in of._fetched.items()
-        }
+        self._fetched = {name: (_picked(one[0], at), *one[1:]) for name, one in of._fetched.items()}
 
     def groups(self) -> Iterator[Group]:
         """The groups in order of their first rows, each with its own columns. A row without group
@@ -224,23 +223,23 @@ class Selection:
         """Take the table's columns in. Its rows are those here, or some of them."""
         if table.rows.keys != self._rows.keys:
             table = _aligned(table, self._rows.keys)
+        base = self._handle.session.reads.base_array(pin) if pin.number else NOWHERE
         for source in table.columns:
-            self._fetched[source.field] = (source, table, pin)
+            self._fetched[source.field] = (source, table, pin, base)
             self._views.pop(source.field, None)
 
     def _found(self, field: str) -> tuple[Table, Pin]:
         """A fetched field as a table of its own."""
-        source, table, pin = self._fetched[field]
+        source, table, pin, _ = self._fetched[field]
         return Table(self._rows, [source], table.specs, table.owners, inline=table.inline), pin
 
     def _view(self, field: str) -> ColumnView:
-        source, table, pin = self._fetched[field]
-        session = self._handle.session
-        base = session.reads.base_array(pin) if pin.number else NOWHERE
+        source, table, _, base = self._fetched[field]
+        devices = self._handle.session.devices
         # Bound to the rows and not to this: a cycle would keep the pin until the collector runs.
         name_of = partial(row_name, self._rows)
-        if session.devices is not None and session.devices.in_place:
-            return view_of(source, table.specs, base, name_of, session.devices, table.inline)
+        if devices is not None and devices.in_place:
+            return view_of(source, table.specs, base, name_of, devices, table.inline)
         return ColumnView(source, table.specs, base, name_of, table.inline)
 
     def nbytes(self, field: str) -> int:

@@ -72,7 +72,6 @@ class ColumnView(Sequence[Any]):
 
     __slots__ = (
         "_base",
-        "_bytes",
         "_forms",
         "_inline",
         "_known",
@@ -112,7 +111,7 @@ class ColumnView(Sequence[Any]):
                 self._inline = memory
             else:
                 base = memory
-        self._base, self._bytes = base, memoryview(cast(Any, base))
+        self._base = base
         self._leaf_starts: Ints | None = None
         if source.leaf_counts:
             counts = column(source.leaf_counts, U4, len(self._places))
@@ -173,7 +172,7 @@ class ColumnView(Sequence[Any]):
         """The same field of only these rows (indexes), still without a copy."""
         chosen = np.asarray(rows, np.int64)
         part = object.__new__(ColumnView)
-        part.field, part._base, part._bytes = self.field, self._base, self._bytes
+        part.field, part._base = self.field, self._base
         part._inline = self._inline
         part._forms, part._places, part._known = self._forms, self._places[chosen], {}
         name_of = self._name_of
@@ -339,7 +338,8 @@ class ColumnView(Sequence[Any]):
         ends = np.cumsum(nbytes)
         sources = map(slice, offsets.tolist(), (offsets + nbytes).tolist())
         targets = map(slice, (ends - nbytes).tolist(), ends.tolist())
-        copies = map(target.__setitem__, targets, map(self._bytes.__getitem__, sources))
+        memory = memoryview(cast(Any, self._base))
+        copies = map(target.__setitem__, targets, map(memory.__getitem__, sources))
         deque(copies, maxlen=0)
 
     def _copies(self, target: npt.NDArray[np.uint8]) -> Iterator[Copy]:
@@ -386,8 +386,9 @@ class ColumnView(Sequence[Any]):
         if any(self._form(spec).spec.kind != "object" for spec in set(places["spec"].tolist())):
             return None
         columns = (places["offset"].tolist(), places["nbytes"].tolist())
+        memory = memoryview(cast(Any, self._base))
         return objects.decode_many(
-            self._bytes[offset : offset + nbytes] for offset, nbytes in zip(*columns, strict=True)
+            memory[offset : offset + nbytes] for offset, nbytes in zip(*columns, strict=True)
         )
 
     def _values(self) -> Iterator[Any]:
@@ -404,9 +405,9 @@ class ColumnView(Sequence[Any]):
 
     def _memory(self, offset: int, nbytes: int, flags: int) -> memoryview:
         """Where one value lies."""
-        if self._inline is not None and flags & PLACE_INLINE:
-            return memoryview(cast(Any, self._inline))[offset : offset + nbytes]
-        return self._bytes[offset : offset + nbytes]
+        inline = self._inline is not None and flags & PLACE_INLINE
+        memory = self._inline if inline else self._base
+        return memoryview(cast(Any, memory))[offset : offset + nbytes]
 
     def _array(self, offset: int, nbytes: int, form: _Form, flags: int) -> Array:
         if form.row and nbytes % form.row == 0:

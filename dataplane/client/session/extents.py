@@ -81,7 +81,11 @@ class Leftovers:
             return extents
         with self._lock:
             self._touched = time.monotonic()
-            merged = _merge(self._extents + [(int(o), int(n)) for o, n in extents.tolist()])
+            more: list[tuple[int, int]] = extents.tolist()
+            if len(more) == 1 and self._stands_alone(*more[0]):
+                self._extents += more
+                return extents[:0]
+            merged = _merge(self._extents + more)
             merged.sort(key=lambda e: e[1], reverse=True)
             kept: list[tuple[int, int]] = []
             total = 0
@@ -92,6 +96,13 @@ class Leftovers:
             self._extents = kept
         held = set(kept)
         return np.array([e for e in merged if e not in held], EXTENT)
+
+    def _stands_alone(self, offset: int, length: int) -> bool:
+        """Whether there is room for it, and nothing that it is to be joined with."""
+        others = self._extents
+        if len(others) == MAX_LEFTOVERS or self.nbytes + length > MAX_LEFTOVER_BYTES:
+            return False
+        return all([first + many != offset and offset + length != first for first, many in others])
 
     def take_idle(self, idle_s: float = IDLE_S) -> Extents:
         """All of them, if no put has used any for `idle_s`."""

@@ -102,7 +102,7 @@ class Allocator:
         if not len(offsets):
             return
         self._returned.append((offsets, offsets + lengths))
-        self.free_bytes += int(lengths.sum())
+        self.free_bytes += int(np.add.reduce(lengths))
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
         """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""

@@ -164,9 +164,10 @@ class Space:
     ) -> Records | None:
         """As `commit`: of a single range numpy's fixed cost would be most of it. None, and nothing
         was done, where it is not at the start of a grant, or there is something wrong with it."""
-        (start, length), many = extents.item(), int(np.max(refs))
+        start, length = extents.item()
+        many = refs if isinstance(refs, int) else refs.item() if len(refs) == 1 else 0
         end = start + max(length + -length % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
-        if start % ALIGNMENT_BYTES or many < 1 or np.size(refs) > 1:
+        if start % ALIGNMENT_BYTES or many < 1:
             return None
         taken = self._holder(holder).carve_start(start, end, admission)
         if taken is None:

@@ -36,7 +36,7 @@ def so_far(count: int, first: int, field: str = "so_far") -> list[Column]:
 
 def seen(s: Store, taken: Any, stage: str = "rollout", field: str = "so_far") -> list[int | None]:
     """The range of each row's value, as a claim of the stage gets it."""
-    table = rows_out.table(s, taken.lease, rows_out.known(s, ["prompt"], stage), stage=stage)
+    table = rows_out.table(s, taken.lease, ["prompt"], stage=stage)
     found = [one for one in table.columns if one.field == field]
     if not found:
         return []

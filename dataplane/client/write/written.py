@@ -63,7 +63,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     @property
     def nbytes(self) -> int:
         """What was written into the arena."""
-        return int(self.ranges["length"].sum()) if len(self.ranges) else 0
+        return int(np.add.reduce(self.ranges["length"])) if len(self.ranges) else 0
 
     @property
     def copied_bytes(self) -> int:

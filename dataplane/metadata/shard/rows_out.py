@@ -63,14 +63,17 @@ def table(
 ) -> Table:
     """A table with VALUE records of these rows, or of those that are left in a lease.
 
-    stage: who is also given its progress, what it has given back of these rows before. Rows that
-    lack a field are ABSENT. FieldUnknown for a field that no row ever had, RowsGone when leased
-    rows were dropped."""
+    stage: who claims them, and is also given its progress, what it has given back of these rows
+    before. Rows that lack a field are ABSENT. A field that no row ever had is left out of a claim,
+    and FieldUnknown for others. RowsGone when leased rows were dropped."""
     rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
-    if fields and len(here := known(state, fields, stage)) < len(fields):
-        name = next(name for name in fields if name not in here)
-        there = sorted(name for name, had in state.fields.items() if had)
-        raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+    if fields is not None:
+        here = known(state, fields, stage)
+        if len(here) < len(fields) and not stage:
+            name = next(name for name in fields if name not in here)
+            there = sorted(name for name, had in state.fields.items() if had)
+            raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+        fields = here
     found = values_of(rows, fields, stage)
     return Table(
         told(state, rows),
@@ -83,7 +86,7 @@ def table(
 
 
 def known(state: State, fields: Sequence[str], stage: str = "") -> list[str]:
-    """Those of these fields that some row here has had, which `table` finds."""
+    """Those of these fields that some row here has had."""
     return [f for f in fields if state.fields.get(f) or (stage, f) in state.progress]
 
 

@@ -51,7 +51,10 @@ def by_owner(
         for number in sorted(set(whose.tolist())):
             if owners[number] != INLINE:
                 ids.setdefault(owners[number], []).append(named[whose == number])
-    return [(owner, *_counted(np.concatenate(these))) for owner, these in ids.items()]
+    return [
+        (owner, *_counted(these[0] if len(these) == 1 else np.concatenate(these)))
+        for owner, these in ids.items()
+    ]
 
 
 def _counted(ids: Array) -> tuple[Array, Array]:

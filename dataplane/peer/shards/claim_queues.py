@@ -377,8 +377,7 @@ def _granted(
 ) -> Granted:
     """Leased rows with what they have of the fields that are asked for, and of the stage's own
     progress. RowsGone where some were dropped of a lease."""
-    here = None if fields is None else rows_out.known(entry.store, fields, stage)
-    return Granted(lease, rows_out.table(entry.store, rows, here, stage=stage))
+    return Granted(lease, rows_out.table(entry.store, rows, fields, stage=stage))
 
 
 def _part(member: Member) -> Granted:

@@ -16,12 +16,15 @@ from dataplane.errors import (
     LeaseExpired,
     PartitionConflict,
     StaleEpoch,
+    TagConflict,
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net.router import RETRY_S, TURN_S, Router
-from dataplane.wire.messages import Admit, Body, Done, Seal, Wait
+from dataplane.peer.requests.changes import Changes
+from dataplane.wire.messages import Admit, Body, Done, Request, Seal, Tag, Wait
+from dataplane.wire.tables import Rows
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 
@@ -38,10 +41,15 @@ class Asked:
         """another roster comes as soon as one is waited for"""
         first = Roster.from_seeds([HERE, THERE, ELSEWHERE])
         self.host: Any = SimpleNamespace(
-            roster=at(first, THERE), now=lambda: self.time, another_roster=self.another_roster
+            address=HERE,
+            incarnation=1,
+            unanswered={},
+            roster=at(first, THERE),
+            now=lambda: self.time,
+            another_roster=self.another_roster,
         )
-        mesh: Any = SimpleNamespace(call=self.call, spawn=asyncio.ensure_future)
-        self.router = Router(self.host, mesh)  # type: ignore[arg-type]
+        self.mesh: Any = SimpleNamespace(call=self.call, spawn=asyncio.ensure_future, handlers={})
+        self.router = Router(self.host, self.mesh)
 
     async def call(self, address: str, body: Any, **how: Any) -> Body:
         assert how["epoch"] == self.host.roster.epoch
@@ -71,6 +79,22 @@ def at(roster: Roster, home: str) -> Roster:
     primaries[:] = roster.members.index(home)
     epoch = (roster.epoch[0], roster.epoch[1] + 1)
     return dataclasses.replace(roster, epoch=epoch, primaries=primaries)
+
+
+@pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("went away")])
+async def test_tags_that_a_call_may_have_set_itself_are_not_called_somebody_elses(
+    why: DataplaneError,
+) -> None:
+    """A compare-and-set whose shard died before it answered finds its own tags at the heir."""
+    shards = Asked(why, TagConflict("1 row does not have the tags", keys=["k"], rows=1))
+    shards.moves_to = ELSEWHERE
+    partitions: Any = None
+    changes = Changes(shards.host, shards.mesh, shards.router, partitions, lambda entry: None)
+    tag = Tag("p", 1, Rows(bytes(16)), {"status": ["mine"]}, {"status": "free"})
+    session: Any = SimpleNamespace(id=5, label="")
+    error = TagConflict if isinstance(why, StaleEpoch) else Unavailable
+    with pytest.raises(error, match="does not have the tags"):
+        await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, tag), tag)
 
 
 @pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("away")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dataplane.errors import DataplaneError, TagConflict, Unavailable
 from dataplane.metadata.tables.names import hash_name
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -50,9 +51,25 @@ class Changes:
     async def change(
         self, session: Session, request: Request, body: Tag | Drop | Close | Reset | Advance
     ) -> Body:
-        """At the partition's shard."""
+        """At the partition's shard. Unavailable as well where rows do not have the tags that were
+        expected, and this call may be why: a shard that was lost had perhaps set them."""
         caller = caller_of(self.host, request, session)
-        done: Body = await self.router.ask(body, caller)
+        lost: list[Unavailable] = []
+
+        def hear(why: DataplaneError) -> None:
+            if isinstance(why, Unavailable):
+                lost.append(why)
+
+        try:
+            done: Body = await self.router.ask(body, caller, hear=hear)
+        except TagConflict as exc:
+            if not lost:
+                raise
+            raise Unavailable(
+                f"{lost[0].message}; what answered then does not find the tags that were expected "
+                f"({exc.message}), which this call may have set itself: read them",
+                **exc.details,
+            ) from exc
         return done
 
     # at the shard

@@ -42,6 +42,13 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     return values if view else [_owned(value) for value in values]
 
 
+def as_it_lies(column: ColumnView) -> Array | None:
+    """What `to_numpy(column, view=True)` gives where rows lie side by side in host memory: there is
+    nothing to be done for it. None elsewhere."""
+    dense = None if isinstance(column, DeviceColumn) else column.dense()
+    return dense if dense is not None and dense.flags.c_contiguous else None
+
+
 def _owned(value: Any) -> Any:
     """An object with private copies of the arrays in it."""
     if isinstance(value, np.ndarray):

@@ -240,7 +240,7 @@ class ColumnView(Sequence[Any]):
             return None
         if len(places) > 1 and not self._is_alike(nbytes, spec):
             return None
-        return form.dtype, shape_of(form.spec, form.dtype.itemsize, nbytes)
+        return form.dtype, _shape(form, nbytes)
 
     def _is_alike(self, nbytes: int, spec: int) -> bool:
         """Whether all rows have as many bytes, and this spec."""
@@ -410,14 +410,10 @@ class ColumnView(Sequence[Any]):
         return memoryview(cast(Any, memory))[offset : offset + nbytes]
 
     def _array(self, offset: int, nbytes: int, form: _Form, flags: int) -> Array:
-        if form.row and nbytes % form.row == 0:
-            shape: tuple[int, ...] = (*form.head, nbytes // form.row, *form.tail)
-        else:
-            shape = shape_of(form.spec, form.dtype.itemsize, nbytes)
         base = self._base
         if self._inline is not None and flags & PLACE_INLINE:
             base = self._inline
-        return np.ndarray(shape, form.dtype, base, offset)
+        return np.ndarray(_shape(form, nbytes), form.dtype, base, offset)
 
     def _leaves_of(self, row: int) -> list[Array]:
         if self._leaf_starts is None:
@@ -438,6 +434,13 @@ class ColumnView(Sequence[Any]):
         """The error of a row that lacks the field."""
         named = f"row {row}" if self._name_of is None else f"row {self._name_of(row)!r}"
         return FieldUnknown(f"{named} has no field {self.field!r}", field=self.field, row=row)
+
+
+def _shape(form: _Form, nbytes: int) -> tuple[int, ...]:
+    """Of a value of so many bytes."""
+    if form.row and nbytes % form.row == 0:
+        return (*form.head, nbytes // form.row, *form.tail)
+    return shape_of(form.spec, form.dtype.itemsize, nbytes)
 
 
 def same(one: Any, other: Any) -> bool:

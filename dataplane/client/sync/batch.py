@@ -48,6 +48,8 @@ class Converting(Fetching):
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
         """A private, writable array [n, …] where all rows have one shape, else a list of arrays.
         `view=True`: read-only views, without a copy where the rows lie side by side."""
+        if view and field in self and (dense := convert.as_it_lies(self[field])) is not None:
+            return dense
         made: npt.NDArray[Any] | list[Any] = self._converted(
             [field], "cpu", lambda device: convert.to_numpy(self[field], view)
         )

@@ -192,9 +192,8 @@ def restore(state: State, op: Restore) -> None:
     state.closed_groups += made + op.closed_groups
     state.written(blocks, groups)
     for group in groups:
-        if not group.closed:  # some of its rows may be acked
-            for stage in state.stages.values():
-                stage.settle(group)
+        for stage in state.stages.values():
+            stage.settle(group)
     if state.permits.counts and state.definition.free == "drop":
         state.permits.acked([group for group in groups if not group.is_spent])
 

@@ -9,6 +9,7 @@ numbers of their own.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -143,7 +144,7 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
-        self._finished: dict[int, None] = {}
+        self._finished: OrderedDict[int, None] = OrderedDict()
         self._plans: dict[str, Plan] = {}
         self._members: dict[int, Member] = {}
         self._ended: dict[int, str] = {}
@@ -176,7 +177,7 @@ class Leases:
         """Leases that were finished; the oldest are forgotten."""
         self._finished.update(dict.fromkeys(numbers))
         while len(self._finished) > MAX_FINISHED:
-            del self._finished[next(iter(self._finished))]
+            self._finished.popitem(last=False)
 
     @property
     def finished(self) -> list[int]:

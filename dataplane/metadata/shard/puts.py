@@ -157,8 +157,8 @@ def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]])
         for name, stayed in state.merge(part.block, part.rows, values, keep=True).items():
             kept[name] = kept.get(name, 0) + stayed
         note_added(part.block, stage.name, part, values)
-    blocks, fields = [(part.block, part.bits) for part, _ in parts], parts[0][1].fields
-    state.written([block for block, _ in blocks], state.groups_of(blocks), fields)
+    blocks = [(part.block, part.bits) for part, _ in parts]
+    state.written([block for block, _ in blocks], state.groups_of(blocks))
     return kept
 
 
@@ -248,7 +248,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], reuse: bool)
             )
     size = state.definition.group_size
     if size is not None:
-        alone = len(new) if rows.group is None else sum([rows.group[i] < 0 for i in new])
+        alone = len(new) if rows.group is None else 0
+        if rows.group is not None and not rows.whole:
+            alone = sum([rows.group[i] < 0 for i in new])
         if alone:
             raise without_group(alone, size)
     if state.sealed:
@@ -299,9 +301,11 @@ def _plan_groups(
     groups = [state.groups.get(key) for key in rows.group_keys]
     if known is not None:
         _check_known_groups(rows, known)
-    joining = Counter([rows.group[i] for i in new]) if len(groups) > 1 else Counter()
-    if len(groups) == 1:
-        joining[0] = sum([rows.group[i] == 0 for i in new])
+    if rows.whole:
+        joining = [len(new)]
+    else:
+        counts = Counter([rows.group[i] for i in new])
+        joining = [counts[at] for at in range(len(groups))]
     made = [at for at, group in enumerate(groups) if group is None and joining[at]]
     if made and len(state.tombstones) and not reuse:
         _check_new_groups(state, rows, made)
@@ -377,7 +381,7 @@ def new_parts(plan: PutPlan) -> list[tuple[Group | None, Sequence[int]]]:
         return []
     if rows.group is None:
         return _cut(None, new)
-    if len(rows.group_keys) == 1 and min(rows.group) == 0:
+    if rows.whole:
         return _cut(plan.groups[0], new)
     by_group: dict[int, list[int]] = {}
     for i in new:

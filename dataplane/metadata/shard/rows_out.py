@@ -119,15 +119,16 @@ def told(state: State, rows: Rows) -> wire.Rows:
     """Keys, names and groups of these rows."""
     keys = rows.keys
     names = blocks.names_of(rows, keys)
-    index: list[int] = []
-    groups: dict[bytes, int] = {}
-    for block, bits in rows.parts:
-        number = groups.setdefault(block.group, len(groups)) if block.group else NO_GROUP
-        index += [number] * bits.bit_count()
+    groups = dict.fromkeys([block.group for block, _ in rows.parts])
+    if len(groups) == 1:
+        raw = bytes(U4.itemsize * len(rows))
+    else:
+        numbers = {key: number for number, key in enumerate(filter(None, groups))} | {b"": NO_GROUP}
+        many = [bits.bit_count() for _, bits in rows.parts]
+        raw = np.repeat(np.array([numbers[b.group] for b, _ in rows.parts], U4), many).tobytes()
+    groups.pop(b"", None)
     if not groups:
         return wire.Rows(keys, names)
-    alone = len(groups) == 1 and NO_GROUP not in index
-    raw = bytes(U4.itemsize * len(index)) if alone else np.array(index, U4).tobytes()
     group_keys = b"".join(groups)
     return wire.Rows(keys, names, raw, group_keys, group_names(state, groups, group_keys))
 
@@ -144,7 +145,7 @@ def group_names(state: State, groups: Iterable[bytes], keys: bytes) -> list[Name
 def tags_of(rows: Rows) -> dict[str, list[Scalar]]:
     """Every tag that one of the rows has, one value a row, None where a row lacks it."""
     return {
-        name: [None if value is MISSING else value for value in values]
+        name: [None if one is MISSING else one for one in values] if MISSING in values else values
         for name, values in tags_held(rows).items()
     }
 

@@ -243,8 +243,9 @@ class Stage:
         mine = self.of(block)
         return block.live & ~(mine.ready | mine.leased | mine.acked)
 
-    def complete(self, block: Block) -> None:
-        """Fields of a block's rows were written: those become ready that have all they need."""
+    def complete(self, block: Block) -> int:
+        """Fields of a block's rows were written: those become ready that have all they need. These
+        are returned."""
         mine = block.standings[self.number]
         pending = block.live & ~(mine.ready | mine.leased | mine.acked)
         if pending:
@@ -252,6 +253,7 @@ class Stage:
             if pending:
                 mine.ready |= pending
                 self.rows.move(block, pending, PENDING, READY)
+        return pending
 
     def lease(self, block: Block, bits: int) -> None:
         """Ready rows are taken."""

@@ -406,28 +406,21 @@ class State:
         rest = {name: one for name, one in block.progress.items() if name != stage}
         self.change(block, progress=rest | ({stage: left} if left.fields else {}))
 
-    def written(
-        self,
-        blocks: Iterable[Block],
-        groups: Iterable[Group],
-        fields: Sequence[str] | None = None,
-    ) -> int:
-        """Rows were written, in these groups; fields: of rows that were there these alone. Returns
-        how many groups closed that count as made. What an open group is follows from what was
-        leased and acked of it, and stays."""
-        stages = list(self.stages.values())
-        if fields is not None:
-            stages = [one for one in stages if any([field in one.fields for field in fields])]
-        for block in blocks:
-            for stage in stages:
-                stage.complete(block)
+    def written(self, blocks: Sequence[Block], groups: Iterable[Group]) -> int:
+        """Rows were written, in these groups. Returns how many groups closed that count as made.
+        What an open group is follows from what was leased and acked of it, and stays."""
+        stages = self.stages.values()
+        ready = [one for one in stages if any([one.complete(block) for block in blocks])]
         full = []
         for group in groups:
             if group.is_full:
                 group.closed = True
                 full.append(group)
-            for stage in stages if group.closed else ():
-                stage.settle(group)
+                for stage in stages:
+                    stage.settle(group)
+            elif group.closed:
+                for stage in ready:
+                    stage.settle(group)
         return self._count_closed(full) if full else 0
 
     def close_groups(self, groups: Sequence[Group]) -> int:

@@ -16,13 +16,15 @@ from dataplane.wire.tables import Name, Rows
 
 
 class RowsIn(msgspec.Struct, eq=False):
-    """group: per row an index into `group_keys`, -1 without group; None: all are without."""
+    """group: per row an index into `group_keys`, -1 without group; None: all are without. whole:
+    all are in the one group that there is."""
 
     keys: list[bytes]
     names: Sequence[Name] | None
     group: Sequence[int] | None
     group_keys: list[bytes]
     group_names: Sequence[Name] | None
+    whole: bool = False
 
     @property
     def count(self) -> int:
@@ -36,6 +38,7 @@ class RowsIn(msgspec.Struct, eq=False):
             None if self.group is None else [self.group[i] for i in rows],
             self.group_keys,
             self.group_names,
+            self.whole,
         )
 
 
@@ -72,7 +75,8 @@ def rows_in(rows: Rows, *, many: int = MAX_ROWS_PER_MESSAGE) -> RowsIn:
         shown = rows.names[twice] if rows.names else keys[twice].hex()
         raise InvalidRows(f"the key {shown!r} occurs twice in one call; a row is named once")
     group, group_keys = _groups_in(rows, count)
-    return RowsIn(keys, rows.names, group, group_keys, rows.group_names)
+    whole = len(group_keys) == 1 and rows.group_index == bytes(U4.itemsize * count)
+    return RowsIn(keys, rows.names, group, group_keys, rows.group_names, whole)
 
 
 def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes]]:

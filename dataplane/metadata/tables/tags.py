@@ -154,7 +154,11 @@ class Tags:
                 found.append((name, list(values)))
             else:
                 found.append((name, [values[row] for row in rows]))
-        return [(name, values) for name, values in found if set(map(id, values)) != _ID_OF_MISSING]
+        return [
+            (name, values)
+            for name, values in found
+            if any(value is not _MISSING for value in values)
+        ]
 
     def _of(self, name: str) -> list[Scalar]:
         """One value a row."""
@@ -163,7 +167,6 @@ class Tags:
 
 
 MISSING = _MISSING
-_ID_OF_MISSING = {id(_MISSING)}
 
 
 def _compared(how: Callable[[Any, Any], Any], one: Scalar, other: Scalar) -> bool:

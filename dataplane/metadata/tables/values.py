@@ -41,6 +41,7 @@ _SIZE = VALUE.itemsize
 _RAW = np.dtype(f"V{_SIZE}")
 _STEP = INLINE_ALIGNMENT_BYTES
 _LAST = np.uint64(_STEP - 1)
+_UP = ~_LAST
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
 _NONE = _NO_VALUE.tobytes()
@@ -73,6 +74,11 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def loose(self) -> Loose:
         return self.owners, self.blob
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether every record is of a small value."""
+        return self.holes is None and len(self.owners) == 1 and self.owners[0] == INLINE
 
     @property
     def nbytes(self) -> int:
@@ -267,16 +273,21 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _numbered(self, specs: list[Spec], owners: list[Owner], base: int) -> Values:
         """By these tables, which have all that is used; small values lie `base` further back."""
-        same_specs, same_owners = _starts(specs, self.specs), _starts(owners, self.owners)
-        if same_specs and same_owners and not (base and self.inline):
+        base = base if self.inline else 0
+        by, same_owners = _begins(specs, self.specs), _begins(owners, self.owners) == 0
+        if by == 0 and same_owners and not base:
             return replace(self, specs=specs, owners=owners)
         records = np.frombuffer(bytearray(self.blob), VALUE)
-        if base and self.inline:
+        if base and self.is_inline:
+            records["range"] += np.uint32(base)
+        elif base:
             here = records["owner"] == self.owners.index(INLINE)
             records["range"] += here * np.uint32(base)
         # an ABSENT record may have any number: what is looked up is bounded first
-        if not same_specs:
+        if by is None:
             records["spec"] = _numbers(self.specs, specs).take(records["spec"], mode="clip")
+        elif by:
+            records["spec"] += np.uint32(by)
         if not same_owners:
             of_owner = _numbers(self.owners, owners).take(records["owner"], mode="clip")
             records["owner"] = np.where(records["owner"] == ABSENT, ABSENT, of_owner)
@@ -391,6 +402,8 @@ def _alike(parts: Sequence[Values], inline: bool = True) -> list[Values]:
 def _cut(parts: Sequence[Values]) -> list[Values]:
     """Parts of one message, each with what it needs of the small values; neighbours stay so."""
     first = parts[0]
+    if len(parts) == 1 and (whole := _stretch(first)) is not None:
+        return [whole]
     blobs = [one.blob for one in parts]
     records = np.frombuffer(bytearray(b"".join(blobs)), VALUE)
     here = records["owner"] == first.owners.index(INLINE)
@@ -398,15 +411,7 @@ def _cut(parts: Sequence[Values]) -> list[Values]:
     if not len(mine):
         return [one._of_blob(blob, inline=b"") for one, blob in zip(parts, blobs, strict=True)]
     starts = mine["range"].astype(np.int64)
-    rooms = _room(mine["nbytes"].astype(np.int64))
-    ends = starts + rooms
-    low, high = int(np.minimum.reduce(starts)), int(np.maximum.reduce(ends))
-    if len(parts) == 1 and high - low <= int(np.add.reduce(rooms)):  # they lie close together
-        if low:
-            mine["range"] -= np.uint32(low)
-            if mine is not records:
-                records[here] = mine
-        return [first._of_blob(records.tobytes(), inline=first.inline[low:high])]
+    ends = _ends(starts, mine["nbytes"]).astype(np.int64)
     of = np.repeat(np.arange(len(parts)), [len(blob) // _SIZE for blob in blobs])[here]
     breaks = np.append(0, ((starts[1:] != ends[:-1]) | (of[1:] != of[:-1])).nonzero()[0] + 1)
     lasts = np.append(breaks[1:], len(mine)) - 1
@@ -427,6 +432,25 @@ def _cut(parts: Sequence[Values]) -> list[Values]:
         found.append(one._of_blob(raw[at : at + len(blob)], inline=b"".join(pieces)))
         at += len(blob)
     return found
+
+
+def _stretch(values: Values) -> Values | None:
+    """With what it needs of the small values, where they lie one behind the other; None where they
+    do not, or others are among them."""
+    blob = values.blob
+    if not blob or not values.is_inline:
+        return None
+    records = np.frombuffer(blob, VALUE)
+    starts = records["range"]
+    ends = _ends(starts, records["nbytes"])
+    if not _follow(starts, ends):
+        return None
+    low, high = int(starts[0]), int(ends[-1])
+    if low:
+        records = np.frombuffer(bytearray(blob), VALUE)
+        records["range"] -= np.uint32(low)
+        blob = records.tobytes()
+    return values._of_blob(blob, inline=values.inline[low:high])
 
 
 def _of_grid(
@@ -451,14 +475,16 @@ def _there(leaves: Leaves) -> Leaves | None:
 
 
 def _union(one: list[Spec] | list[Owner], other: list[Spec] | list[Owner]) -> list:  # type: ignore[type-arg]
-    if one == other or all(entry in one for entry in other):
-        return one
-    return [*one, *[entry for entry in dict.fromkeys(other) if entry not in one]]
+    new = [entry for entry in dict.fromkeys(other) if entry not in one] if one != other else []
+    return [*one, *new] if new else one
 
 
-def _starts(table: Sequence[Spec | Owner], other: Sequence[Spec | Owner]) -> bool:
-    """Whether numbers of `other` mean the same in `table`."""
-    return table is other or (len(table) >= len(other) and table[: len(other)] == other)
+def _begins(table: Sequence[Spec | Owner], other: Sequence[Spec | Owner]) -> int | None:
+    """Where in `table` the entries of `other` begin, in a row; None: they are not in a row."""
+    if table is other or table[: len(other)] == other:
+        return 0
+    at = table.index(other[0]) if other[0] in table else 0
+    return at if table[at : at + len(other)] == other else None
 
 
 def _numbers(old: Sequence[Spec | Owner], new: Sequence[Spec | Owner]) -> Array:
@@ -466,9 +492,15 @@ def _numbers(old: Sequence[Spec | Owner], new: Sequence[Spec | Owner]) -> Array:
     return np.array([places.get(one, 0) for one in old] or [0], U4)
 
 
-def _room(sizes: Array) -> Array:
-    room: Array = (sizes + (_STEP - 1)) & -_STEP
-    return room
+def _ends(starts: Array, sizes: Array) -> Array:
+    """Where small values end that begin there, with what is left free behind them."""
+    ends: Array = (sizes + _LAST & _UP) + starts
+    return ends
+
+
+def _follow(starts: Array, ends: Array) -> bool:
+    """Whether each value begins where the one before it ends: so they are written."""
+    return every(starts[1:] == ends[:-1])
 
 
 def _padded(inline: bytes) -> bytes:
@@ -616,15 +648,17 @@ def _check_inline(values: Values) -> None:
             raise ProtocolError(f"{len(inline)} bytes of values, none of which is named")
         return
     starts, sizes = mine["range"], mine["nbytes"]
-    rooms = sizes + _LAST & ~_LAST
     most = int(np.maximum.reduce(sizes))
-    end, named = int(np.maximum.reduce(starts + rooms)), int(np.add.reduce(rooms))
-    astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if most > INLINE_LIMIT_BYTES:
         raise ProtocolError(
             f"a value of {most} bytes is to live in the shard; the limit is {INLINE_LIMIT_BYTES}",
             limit=INLINE_LIMIT_BYTES,
         )
+    ends = _ends(starts, sizes)
+    end, named, astray = int(ends[-1]), int(ends[-1]), 0
+    if starts[0] or not _follow(starts, ends):
+        end, named = int(np.maximum.reduce(ends)), int(np.add.reduce(ends - starts))
+        astray = int(np.bitwise_or.reduce(starts)) % _STEP
     if end > len(inline) or astray:
         raise ProtocolError("a value lies outside the message, or at no multiple of 8 in it")
     if named > len(inline):  # rows that part would take a copy each

@@ -87,6 +87,8 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
     def keys_of(self, bits: int) -> bytes:
         """KEY records of these rows."""
+        if bits.bit_count() == self.count:
+            return self.keys
         rows = rows_of(bits)
         if isinstance(rows, range):
             return self.keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES]

@@ -31,12 +31,14 @@ class Part:
 
     __slots__ = ("at", "bits", "block", "number", "rows")
 
-    def __init__(self, number: int, block: Block, rows: Sequence[int], at: Sequence[int]) -> None:
+    def __init__(
+        self, number: int, block: Block, rows: Sequence[int], at: Sequence[int], bits: int = 0
+    ) -> None:
         self.number = number
         self.block = block
         self.rows = rows
         self.at = at
-        self.bits = bits_of(rows)
+        self.bits = bits or bits_of(rows)
 
     def there(self) -> Part:
         """Without rows that are gone."""
@@ -85,7 +87,7 @@ class Lease(msgspec.Struct, eq=False):
         for number, ((block, _), left) in enumerate(zip(self.rows.parts, self.left, strict=True)):
             if left:
                 rows = rows_of(left)
-                found.append(Part(number, block, rows, range(at, at + len(rows))))
+                found.append(Part(number, block, rows, range(at, at + len(rows)), left))
                 at += len(rows)
         return found
 
@@ -175,7 +177,8 @@ class Leases:
 
     def remember(self, numbers: Iterable[int]) -> None:
         """Leases that were finished; the oldest are forgotten."""
-        self._finished.update(dict.fromkeys(numbers))
+        for number in numbers:
+            self._finished[number] = None
         while len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
 

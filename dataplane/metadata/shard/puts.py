@@ -32,7 +32,7 @@ from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
-from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.tombstones import of_group
@@ -164,10 +164,10 @@ def add_fields(state: State, stage: Stage, parts: Sequence[tuple[Part, Values]])
 
 def note_added(block: Block, stage: str, part: Part, values: Values) -> None:
     """A stage wrote these fields of rows, where they had none yet."""
-    whole = all_of(values.count)
     for name in values.fields:
-        came = values.having([name])
-        rows = part.bits if came == whole else bits_of(part.rows[i] for i in rows_of(came))
+        rows = part.bits
+        if values.holes is not None and name in values.holes:
+            rows = bits_of(part.rows[i] for i in rows_of(values.having([name])))
         add_to(block, stage, name, rows)
 
 

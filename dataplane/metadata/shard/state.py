@@ -132,9 +132,9 @@ class State:
         """LimitExceeded unless the partition may have these fields too. stage: it gives progress of
         them."""
         if stage is None:
-            new = set(names) - self.fields.keys()
+            new = [name for name in names if name not in self.fields]
         else:
-            new = {name for name in names if (stage, name) not in self.progress}
+            new = [name for name in names if (stage, name) not in self.progress]
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
                 f"a partition has at most {MAX_FIELDS} fields, those included of which a stage "

@@ -103,7 +103,7 @@ def take(
         picked = _within_budget(state, stage, want, lane, kept)
     fields = credit.fields if credit else None
     picked = _within_message(stage, want, picked, least, fields)
-    if credit is not None and credit.most_bytes:
+    if credit is not None and credit.most_bytes and not state.peers <= {credit.address}:
         picked = _within_credit(stage, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None
     count = picked.count

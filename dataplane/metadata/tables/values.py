@@ -224,14 +224,14 @@ class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
         if not self.fields:
             return other
         specs, owners = _union(self.specs, other.specs), _union(self.owners, other.owners)
-        base = len(_padded(self.inline)) if other.inline else 0
-        other = other._numbered(specs, owners, base)
+        inline = _padded(self.inline) if other.inline else self.inline
+        other = other._numbered(specs, owners, len(inline))
         holes, leaves = other.holes, other.leaves
         return replace(
             other,
             fields=self.fields + other.fields,
             records=self.records + other.records,
-            inline=_padded(self.inline) + other.inline if other.inline else self.inline,
+            inline=inline + other.inline,
             holes=self.holes if holes is None else (self.holes or {}) | holes,
             leaves=self.leaves if leaves is None else (self.leaves or {}) | leaves,
         )
@@ -529,19 +529,20 @@ def values_in(
         raise InvalidRows("a field occurs twice in one call")
     if owners is not None and len(owners) > 1 and len(set(owners)) < len(owners):
         raise ProtocolError("an owner of values is named twice")
+    has_leaves = False
     for one in columns:
         if not 0 < len(one.field) <= MAX_NAME_BYTES:
             raise InvalidRows(f"a field's name has 1 to {MAX_NAME_BYTES} characters")
         if len(one.values) != count * _SIZE:
             raise _not_one_a_row(one, count)
+        if one.leaf_counts or one.leaves:
+            has_leaves = True
     records = b"".join([one.values for one in columns])
     known = ABSENT if owners is None else min(len(owners), ABSENT)
     holes: dict[str, int] | None = None
     if not _is_sound(records, None if specs is None else len(specs), known):
         records, holes = _checked(fields, records, count, specs, owners)
-    leaves = None
-    if any([one.leaf_counts or one.leaves for one in columns]):
-        leaves = _leaves_in(columns, count, holes or {}, specs, owners)
+    leaves = _leaves_in(columns, count, holes or {}, specs, owners) if has_leaves else None
     found = Values(count, fields, records, specs or [], owners or [], inline, holes, leaves)
     if owners is not None and (inline or INLINE in owners):
         _check_inline(found)

@@ -157,6 +157,8 @@ class PulledCopies:
     def _same(self, known: dict[int, int], remote: Records) -> tuple[Slots, Slots]:
         """As `_kept`, of this generation."""
         at, slots = self._kept(known, remote)
+        if not len(at):
+            return at, slots
         same = self._remote[slots]["generation"] == remote["generation"][at]
         return at[same], slots[same]
 

@@ -93,7 +93,7 @@ class Reading:
             return self._places(table, flat, here, holder)
         if own and (space.all_here or not self.pulls.away(ranges_of(ids_of(flat[here])), reader)):
             return self._places(table, flat, here, holder)
-        return self._pull(table, flat, holder, reader)
+        return self._pull(table, flat, here, holder, reader)
 
     def _places_of_few(self, table: Table, raw: bytes, holder: int) -> Resolved:
         """As `_places`, one by one."""
@@ -147,12 +147,16 @@ class Reading:
         return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     async def _pull(
-        self, table: Table, flat: npt.NDArray[Any], holder: int, reader: int
+        self,
+        table: Table,
+        flat: npt.NDArray[Any],
+        here: npt.NDArray[Any],
+        holder: int,
+        reader: int,
     ) -> Resolved:
         """Local copies take the place of ranges that are remote or away; they are pinned as they
         arrive."""
         flat = flat.copy()
-        here = _in_ranges(table, flat)
         interim: list[int] = []
         asked = []
         for code, owner in enumerate(table.owners):
@@ -170,7 +174,8 @@ class Reading:
                 return self._places(table, flat, here, holder, interim)
             return self._places(table, flat, here, holder)
         finally:
-            self.host.space.unpin(holder, interim)
+            if interim:
+                self.host.space.unpin(holder, interim)
 
     async def _of_one(
         self,

@@ -6,7 +6,7 @@ not an error. The limit is checked on the announced length, before a byte of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -76,27 +76,45 @@ class FrameReader:
         self.limit_bytes = limit_bytes
         self.awaited_bytes = 0
         """announced by the frame that is not complete yet; 0 between frames"""
-        self._buffer = bytearray()
+        self._data: bytes | bytearray | memoryview = b""
+        """as it came, where it begins with a frame; else collected"""
+        self._at = 0
+
+    def add(self, data: bytes | memoryview) -> None:
+        """They stay as they are until `next` has given all of them."""
+        if not self._data:
+            self._data = data
+            return
+        if isinstance(self._data, bytearray):
+            del self._data[: self._at]  # cheap: a bytearray remembers where it starts
+        else:
+            self._data = bytearray(memoryview(self._data)[self._at :])
+        self._data += data
+        self._at = 0
+
+    def next(self) -> bytes | memoryview | None:
+        """The next body that is complete; FrameTooLarge ends the connection."""
+        data, begin = self._data, self._at + HEADER_BYTES
+        self.awaited_bytes = 0
+        if len(data) < begin:
+            return None
+        length = body_length(data[self._at : begin], self.limit_bytes)
+        end = begin + length
+        if len(data) < end:
+            self.awaited_bytes = length
+            return None
+        self._at = end
+        if end == len(data):
+            self._data, self._at = b"", 0
+        body = memoryview(data)[begin:end]
+        return bytes(body) if isinstance(data, bytearray) else body
 
     def feed(self, data: bytes | memoryview) -> Iterable[bytes | memoryview]:
-        """Every body that is complete with these bytes. FrameTooLarge ends the connection."""
-        if not self._buffer and len(data) >= HEADER_BYTES:  # one whole frame, as most are
+        """Every body that is complete with these bytes, as `next` gives them."""
+        if not self._data and len(data) >= HEADER_BYTES:  # one whole frame, as most are
             length = body_length(data, self.limit_bytes)
             if length == len(data) - HEADER_BYTES:
                 self.awaited_bytes = 0
                 return (memoryview(data)[HEADER_BYTES:],)
-        return self._cut(data)
-
-    def _cut(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        buffer = self._buffer
-        buffer += data
-        self.awaited_bytes = 0
-        while len(buffer) >= HEADER_BYTES:
-            length = body_length(buffer[:HEADER_BYTES], self.limit_bytes)
-            end = HEADER_BYTES + length
-            if len(buffer) < end:
-                self.awaited_bytes = length
-                return
-            body = bytes(memoryview(buffer)[HEADER_BYTES:end])
-            del buffer[:end]  # cheap: a bytearray remembers where it starts
-            yield body
+        self.add(data)
+        return iter(self.next, None)

@@ -240,10 +240,10 @@ class Link:
             raise self._failure(self.ended)
         self.calls, self.hello = stream, hello
 
-    def _on_stream(self, stream: Stream, frame: bytes) -> None:
+    def _on_stream(self, stream: Stream, frame: bytes | memoryview) -> None:
         self.received(frame)
 
-    def received(self, frame: bytes) -> None:
+    def received(self, frame: bytes | memoryview) -> None:
         """Hand an answer to who waits for it."""
         try:
             reply = peering.decode_reply(frame)

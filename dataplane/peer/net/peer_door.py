@@ -158,7 +158,7 @@ class PeerDoor:
         self.refusals.count(exc)
         return peering.encode(PeerReply(0, self.host.incarnation, failed(exc)))
 
-    def _arrived(self, stream: Stream, frame: bytes) -> None:
+    def _arrived(self, stream: Stream, frame: bytes | memoryview) -> None:
         """Answered at once, unless somebody or something has to be waited for."""
         try:
             request = peering.decode_request(frame)

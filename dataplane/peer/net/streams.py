@@ -22,16 +22,15 @@ from typing import cast
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from dataplane.errors import Unavailable
+from dataplane.errors import FrameTooLarge, Unavailable
 from dataplane.launch.values import parse_address
 from dataplane.wire import limits
+from dataplane.wire.frames import HEADER_BYTES, FrameReader
 from dataplane.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
 ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
-HEADER_BYTES = 4
-"""The length of the sealed frame that follows, little-endian."""
 MAX_EXPECTED = limits.MAX_MEMBERS
 """Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
 MAX_UNKNOWN = 1_024
@@ -44,7 +43,7 @@ UNACKED_MS = 30_000
 """After so long in which the other host takes nothing the connection ends. Longer than a call: who
 stopped is told by zmq's heartbeats within a second, and who is busy may be so for a while."""
 
-Take = Callable[["Stream", bytes], None]
+Take = Callable[["Stream", bytes | memoryview], None]
 Ended = Callable[["Stream", str], None]
 Dial = Callable[[str, bytes, Take, Ended], Awaitable["Stream"]]
 """As `Streams.dial`"""
@@ -68,7 +67,7 @@ class Sealer:
     def seal(self, frame: bytes) -> bytes:
         return self._cipher.encrypt(self._nonce(), frame, None)
 
-    def open(self, sealed: bytes) -> bytes:
+    def open(self, sealed: bytes | memoryview) -> bytes:
         """InvalidTag for what was not sealed here, in this order."""
         return self._cipher.decrypt(self._nonce(), sealed, None)
 
@@ -88,8 +87,7 @@ class Stream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._seals: Sealer | None = None
         self._opens: Sealer | None = None
-        self._came: list[bytes] = []
-        self._came_bytes, self._needed_bytes = 0, HEADER_BYTES
+        self._frames = FrameReader(limits.MAX_FRAME_BYTES + TAG_BYTES)
         self._paused = False
         self._posted: list[bytes] = []
         self._posted_bytes = 0
@@ -125,38 +123,22 @@ class Stream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
-        self._came.append(data)
-        self._came_bytes += len(data)
-        if self._came_bytes >= self._needed_bytes and not self._paused:
-            self._variables.run(self._take_frames)
+        self._frames.add(data)
+        self._variables.run(self._take_frames)
 
     def _take_frames(self) -> None:
-        data = b"".join(self._came) if len(self._came) > 1 else self._came[0]
-        at, end = 0, len(data)
-        self._needed_bytes = HEADER_BYTES
-        while not (self.closed or self._paused) and end - at >= HEADER_BYTES:
-            size = int.from_bytes(data[at : at + HEADER_BYTES], "little")
-            if size > limits.MAX_FRAME_BYTES + TAG_BYTES:
-                self._end(f"a frame of {size} bytes; the limit is {limits.MAX_FRAME_BYTES}")
-                return
-            if end - at < HEADER_BYTES + size:
-                self._needed_bytes = HEADER_BYTES + size
-                break
-            at += HEADER_BYTES
-            frame = data[at : at + size]
-            at += size
-            if self._opens is not None:
-                try:
+        try:
+            while not (self.closed or self._paused) and (frame := self._frames.next()) is not None:
+                if self._opens is not None:
                     frame = self._opens.open(frame)
-                except InvalidTag:
-                    self._end("a frame that was not sealed by its peer")
-                    return
-            try:
-                self._take(self, frame)
-            except Exception:  # those that came with it are others'
-                log.exception("a message was not taken")
-        self._came = [data[at:]] if at < end else []
-        self._came_bytes = end - at
+                try:
+                    self._take(self, frame)
+                except Exception:  # those that came with it are others'
+                    log.exception("a message was not taken")
+        except InvalidTag:
+            self._end("a frame that was not sealed by its peer")
+        except FrameTooLarge as exc:
+            self._end(exc.message)
 
     def pause(self) -> None:
         """Take nothing more: TCP makes the sender wait."""
@@ -168,11 +150,7 @@ class Stream(asyncio.Protocol):
         self._paused = False
         if self._transport is not None and not self.closed:
             self._transport.resume_reading()
-            self._loop.call_soon(self._take_rest, context=self._variables)
-
-    def _take_rest(self) -> None:
-        if self._came and not (self.closed or self._paused):
-            self._take_frames()
+            self._loop.call_soon(self._take_frames, context=self._variables)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc is not None else "the other side closed it")
@@ -233,7 +211,6 @@ class Stream(asyncio.Protocol):
         """At once: what has not been sent is lost, and who waits to send gets StreamClosed."""
         self.closed = True
         self._room.set()
-        self._came.clear()
         if self._transport is not None:
             self._transport.abort()
 

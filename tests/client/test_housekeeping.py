@@ -87,6 +87,21 @@ def test_released_pins_go_with_the_next_call(peer: ScriptedPeer, plane: Plane) -
     assert plane._session.pins == 0
 
 
+def test_pins_that_a_call_took_along_which_was_given_up_are_told_again(
+    peer: ScriptedPeer, put: Put, part: Partition, plane: Plane
+) -> None:
+    """It may have been given up before its last byte was sent."""
+    peer.scripts[Stats] = lambda r, b: None
+    batch = part.claim("s", rows=2)
+    batch.ack()
+    del batch
+    gc.collect()
+    with pytest.raises(dataplane.DeadlineExceeded):
+        plane.stats(timeout=0.05)
+    assert peer.bodies(Unpin) or peer.requests[-1].unpin == [1]
+    assert peer.await_body(Unpin).pins == [1]
+
+
 def test_grants_that_nobody_uses_go_back(
     peer: ScriptedPeer, part: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,8 @@ class Outgoing:
         """Answered, or given up. The connection is free, or waits for what is asked along."""
         for request in (self._request, *self._ahead):
             self._session.answered(request)
+        if not connection.is_whole:  # perhaps it was not sent to its end
+            self._session.not_told(self._request.unpin)
         then, self._then = self._then, None
         if then is not None and connection.is_whole:
             call, outgoing = then

@@ -273,9 +273,12 @@ class Session:
         return pins
 
     def not_told(self, pins: list[int]) -> None:
-        with self._lock:
-            self._pins += len(pins)
-        self._unpinned.put(pins)
+        """Or perhaps not: the peer lets go of what it is told twice once."""
+        if pins:
+            with self._lock:
+                self._pins += len(pins)
+            self._unpinned.put(pins)
+            self.bell.ring()
 
     @property
     def pins(self) -> int:

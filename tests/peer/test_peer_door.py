@@ -22,9 +22,10 @@ from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
-from dataplane.wire.peering import PeerHello, PeerReply, PeerRequest
+from dataplane.wire.peering import Inherited, PeerHello, PeerReply, PeerRequest
+from dataplane.wire.tables import Owner
 
-HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
+HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 FIRST = dataclasses.replace(Roster.from_seeds([HERE, THERE]), incarnations=(1, 2))
 NEXT = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
 
@@ -93,6 +94,29 @@ async def test_a_roster_that_comes_before_a_request_has_begun_refuses_it(
     failed = await door.answer()
     assert isinstance(failed, Failed) and failed.code == "StaleEpoch" and door.under == []
     assert door.door.under_way == 0
+
+
+@pytest.mark.parametrize("number", [-1, 1])
+async def test_what_an_heir_holds_is_heard_once_it_is_known_whose_heir_it_is(
+    door: Door, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that is behind would free none of what the heir took over in two steps, for ever."""
+    monkeypatch.setattr("dataplane.peer.net.peer_door.CATCH_UP_S", 0.05)
+
+    async def another_roster(than: Roster, until: float) -> bool:
+        return False
+
+    async def until_sure(until: float) -> None: ...
+
+    door.host.another_roster = another_roster
+    door.door._serving.until_sure = until_sure  # type: ignore[method-assign]
+    door.door.handlers[Inherited] = lambda caller, body: Done()
+    epoch = (FIRST.epoch[0], FIRST.epoch[1] + number)
+    body = Inherited(Owner(ELSEWHERE, 3), b"", b"")
+    request = PeerRequest(1, THERE, 2, 0, 0, 0, epoch, 1000, body)
+    door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
+    said = await door.answer()
+    assert isinstance(said, Failed if number > 0 else Done)
 
 
 async def test_over_zmq_a_peer_only_greets(door: Door) -> None:

@@ -47,8 +47,6 @@ class Permits:
         self.version = 0
         self.limits: tuple[int, int] | None = None
         self.given: dict[int, Permit] = {}
-        self.left = 0
-        """groups that may still be opened with permits"""
         self._of: dict[int, dict[int, Permit]] = {}
         """by holder, the oldest first"""
         self.trained: dict[int, int] = {}
@@ -64,6 +62,11 @@ class Permits:
     @property
     def places(self) -> int:
         return 0 if self.limits is None else (self.limits[0] + 1) * self.limits[1]
+
+    @property
+    def left(self) -> int:
+        """Groups that may still be opened with permits."""
+        return sum([permit.left for permit in self.given.values()])
 
     def of(self, holder: int) -> list[int]:
         return list(self._of.get(holder, ()))
@@ -96,7 +99,6 @@ class Permits:
                 if self._slow is not None and permit.version < self._slow.begun:
                     self._slow = group
                 permit.left -= 1
-                self.left -= 1
 
     def acked(self, groups: Iterable[Group]) -> None:
         """A stage acked rows of these groups, which are kept until they are dropped."""
@@ -227,7 +229,6 @@ class Permits:
     def enter(self, permit: Permit) -> None:
         self.given[permit.number] = permit
         self._of.setdefault(permit.holder, {})[permit.number] = permit
-        self.left += permit.left
 
     def take_back(self, numbers: list[int]) -> list[int]:
         """These are over. Returns those of them that were not yet."""
@@ -244,14 +245,12 @@ class Permits:
     def _hand_on(self, over: Permit) -> None:
         """What is left of a permit is what others of its holder were used for in its place, the
         oldest having been used first, so far as they were; the rest is nobody's."""
-        self.left -= over.left
         for permit in self._of.get(over.holder, {}).values():
             many = min(over.left, permit.count - permit.left)
             if many and not permit.left:  # what its own was begun at counts for another's group
                 permit.version = max(permit.version, over.version)
             permit.left += many
             over.left -= many
-            self.left += many
             if not over.left:
                 return
 

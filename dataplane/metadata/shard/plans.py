@@ -32,7 +32,7 @@ from dataplane.metadata.tables.bits import rows_of
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4
-from dataplane.wire.tables import Laid, Shape
+from dataplane.wire.tables import Definition, Laid, Shape
 
 MAX_PLAN_ROWS = 1 << 20
 """What is told of them all at once, 40 bytes a row at most, fits into a message."""
@@ -74,7 +74,7 @@ def join(
         plan = _begin(state, stage, shape, now)
     if plan.shape != shape:
         raise PartitionConflict(
-            f"the plan of stage {stage.name!r} was begun with {_difference(plan.shape, shape)}: "
+            f"the plan of stage {stage.name!r} was begun with {difference(plan.shape, shape)}: "
             "all ranks call plan() with the same arguments, but for rank=",
             stage=stage.name,
         )
@@ -250,9 +250,10 @@ def _finish_if_done(state: State, plan: Plan) -> FinishOutcome:
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 
-def _difference(begun: Shape, other: Shape) -> str:
+def difference(begun: Shape | Definition, other: Shape | Definition) -> str:
+    """`ranks=2 (now 4)`, for the parts in which the two differ."""
     return ", ".join(
         f"{name}={getattr(begun, name)!r} (now {getattr(other, name)!r})"
-        for name in Shape.__struct_fields__
+        for name in begun.__struct_fields__
         if getattr(begun, name) != getattr(other, name)
     )

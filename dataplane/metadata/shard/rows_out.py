@@ -145,7 +145,7 @@ def group_names(state: State, groups: Iterable[bytes], keys: bytes) -> list[Name
 def tags_of(rows: Rows) -> dict[str, list[Scalar]]:
     """Every tag that one of the rows has, one value a row, None where a row lacks it."""
     return {
-        name: [None if one is MISSING else one for one in values] if MISSING in values else values
+        name: [None if value is MISSING else value for value in values]
         for name, values in tags_held(rows).items()
     }
 

@@ -143,7 +143,9 @@ class State:
             )
 
     def _count_progress(self, block: Block, by: int) -> None:
-        for stage, values in (block.progress or {}).items():
+        if block.progress is None:
+            return
+        for stage, values in block.progress.items():
             for field in values.fields:
                 self.progress[stage, field] += by
                 if not self.progress[stage, field]:

@@ -211,7 +211,7 @@ class Store(State):
         if definition not in (self.declared, self.definition):
             raise PartitionConflict(
                 f"partition {self.partition!r} was declared with "
-                f"{_difference(self.declared, definition)}; "
+                f"{plans.difference(self.declared, definition)}; "
                 f"drop it first, or attach with plane.partition({self.partition!r})",
                 partition=self.partition,
                 declared=msgspec.to_builtins(self.declared),
@@ -496,13 +496,3 @@ def check_definition(partition: str, definition: Definition) -> None:
             f"{MAX_GROUP_ROWS}",
             limit=MAX_GROUP_ROWS,
         )
-
-
-def _difference(declared: Definition, other: Definition) -> str:
-    """`stages={...} (now {...})`, for the parts in which the two differ."""
-    parts = [
-        f"{name}={getattr(declared, name)!r} (now {getattr(other, name)!r})"
-        for name in Definition.__struct_fields__
-        if getattr(declared, name) != getattr(other, name)
-    ]
-    return ", ".join(parts)

@@ -102,7 +102,8 @@ def take(
         least = 1
         picked = _within_budget(state, stage, want, lane, kept)
     fields = credit.fields if credit else None
-    picked = _within_message(stage, want, picked, least, fields)
+    if state.used_bytes + state.inline_bytes > GRANTED_BYTES:
+        picked = _within_message(stage, want, picked, least, fields)
     if credit is not None and credit.most_bytes and not state.peers <= {credit.address}:
         picked = _within_credit(stage, picked, least, credit)
     full = picked.blocked or picked.needed_bytes or sealed or want.budget_tag is None

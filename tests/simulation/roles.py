@@ -137,6 +137,8 @@ class Role:
         values["nbytes"] = nbytes
         values["range"] = np.arange(len(keys)) if alone else 0
         values["delta"] = 0 if alone else np.arange(len(keys)) * nbytes
+        if not self.client.alive:  # what it was granted has gone with its peer
+            raise PeerLost("the peer ended when it had answered")
         assert self.client.peer is not None
         view = self.client.peer.host.arena.view
         for key, value in zip(keys, values, strict=True):

@@ -158,9 +158,9 @@ class Room:
 
     def cut(self, admission: int, nbytes: int) -> int | None:
         """Where so many bytes begin that no client is granted; None where they cannot be had as
-        one stretch now."""
+        one stretch now, or rather lie in several."""
         self._evict_into(admission, nbytes)
-        if nbytes > self._shares.room(admission):
+        if nbytes > self._shares.room(admission) or self._is_spread(nbytes):
             return None
         start = self._allocator.cut(nbytes)
         if start is not None:

@@ -185,9 +185,9 @@ class Space:
         self._live_bytes[admission] += sum(taken)
         return self._add(starts, lengths, refs, admission)
 
-    def for_copies(self, sizes: Bytes) -> tuple[int, Records] | None:
-        """Ranges side by side that the peer itself writes now, with one reference each: where the
-        first begins, and their RANGE records. None where there is no such stretch at once.
+    def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
+        """Ranges side by side that the peer itself writes now, with one reference each: where they
+        begin, and their RANGE records. None where there is no such stretch at once.
 
         sizes: padded. They are live from here on: nobody else knows them yet.
         """
@@ -197,7 +197,8 @@ class Space:
         if start is None:
             return None
         self._live_bytes[Admission.PULL] += nbytes
-        return start, self._add(ends - sizes + U8.type(start), sizes, 1, Admission.PULL)
+        starts = ends - sizes + U8.type(start)
+        return starts, self._add(starts, sizes, 1, Admission.PULL)
 
     def _add(self, starts: Bytes, lengths: Bytes, refs: Counts, admission: int) -> Records:
         return self.ranges.add(starts, lengths, refs, admission)

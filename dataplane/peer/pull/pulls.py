@@ -249,25 +249,15 @@ class Pulls:
     ) -> npt.NDArray[Any]:
         """Few bytes, in one exchange on the control link, once there is room for them: what waits
         for room holds none."""
-        space, view = self.host.space, self.host.arena.view
-        room = self.room.for_copies(sizes)
-        if room is None:
+        view = self.host.arena.view
 
-            async def write(dest: npt.NDArray[Any]) -> None:
-                data, at = await self._asked(owner, remote, sizes, nbytes), 0
-                for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
-                    view[start : start + size] = data[at : at + size]
-                    at += size
+        async def write(dest: npt.NDArray[Any]) -> None:
+            data, at = await self._asked(owner, remote, sizes, nbytes), 0
+            for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
+                view[start : start + size] = data[at : at + size]
+                at += size
 
-            fresh = await self._fill(sizes, write)
-        else:
-            start, fresh = room
-            try:
-                view[start : start + nbytes] = await self._asked(owner, remote, sizes, nbytes)
-            except BaseException:
-                space.release(fresh)
-                self.room.pump()
-                raise
+        fresh = await self._fill(sizes, write)
         self.brought[CONTROL].add(call_stage.get(), nbytes)
         return fresh
 
@@ -409,8 +399,20 @@ class Pulls:
         sizes: npt.NDArray[np.uint64],
         write: Callable[[npt.NDArray[Any]], Awaitable[None]],
     ) -> npt.NDArray[Any]:
-        _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
-        return await self.room.write(sizes, extents, write, np.ones(len(sizes), U4), Admission.PULL)
+        """Copies of what `write` brings to where they begin."""
+        room = self.room.for_copies(sizes)
+        if room is None:
+            _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
+            ones = np.ones(len(sizes), U4)
+            return await self.room.write(sizes, extents, write, ones, Admission.PULL)
+        starts, fresh = room
+        try:
+            await write(starts)
+        except BaseException:
+            self.host.space.release(fresh)
+            self.room.pump()
+            raise
+        return fresh
 
     async def _read(self, source: Remote, copies: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which of them have been freed there; the others have arrived."""

@@ -92,7 +92,9 @@ class Room:
         count, extents = self.space.reserve(holder, admission, units)
         return (count, extents) if count else None
 
-    def for_copies(self, sizes: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]] | None:
+    def for_copies(
+        self, sizes: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         """As `Space.for_copies`; None also where somebody waits for room for pulls."""
         return None if self._lines[Admission.PULL] else self.space.for_copies(sizes)
 

@@ -1,16 +1,33 @@
 """How a call's failure is told to whoever made the call: the one place where an exception becomes a
-message. What is none of our typed errors is a bug of ours, and goes to the log with its traceback.
+message, or the outcome of what is awaited. What is none of our typed errors is a bug of ours, and
+goes to the log with its traceback.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 from dataplane.errors import DataplaneError, InternalError
 from dataplane.wire.messages import Failed
 
 log = logging.getLogger(__name__)
+
+ErrorT = TypeVar("ErrorT", bound=DataplaneError)
+
+
+def again(why: ErrorT) -> ErrorT:
+    """For one more who is told: each gets an error of its own, which keeps the frames that it went
+    through."""
+    return type(why)(why.message, **why.details)
+
+
+def fail(answer: asyncio.Future[Any], why: Exception) -> None:
+    """Whoever waits for it is told, unless it has its answer."""
+    if not answer.done():
+        answer.set_exception(why)
+        answer.exception()  # who asked may have gone: that is no bug to log
 
 
 def failed(exc: Exception) -> Failed:

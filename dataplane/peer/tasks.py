@@ -12,6 +12,7 @@ from contextvars import Context
 from typing import Any
 
 from dataplane.errors import DataplaneError
+from dataplane.peer.failures import fail
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +133,6 @@ class Deadlines:
         for answer, (until, late) in list(self._awaited.items()):
             if until <= now:
                 del self._awaited[answer]
-                if not answer.done():
-                    answer.set_exception(late())
-                    answer.exception()  # whoever waited may have given up: that is no bug to log
+                fail(answer, late())
         if self._awaited:
             self._set(min(until for until, _ in self._awaited.values()))

@@ -26,7 +26,7 @@ from dataplane.peer.net.links import (
     Unreadable,
     tune,
 )
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.mesh import Mesh, _Call
 from dataplane.peer.net.sockets import Context
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Deadlines
@@ -300,7 +300,7 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
     put = Put("p", 1, Rows(b""), [], [])
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
-    asked = mesh._exchange("tcp://10.0.0.2:7101", put, who, 1.0, None, None, 0, None)
+    asked = mesh._exchange(_Call("tcp://10.0.0.2:7101", put, who), 1.0, None)
     with pytest.raises(
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
@@ -346,7 +346,7 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
 
     mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
-    asked = mesh._exchange("tcp://10.0.0.2:7101", Stats(), who, 1.0, None, None, 0, None)
+    asked = mesh._exchange(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0, None)
     if always:
         with pytest.raises(Unavailable, match="not a reply") as told:
             await asked

@@ -25,6 +25,7 @@ from dataplane.errors import (
     from_wire,
 )
 from dataplane.launch.values import is_loopback, parse_address
+from dataplane.peer.failures import again, fail
 from dataplane.peer.net.authentication import Gate
 from dataplane.peer.net.sockets import Context, Socket, SocketClosed
 from dataplane.peer.net.streams import Dial, Stream, StreamClosed
@@ -169,7 +170,7 @@ class Link:
         """Send a request and wait for its answer, that brings so many bytes of values; raises its
         typed error, or what the link ended with."""
         if self.ended is not None:
-            raise self._failure(self.ended)
+            raise again(self.ended)
         answer = self._awaited(rid)
         try:
             if brings:
@@ -183,7 +184,7 @@ class Link:
             return await answer
         except (SocketClosed, StreamClosed):
             ended = self.ended or LinkBroken("a greeting was not sent", address=self.address)
-            raise self._failure(ended) from None
+            raise again(ended) from None
         finally:
             self.answers.pop(rid, None)
 
@@ -237,7 +238,7 @@ class Link:
             raise LinkBroken(exc.message, **exc.details) from exc
         if self.ended is not None:
             stream.close()
-            raise self._failure(self.ended)
+            raise again(self.ended)
         self.calls, self.hello = stream, hello
 
     def _on_stream(self, stream: Stream, frame: bytes | memoryview) -> None:
@@ -283,8 +284,7 @@ class Link:
         if failure is None:
             answer.set_result(body)
         else:
-            answer.set_exception(failure)
-            answer.exception()  # whoever asked may have given up: that is no bug to log
+            fail(answer, failure)
 
     def close(self, why: Unavailable) -> None:
         """End it; calls under way fail with `why`."""
@@ -296,14 +296,7 @@ class Link:
             self._came(rid)
         for answer in self.answers.values():
             self.deadlines.done(answer)
-            if not answer.done():
-                answer.set_exception(self._failure(why))
-                answer.exception()
-
-    @staticmethod
-    def _failure(why: Unavailable) -> Unavailable:
-        """Each call gets an error of its own: it keeps the frames that it went through."""
-        return type(why)(why.message, **why.details)
+            fail(answer, again(why))
 
 
 def _not_made(address: str, exc: zmq.ZMQError) -> LinkBroken:

@@ -13,12 +13,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from dataplane.errors import (
-    DataplaneError,
-    ProtocolError,
-    StaleEpoch,
-    Unavailable,
-)
+import msgspec
+
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
@@ -47,6 +44,17 @@ RECONNECT_S = 0.05
 T = TypeVar("T")
 
 
+class _Call(msgspec.Struct, frozen=True):
+    """What is asked of whom, and for whom; the rest as `Mesh.call` is given it."""
+
+    address: str
+    body: Body
+    who: Caller
+    to: int | None = None
+    epoch: tuple[int, int] | None = None
+    brings: int = 0
+
+
 class Mesh:
     def __init__(self, host: Host, bulk: Bulk, gate: Gate, serving: Serving) -> None:
         self.host = host
@@ -61,8 +69,6 @@ class Mesh:
         self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, serving)
         self._closing = False
-        self.on_parted: list[Callable[[str], None]] = []
-        """called with a peer's address when the connection broke"""
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
         self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
@@ -113,7 +119,7 @@ class Mesh:
             outcome = self.handlers[type(body)](who, body)
             return outcome if isinstance(outcome, Body) else await outcome
         limit_s = self._limit(address, timeout_s)
-        return await self._asked_of(address, body, who, limit_s, to, epoch, brings)
+        return await self._asked(_Call(address, body, who, to, epoch, brings), limit_s)
 
     def ask(
         self,
@@ -130,10 +136,11 @@ class Mesh:
         other = address != self.host.address
         if other and (type(body) in UNHELD or self.host.progress.is_settled):
             who = caller or Caller(self.host.address, self.host.incarnation)
-            limit_s = self._limit(address, timeout_s)
-            asked = self._ask_now(address, body, who, limit_s, to, epoch, 0)
-            if asked is not None:
-                return asked[2]
+            now = self._ask_now(
+                _Call(address, body, who, to, epoch), self._limit(address, timeout_s)
+            )
+            if now is not None:
+                return now[2]
         call = self.call(address, body, caller=caller, timeout_s=timeout_s, to=to, epoch=epoch)
         return asyncio.ensure_future(call)
 
@@ -142,25 +149,16 @@ class Mesh:
             timeout_s = min(timeout_s, REJOIN_S)
         return max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
 
-    async def _asked_of(
-        self,
-        address: str,
-        body: Body,
-        who: Caller,
-        limit_s: float,
-        to: int | None,
-        epoch: tuple[int, int] | None,
-        brings: int,
-    ) -> Any:
+    async def _asked(self, asked: _Call, limit_s: float) -> Any:
         """Once the backup has what the request may tell of. On a link that is there without more
         ado; else, and where it breaks, with all that it takes."""
-        until, broken, what = self.host.now() + limit_s, None, type(body).__name__
-        if type(body) not in UNHELD and not self.host.progress.is_settled:
+        until, broken, kind = self.host.now() + limit_s, None, type(asked.body)
+        if kind not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.settled(until)
             limit_s = max(0.0, until - self.host.now())
-        asked = self._ask_now(address, body, who, limit_s, to, epoch, brings)
-        if asked is not None:
-            link, rid, answer = asked
+        now = self._ask_now(asked, limit_s)
+        if now is not None:
+            link, rid, answer = now
             try:
                 return await answer
             except LinkBroken as exc:
@@ -168,31 +166,24 @@ class Mesh:
             except BaseException:
                 link.forget(rid)
                 raise
-        asking = self._exchange(address, body, who, limit_s, to, epoch, brings, broken)
-        return await self._in_time(address, what, until - self.host.now(), asking)
+        asking = self._exchange(asked, limit_s, broken)
+        return await self._in_time(asked.address, kind.__name__, until - self.host.now(), asking)
 
     def _ask_now(
-        self,
-        address: str,
-        body: Body,
-        who: Caller,
-        limit_s: float,
-        to: int | None,
-        epoch: tuple[int, int] | None,
-        brings: int,
+        self, asked: _Call, limit_s: float
     ) -> tuple[Link, int, asyncio.Future[Body]] | None:
-        link = self._links.get(address)
+        link = self._links.get(asked.address)
         if link is None or link.hello is None or self._closing:
             return None
-        if to is not None and to != link.hello.incarnation:
+        if asked.to not in (None, link.hello.incarnation):
             return None
-        rid, frame = self._request(address, body, who, limit_s, epoch)
+        rid, frame = self._request(asked, limit_s)
 
         def late() -> Unavailable:
             link.forget(rid)
-            return self._silent(address, type(body).__name__, limit_s)
+            return self._silent(asked.address, type(asked.body).__name__, limit_s)
 
-        answer = link.ask_now(rid, frame, self.host.now() + limit_s, late, brings)
+        answer = link.ask_now(rid, frame, self.host.now() + limit_s, late, asked.brings)
         return None if answer is None else (link, rid, answer)
 
     async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
@@ -209,40 +200,30 @@ class Mesh:
             address=address,
         )
 
-    async def _exchange(
-        self,
-        address: str,
-        body: Body,
-        who: Caller,
-        timeout_s: float,
-        to: int | None,
-        epoch: tuple[int, int] | None,
-        brings: int,
-        broken: LinkBroken | None,
-    ) -> Any:
+    async def _exchange(self, asked: _Call, timeout_s: float, broken: LinkBroken | None) -> Any:
         """Again on a new connection where the one before broke and that does no harm; until the
         peer is away."""
         while True:
             if broken is not None:
-                if not may_repeat(body, who.op):
+                if not may_repeat(asked.body, asked.who.op):
                     raise Unavailable(broken.message, **broken.details) from broken
-                await self._again(address, broken)
+                await self._again(asked.address, broken)
             try:
-                link = await self._link(address)
+                link = await self._link(asked.address)
                 assert link.hello is not None
-                if to is not None and link.hello.incarnation != to:
+                if asked.to not in (None, link.hello.incarnation):
                     raise Unavailable(
-                        f"peer {link.hello.name} at {address} was started anew: repeat the call",
-                        address=address,
+                        f"peer {link.hello.name} at {link.address} was started anew: repeat the "
+                        "call",
+                        address=link.address,
                     )
-                request = self._request(address, body, who, timeout_s, epoch)
-                return await link.ask(*request, brings)
+                return await link.ask(*self._request(asked, timeout_s), asked.brings)
             except LinkBroken as exc:
                 if type(exc) is type(broken) is Unreadable:
                     raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
             except StaleEpoch:
-                if broken is None or type(body) not in REPEATABLE:
+                if broken is None or type(asked.body) not in REPEATABLE:
                     raise
                 # Refused now, and perhaps carried out before: whoever asks must not take it for
                 # refused, and go to another peer with it as if for the first time.
@@ -301,8 +282,8 @@ class Mesh:
             async with link.greeting:
                 if link.hello is None:
                     who = Caller(self.host.address, self.host.incarnation)
-                    greeting = self._request(address, self.others.introduction(), who, CALL_S, None)
-                    reply = await link.ask(*greeting)
+                    greeting = _Call(address, self.others.introduction(), who)
+                    reply = await link.ask(*self._request(greeting, CALL_S))
                     if not isinstance(reply, PeerHello):
                         raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)
@@ -327,8 +308,6 @@ class Mesh:
         )
         if link.hello is not None:
             log.warning("the connection to peer %s at %s broke", name, link.address)
-            for tell in self.on_parted:
-                tell(link.address)
         incarnation = self.others.incarnation(link.address)
         if incarnation is not None and link.address not in self.others.looked_for:
             self.others.looked_for.add(link.address)
@@ -389,16 +368,9 @@ class Mesh:
             return False
         return True
 
-    def _request(
-        self,
-        address: str,
-        body: Body,
-        who: Caller,
-        timeout_s: float,
-        epoch: tuple[int, int] | None,
-    ) -> tuple[int, bytes]:
-        rid = next(self._rids)
-        self.host.sent_between[type(body).__name__] += 1
+    def _request(self, asked: _Call, timeout_s: float) -> tuple[int, bytes]:
+        rid, who = next(self._rids), asked.who
+        self.host.sent_between[type(asked.body).__name__] += 1
         request = PeerRequest(
             rid,
             self.host.address,
@@ -406,10 +378,10 @@ class Mesh:
             who.session,
             who.op,
             who.floor,
-            epoch or self.host.roster.epoch,
+            asked.epoch or self.host.roster.epoch,
             int(timeout_s * 1000),
-            body,  # type: ignore[arg-type]
-            self.has(address),
+            asked.body,  # type: ignore[arg-type]
+            self.has(asked.address),
         )
         return rid, peering.encode(request)
 

@@ -26,6 +26,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.shard import reasons
+from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import TURN_S, Router
@@ -52,11 +53,6 @@ class _Waiting:
     holder: int
     since: float
     answer: Answer = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def fail(self, why: DataplaneError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(type(why)(why.message, **why.details))
-            self.answer.exception()  # who asked may have gone: that is no bug to log
 
 
 class Admissions:
@@ -172,7 +168,7 @@ class Admissions:
         before = waiting.pop(body.number, None)
         if before is not None:
             one.since = min(one.since, before.since)
-            before.fail(StaleEpoch("the call was repeated"))
+            fail(before.answer, StaleEpoch("the call was repeated"))
         waiting[body.number] = one
         by_age = sorted(waiting.items(), key=lambda item: item[1].since)
         self._waiting[entry.key] = dict(by_age)
@@ -217,7 +213,7 @@ class Admissions:
             one = self._waiting.get(entry.key, {}).get(number)
             if one is not None:
                 self._withdraw(entry.key, one)
-                one.fail(StaleEpoch("the call was given up"))
+                fail(one.answer, StaleEpoch("the call was given up"))
         entry.store.take_back(body.permits)
         self.look(entry)
         return Done()
@@ -236,7 +232,7 @@ class Admissions:
                 if not entry.store.admit(asked.number, one.holder, asked.count, *limits):
                     return
             except DataplaneError as exc:
-                one.fail(exc)
+                fail(one.answer, exc)
             else:
                 version = entry.store.permits.given[asked.number].version
                 one.answer.set_result(Admitted(asked.number, version))
@@ -275,8 +271,8 @@ class Admissions:
             for one in list(waiting.values()):
                 if gone.has_session(one.holder):
                     self._withdraw(key, one)
-                    one.fail(StaleEpoch("its peer is no more"))
+                    fail(one.answer, StaleEpoch("its peer is no more"))
 
     def _fail(self, key: tuple[str, int], why: DataplaneError) -> None:
         for one in self._waiting.pop(key, {}).values():
-            one.fail(why)
+            fail(one.answer, again(why))

@@ -30,6 +30,7 @@ from dataplane.metadata.shard import blocks, inspection, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.shard.leases import Member
 from dataplane.peer import rows as rowset
+from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.partitions import Partitions
@@ -190,7 +191,7 @@ class ClaimQueues:
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
         stage.queue.withdraw(number)
-        self._answer(number, _again(why) if why else StaleEpoch("the claim was given up"))
+        self._answer(number, again(why) if why else StaleEpoch("the claim was given up"))
 
     def _remember(self, number: int) -> None:
         self._past[number] = None
@@ -204,8 +205,7 @@ class ClaimQueues:
         if isinstance(outcome, Body):
             answer.set_result(outcome)
         else:
-            answer.set_exception(outcome)
-            answer.exception()  # who asked may have gone: that is no bug to log
+            fail(answer, outcome)
 
     # what they wait for
 
@@ -339,8 +339,7 @@ class ClaimQueues:
         for claim in stage.queue:
             self._end(stage, claim.number, why)
         for answer in stage.waits:
-            if not answer.done():
-                answer.set_exception(_again(why))
+            fail(answer, again(why))
 
     def gone(self, gone: Owner) -> None:
         """A peer is no more: its claims go, rows come back from its clients, and those whose bytes
@@ -365,11 +364,6 @@ class ClaimQueues:
                 self.host.lost_rows += rowset.count(lost.rows)
             self.settle(entry)
             self.changed(entry, set(entry.definition.stages))
-
-
-def _again(why: DataplaneError) -> DataplaneError:
-    """Each who is told gets an error of its own: it keeps the frames that it went through."""
-    return type(why)(why.message, **why.details)
 
 
 def _granted(

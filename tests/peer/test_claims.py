@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.claims import Claims
+from dataplane.peer.requests.finishes import Finishing
+from dataplane.peer.requests.leases import Leases
 from dataplane.wire.messages import Body, Claim, Claimed, Want
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Rows, Shape, Table
@@ -51,8 +54,10 @@ class Asker:
             another_roster=self.another_roster,
         )
         self.session: Any = SimpleNamespace(id=7, label="it", leases=set(), waiting=0)
-        mesh: Any = SimpleNamespace(ask=self.ask, call=self.tell, spawn=asyncio.ensure_future)
-        leases: Any = SimpleNamespace(among=lambda *_: False, open=lambda *_: None)
+        mesh: Any = SimpleNamespace(
+            ask=self.ask, call=self.tell, spawn=asyncio.ensure_future, handlers={}
+        )
+        self.leases = leases = Leases()
         finishing: Any = SimpleNamespace(release=lambda session, lease: self.released.append(lease))
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         waits: Any = SimpleNamespace(looks=lambda *_: self.look)
@@ -60,6 +65,8 @@ class Asker:
         more: Any = None, leases, finishing, reading, waits, room
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
+        rest: Any = None, None, None, None, None
+        self.finishing = Finishing(self.host, mesh, router, leases, *rest)
 
     @staticmethod
     def at(roster: Roster, home: str) -> Roster:
@@ -164,6 +171,24 @@ async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_
     asker.hears.set()
     (await asker.until_asked(3)).set_result(GRANTED)
     asker.asked[1][2].set_result(GRANTED)
+    assert all(isinstance(one, Claimed) for one in await asyncio.gather(again, other))
+
+
+@pytest.mark.parametrize("given_back", [Finishing.release, Finishing.unheard])
+async def test_a_plan_is_not_asked_for_again_before_the_shard_knows_that_it_was_left(
+    monkeypatch: pytest.MonkeyPatch, given_back: Callable[[Finishing, Any, int], None]
+) -> None:
+    """Also where its answer was not confirmed by the backup in time, and never left this peer."""
+    asker = Asker(monkeypatch)
+    asker.hears.clear()
+    asker.leases.open(asker.session, 5, "p", 1, "s", 0, claim=3)
+    given_back(asker.finishing, asker.session, 5)
+    again, other = asker.claim(plan=Shape(1)), asker.claim()
+    await asker.until_asked(1)
+    assert asker.asked[0][1].plan is None
+    asker.hears.set()
+    (await asker.until_asked(2)).set_result(GRANTED)
+    asker.asked[0][2].set_result(GRANTED)
     assert all(isinstance(one, Claimed) for one in await asyncio.gather(again, other))
 
 

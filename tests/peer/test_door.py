@@ -28,7 +28,8 @@ class Client:
         )  # fmt: skip
         door: Any = SimpleNamespace(
             host=host, intake=ResourceLimiter(1 << 20), handlers={Unpin: self._unpin},
-            serving=SimpleNamespace(is_sure=lambda: True), observe=None, connections=set(),
+            serving=SimpleNamespace(is_sure=lambda: True, waiting=0),
+            observe=None, connections=set(),
             unpin=lambda _, pins: self.unpinned.append((pins, self.asked)),
         )  # fmt: skip
         self.connection = Connection(door, 1)

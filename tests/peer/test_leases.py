@@ -20,6 +20,7 @@ class Client:
     """What a lease sees of a session."""
 
     def __init__(self) -> None:
+        self.id = 7
         self.leases: set[int] = set()
 
 
@@ -76,8 +77,9 @@ def test_a_claim_is_made_anew_when_its_lease_has_ended() -> None:
 async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_nobody() -> None:
     told: list[Body] = []
 
-    def tell(body: Body) -> None:
+    def tell(body: Body) -> asyncio.Future[None]:
         told.append(body)
+        return asyncio.get_running_loop().create_future()
 
     host: Any = SimpleNamespace(now=lambda: 0.0)
     grants: Any = None

@@ -315,7 +315,7 @@ class Connection(asyncio.Protocol):
             self._session.check()
             if request.unpin:
                 self._door.unpin(self._session, request.unpin)
-            if self._door.serving.is_sure():
+            if self._door.serving.is_sure() and not self._door.serving.waiting:
                 outcome = handler(self._session, request, request.body)
             else:
                 outcome = self._later(handler, request, began)

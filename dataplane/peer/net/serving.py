@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from dataplane.errors import Unavailable
 from dataplane.peer.host import Host
@@ -20,6 +21,10 @@ class Serving:
         """when the authority last spoke to this peer (monotonic); None where it never did"""
         self.authority = ""
         """where that is, for messages"""
+        self.waiting = 0
+        """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
+        self._turns: list[asyncio.Future[None]] = []
+        self._looks = False
 
     def is_sure(self) -> bool:
         if self.heard is None:
@@ -30,11 +35,34 @@ class Serving:
         return (backup is not None and in_sync) or self.host.now() - self.heard < LEASE_S
 
     async def until_sure(self, until: float) -> None:
-        """Unavailable when the authority is away for so long."""
-        while not self.is_sure():
-            if self.host.now() >= until:
+        """Who waits goes on in the order in which they came. Unavailable when the authority is away
+        for so long."""
+        if self.is_sure() and not self.waiting:
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        self.waiting += 1
+        if not self._looks:
+            self._look()
+        try:
+            left_s = max(0.0, until - self.host.now())
+            await asyncio.wait([turn], timeout=left_s if math.isfinite(left_s) else None)
+            if not turn.done():
                 raise Unavailable(
                     f"this peer has no backup in sync and the authority{self.authority} does not "
                     "answer: start it again, or check the network between the two",
                 )
-            await asyncio.sleep(POLL_S)
+        finally:
+            turn.cancel()
+            self.waiting -= 1
+
+    def _look(self) -> None:
+        if self.is_sure():
+            turns, self._turns = self._turns, []
+            for turn in turns:
+                if not turn.done():
+                    turn.set_result(None)
+        self._turns = [turn for turn in self._turns if not turn.done()]
+        self._looks = bool(self._turns)
+        if self._looks:
+            asyncio.get_running_loop().call_later(POLL_S, self._look)

@@ -38,7 +38,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.finishes import Finishing
-from dataplane.peer.requests.leases import Leases
+from dataplane.peer.requests.leases import Leases, Part
 from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
@@ -84,12 +84,10 @@ class _Waiting(msgspec.Struct, eq=False):
         """None: for ever."""
         return None if self.until == math.inf else max(0.0, self.until - now)
 
-    def follows(self, other: _Waiting) -> bool:
-        """Whether the same process asks for the same stage's plan again."""
-        mine, its = self.body, other.body
-        same = (mine.partition, mine.generation) == (its.partition, its.generation)
-        same = same and mine.stage == its.stage and mine.plan is not None
-        return same and self.session is other.session
+    @property
+    def part(self) -> Part:
+        body = self.body
+        return self.session.id, body.partition, body.generation, body.stage
 
     def __str__(self) -> str:
         stage, name = self.body.stage, self.body.partition
@@ -127,9 +125,6 @@ class Claims:
         # no claim of another peer, or of this one's last life, has the same number
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._waiting: set[_Waiting] = set()
-        self._leaving: dict[asyncio.Task[Any], _Waiting] = {}
-        """calls for plans that were given up, until the shard knows: to that their process takes
-        part as long, and may not do so twice"""
 
     @property
     def waiting(self) -> int:
@@ -198,7 +193,7 @@ class Claims:
     async def _answered(self, one: _Waiting, answer: asyncio.Future[Any] | None) -> Granted | None:
         """None when its time is up."""
         one.settled = False
-        if before := [task for task, other in self._leaving.items() if one.follows(other)]:
+        if one.body.plan is not None and (before := self.leases.leaving(one.part)):
             await asyncio.wait(before, timeout=one.left_s(self.host.now()))
 
         async def attempt(roster: Roster, left_s: float) -> Granted | None:
@@ -284,8 +279,7 @@ class Claims:
         of = one.body
         told = self.router.tell(Withdraw(of.partition, of.generation, of.stage, one.number))
         if of.plan is not None:
-            self._leaving[told] = one
-            told.add_done_callback(self._leaving.pop)
+            self.leases.leaves(told, one.part)
 
     def turned(self) -> None:
         """A new roster: whose shard another process has now asks there."""

@@ -167,7 +167,7 @@ class Finishing:
             self._give_back(lease)
             return
         of = lease.partition, lease.generation, lease.stage
-        self.router.tell(Withdraw(*of, lease.claim))
+        self.leases.leaves(self.router.tell(Withdraw(*of, lease.claim)), (session.id, *of))
 
     def expire(self, now: float) -> int:
         """Leases over a hard limit that this peer keeps. Returns how many there were."""
@@ -179,7 +179,10 @@ class Finishing:
 
     def _give_back(self, lease: Lease) -> None:
         of = lease.partition, lease.generation
-        self.router.tell(Finish(lease.number, "release", partition=of[0], generation=of[1]))
+        body = Finish(lease.number, "release", partition=of[0], generation=of[1])
+        told = self.router.tell(body)
+        if lease.claim:
+            self.leases.leaves(told, (lease.session.id, *of, lease.stage))
 
 
 def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:

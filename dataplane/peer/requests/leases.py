@@ -7,13 +7,18 @@ has shown that it has it.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+from typing import Any
 
 import msgspec
 
 from dataplane.errors import LeaseExpired
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claimed
+
+Part = tuple[int, str, int, str]
+"""session, partition, generation and stage of who takes part in a plan"""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -37,6 +42,9 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._answers: dict[tuple[int, int], Body] = {}
+        self._leaving: dict[asyncio.Future[Any], Part] = {}
+        """processes that take part in a plan no more, until its shard knows: to that they do as
+        long, and may not do so twice"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -97,6 +105,17 @@ class Leases:
         if lease is not None:
             self.close(lease)
         return lease
+
+    # plans
+
+    def leaves(self, told: asyncio.Future[Any], part: Part) -> None:
+        """Its shard is being told that this process takes part no more."""
+        self._leaving[told] = part
+        told.add_done_callback(self._leaving.pop)
+
+    def leaving(self, part: Part) -> list[asyncio.Future[Any]]:
+        """What a shard has yet to hear before this process may take part again."""
+        return [told for told, one in self._leaving.items() if one == part]
 
     # a claim that is repeated
 

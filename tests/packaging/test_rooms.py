@@ -11,7 +11,7 @@ ORDER = {
     "": ["errors", "version", "wire", "memory", "transport", "metadata", "launch", "peer"],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("rows", "tasks", "progress", "failures", "once", "host", "notices", "sessions"),
+        *("failures", "rows", "tasks", "progress", "once", "host", "notices", "sessions"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),
     ],

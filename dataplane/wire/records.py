@@ -45,7 +45,7 @@ KEY = np.dtype("V16")
 DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
 """xxh3-128 of a value's bytes, and their number: the name under which dedup looks for it."""
 
-U4, U8 = np.dtype("<u4"), np.dtype("<u8")
+U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
 
 PLACE_ABSENT = 1
 PLACE_INLINE = 2

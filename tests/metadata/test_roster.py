@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,18 @@ def test_strangers_and_twins_are_refused() -> None:
         Roster.from_seeds([SEEDS[0], SEEDS[0]])
     with pytest.raises(RosterMismatch, match="not one of"):
         Roster.from_seeds(SEEDS).shards_of("tcp://10.9.9.9:1")
+
+
+def test_a_table_that_does_not_fit_together_is_refused() -> None:
+    table = Roster.from_seeds(SEEDS).table
+    assert Roster.from_table(table).table == table
+    for name in ("primaries", "backups", "in_sync"):
+        short = msgspec.structs.replace(table, **{name: getattr(table, name)[:-1]})
+        with pytest.raises(RosterMismatch, match="does not fit together"):
+            Roster.from_table(short)
+    stranger = msgspec.structs.replace(table, primaries=b"\x08\0" * SHARDS)
+    with pytest.raises(RosterMismatch, match="beyond its 8"):
+        Roster.from_table(stranger)
 
 
 def test_a_peer_that_missed_rosters_is_no_heir_for_the_empty_shards_that_it_was_given() -> None:

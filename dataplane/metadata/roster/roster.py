@@ -17,6 +17,7 @@ import xxhash
 
 from dataplane.errors import RosterMismatch
 from dataplane.wire.limits import MAX_MEMBERS, SHARDS
+from dataplane.wire.records import U2, column
 from dataplane.wire.tables import Owner, RosterTable, Takeover
 
 NO_BACKUP = 0xFFFF
@@ -93,22 +94,23 @@ class Roster:
     @staticmethod
     def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
         """A roster that a peer sent. RosterMismatch unless it fits together."""
-        primaries = np.frombuffer(table.primaries, "<u2").astype(np.uint16)
-        backups = np.frombuffer(table.backups, "<u2").astype(np.uint16)
-        in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8)).astype(np.bool_)
-        lost = np.frombuffer(table.lost or bytes(shards), np.uint8)
-        members = tuple(table.members)
-        columns = (primaries, backups, in_sync, lost)
-        known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
+        members, lost = tuple(table.members), table.lost or bytes(shards)
+        sizes = (len(table.primaries), len(table.backups), len(table.in_sync), len(lost))
         if (
             not 0 < len(members) <= MAX_MEMBERS
             or len(set(members)) != len(members)
             or not set(table.leaving) <= set(members)
             or len(table.incarnations) != len(members)
-            or any(len(one) != shards for one in columns)
-            or not known.all()
+            or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
             raise RosterMismatch(f"a roster of {len(members)} members does not fit together")
+        primaries = column(table.primaries, U2).astype(np.uint16)
+        backups = column(table.backups, U2).astype(np.uint16)
+        in_sync = np.unpackbits(np.frombuffer(table.in_sync, np.uint8), count=shards)
+        known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
+        if not known.all():
+            raise RosterMismatch(f"a roster names members beyond its {len(members)}")
+        columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
         return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers)
@@ -120,8 +122,8 @@ class Roster:
             list(self.members),
             list(self.incarnations),
             self.epoch,
-            self.primaries.astype("<u2").tobytes(),
-            self.backups.astype("<u2").tobytes(),
+            self.primaries.astype(U2).tobytes(),
+            self.backups.astype(U2).tobytes(),
             np.packbits(self.in_sync).tobytes(),
             sorted(self.leaving),
             list(self.takeovers),

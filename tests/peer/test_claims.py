@@ -14,8 +14,10 @@ import pytest
 from dataplane.errors import ClaimTimeout, LeaseExpired, StaleEpoch, StreamEnd, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Notices
+from dataplane.peer.host import call_deadline
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
+from dataplane.peer.requests import claims as claims_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases
@@ -225,6 +227,19 @@ async def test_a_claim_that_does_not_wait_is_asked_once_and_leaves_nothing(
     with pytest.raises(ClaimTimeout, match="nobody put anything"):
         await claiming
     assert asker.asked[0][1].timeout_ms == 0 and not asker.told
+
+
+async def test_a_claim_that_does_not_wait_has_no_longer_than_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waited at the door until its peer was sure that it may serve, for all of its time."""
+    asker = Asker(monkeypatch)
+    monkeypatch.setattr(claims_module, "AT_ONCE_S", 600.0)
+    call_deadline.set(asker.host.now() + 0.02)
+    with pytest.raises(ClaimTimeout, match="nobody put anything"):
+        await asyncio.wait_for(asker.claim(timeout_ms=0), 60)
+    await asyncio.sleep(0)
+    assert len(asker.told) == 1
 
 
 async def test_the_end_of_a_stage_needs_no_withdrawal(monkeypatch: pytest.MonkeyPatch) -> None:

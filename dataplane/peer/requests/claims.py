@@ -33,7 +33,7 @@ from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import ByLabel, Caller, Host
+from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling
@@ -136,7 +136,7 @@ class Claims:
         """At once where the shard is here, and has enough that lies here."""
         now = self.host.now()
         end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        until = end if body.timeout_ms else now + AT_ONCE_S
+        until = end if body.timeout_ms else min(now + AT_ONCE_S, call_deadline.get())
         one = _Waiting(next(self._numbers), session, body, now, end, until)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or self.host.silent or body.plan is not None:

@@ -29,7 +29,7 @@ from dataplane.wire.limits import (
     MAX_LEAVES_PER_ROW,
     MAX_NAME_BYTES,
 )
-from dataplane.wire.records import U4, U8, VALUE, column
+from dataplane.wire.records import ONE_VALUE, U4, U8, VALUE, column
 from dataplane.wire.tables import INLINE, Column, Owner, Spec
 
 Leaves = dict[str, tuple[bytes, ...]]
@@ -45,6 +45,8 @@ _UP = ~_LAST
 _NO_VALUE = np.zeros(1, VALUE)
 _NO_VALUE["owner"] = ABSENT
 _NONE = _NO_VALUE.tobytes()
+_FEW_BYTES = 48 * _SIZE
+"""Records of up to so many bytes are checked one by one, at less than what numpy takes to begin."""
 
 
 class Values(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -538,6 +540,10 @@ def values_in(
         if one.leaf_counts or one.leaves:
             has_leaves = True
     records = b"".join([one.values for one in columns])
+    if specs and owners and not has_leaves and len(records) <= _FEW_BYTES:
+        found = Values(count, fields, records, specs, owners, inline)
+        if _is_plain(found):
+            return found
     known = ABSENT if owners is None else min(len(owners), ABSENT)
     holes: dict[str, int] | None = None
     if not _is_sound(records, None if specs is None else len(specs), known):
@@ -557,6 +563,21 @@ def _not_one_a_row(one: Column, rows: int) -> InvalidRows:
         values=values,
         rows=rows,
     )
+
+
+def _is_plain(values: Values) -> bool:
+    """Whether every record is a value, of a spec and an owner that there are, and the small ones
+    follow each other to the end of what is there of them. What is not plain may be sound."""
+    specs, owners, end = len(values.specs), len(values.owners), 0
+    here = values.owners.index(INLINE) if INLINE in values.owners else ABSENT
+    for start, _, nbytes, spec, _, owner in ONE_VALUE.iter_unpack(values.records):
+        if spec >= specs or owner >= owners or owner == ABSENT:
+            return False
+        if owner == here:
+            if start != end or nbytes > INLINE_LIMIT_BYTES:
+                return False
+            end = start + nbytes + _STEP - 1 & -_STEP
+    return end == len(values.inline)
 
 
 def _is_sound(records: bytes, specs: int | None, owners: int) -> bool:

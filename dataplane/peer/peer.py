@@ -234,8 +234,8 @@ class Peer:
     def turned(self, old: Roster, new: Roster) -> None:
         """A newer roster is in force."""
         self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
-        self.partitions.turned()
         self.leaving.turned(old, new)
+        self.partitions.turned()
         self.shipping.turned(new)
         if not new.places_like(old):
             self.queues.turned()

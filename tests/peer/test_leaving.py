@@ -8,14 +8,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from dataplane.memory.admission import Admission
+from dataplane.memory.lent import Lent
+from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.store import Store
+from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.net.known_peers import Acquaintances
-from dataplane.wire.tables import Owner
+from dataplane.wire.journal import Wrote
+from dataplane.wire.limits import ABSENT
+from dataplane.wire.records import EXTENT, VALUE
+from dataplane.wire.tables import Column, Definition, Owner
+from tests.metadata.stores import SPECS, named
 
 HERE, HEIR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))
 TURNS = 50
@@ -126,3 +136,44 @@ async def test_where_all_live_it_goes_at_once() -> None:
     plane.told.set()
     await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
     assert plane.said
+
+
+async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:
+    """They go with a member that is lost before the shards are handed over. Other rows have values
+    in the same block."""
+    space = Space(1 << 20)
+    start = space.grant(1, Admission.OPEN, 4096)["offset"][0]
+    block = space.commit(1, np.array([(start, 4096)], EXTENT), np.full(1, 2, "<u4"), Admission.OPEN)
+    number, generation = block[0].tolist()
+    stays = (number, generation, 2000, 0, 0, 0)
+    nothing = (0, 0, 0, 0, 0, ABSENT)
+    columns = [
+        Column("x", np.array([stays, stays], VALUE).tobytes()),
+        Column("y", np.array([(1, 1, 9000, 0, 0, 1), nothing], VALUE).tobytes()),
+    ]
+    store = Store("p", Definition(group_size=1), 1)
+    store.put(Wrote(named(["a", "b"], ["g", "h"]), columns, SPECS, [HERE, DEAD], {}))
+
+    plane = Plane()
+    plane.host.entries, plane.host.space, plane.host.lent = {"p": Entry(store)}, space, Lent()
+    plane.told.set()
+    await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
+    assert plane.host.silent
+    plane.authority.lost(DEAD)
+    plane.turn()
+    store.lost(DEAD)
+    for _, ranges, counts in store.freed():
+        space.release(ranges[ranges["range"] == number], counts[ranges["range"] == number])
+    assert len(store) == 1
+
+    for _ in range(2):  # it wants to leave, and is ready to
+        old = plane.host.roster
+        plane.authority.beat(HERE, old.epoch, synced=True, leaving=True)
+        plane.turn()
+    assert not len(plane.host.roster.shards_of(HERE.peer))
+    plane.leaving.turned(old, plane.host.roster)
+    _, ranges, counts = next(one for one in store.holdings() if one[0] == HERE)
+    space.release(*plane.host.lent.inherited([HERE], HEIR, ranges, counts))
+    assert space.alive(block).all()  # the heir's row reads it there
+    space.release(ranges, plane.host.lent.returned(HEIR, ranges, counts))
+    assert not space.alive(block).any()

@@ -116,29 +116,35 @@ class Leaving:
             await asyncio.sleep(POLL_S / 10)
 
     async def _fall_silent(self) -> None:
-        """From here on no shard changes, and the backup has all there is: what is asked waits for
-        the next roster. What the shards hold here becomes their heir's."""
+        """From here on nobody changes a shard, and the backup has all there is: what is asked waits
+        for the next roster."""
         self.host.silent = True
         until = self.host.now() + QUIET_S
         while self.mesh.door.under_way and self.host.now() < until:
             await asyncio.sleep(POLL_S / 10)
-        for entry in self.host.entries.values():
-            for owner, ranges, counts in entry.store.holdings():
-                if owner == self.host.owner:
-                    self.host.lent.lend(owner, np.repeat(ranges, counts))
         await self.host.progress.settled(self.host.now() + LEAVE_S)
 
     # at every peer
 
     def turned(self, old: Roster, new: Roster) -> None:
+        """Called while the shards that are another peer's now are here still."""
         here = self.host.address
         if here in new.leaving and len(old.shards_of(here)) and not len(new.shards_of(here)):
             self.host.silent = False
+            self._hand_over()
         for owner in new.owners:
             moves = owner.peer in new.leaving and here not in new.leaving
             if moves and owner not in self._moving:
                 self._moving.add(owner)
                 self.mesh.spawn(self._take_in(owner))
+
+    def _hand_over(self) -> None:
+        """What the shards hold here is their heir's. Not before: with a peer that was lost while
+        this one was silent, rows went, and what they held here."""
+        for entry in self.host.entries.values():
+            for owner, ranges, counts in entry.store.holdings():
+                if owner == self.host.owner:
+                    self.host.lent.lend(owner, np.repeat(ranges, counts))
 
     def clear(self) -> list[str]:
         """Members that leave, and at which no value of this peer's rows lies."""

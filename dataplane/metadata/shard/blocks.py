@@ -8,7 +8,7 @@ the collector need not know of them, however many there are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -157,6 +157,17 @@ class Group(msgspec.Struct, gc=False, eq=False):
         return UNLIMITED if self.expected == UNKNOWN_SIZE else self.expected - self.seen
 
 
+def first_parts(parts: Iterable[tuple[Any, int]], count: int) -> list[tuple[Any, int]]:
+    """The first `count` units of these parts, each a block or group with some of its bits."""
+    found: list[tuple[Any, int]] = []
+    for unit, bits in parts if count > 0 else ():
+        found.append((unit, first_of(bits, count)))
+        count -= found[-1][1].bit_count()
+        if count <= 0:
+            break
+    return found
+
+
 class Rows:
     """Rows of several blocks, in an order: for each block a set, whose rows are in theirs."""
 
@@ -174,13 +185,7 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """The first `count` of them."""
-        found, left = [], count
-        for block, bits in self.parts:
-            if left <= 0:
-                break
-            found.append((block, first_of(bits, left)))
-            left -= found[-1][1].bit_count()
-        return Rows(found)
+        return Rows(first_parts(self.parts, count))
 
     @property
     def keys(self) -> bytes:

@@ -7,42 +7,37 @@ sides count by this file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from dataplane.memory.extents import PAGE_BYTES, padded
-from dataplane.metadata.tables.references import Array, unique
-from dataplane.wire.records import U8
+from dataplane.metadata.tables.references import extents_of
+from dataplane.metadata.tables.values import Values
+from dataplane.wire.records import VALUE
+from dataplane.wire.tables import INLINE, Owner
 
 
 class PullCredit(msgspec.Struct, frozen=True):
     """The peer at `address` claims. most_bytes: what it can have pulled at once, 0 where nothing
     bounds that. fields: what it fetches; None: all."""
 
-    address: str
+    address: str = ""
     most_bytes: int = 0
     fields: list[str] | None = None
 
-
-def pulled_per_row(rows: Array, records: Array, count: int) -> Array:
-    """Bytes of each of `count` rows (i8); what several need is the first one's.
-
-    records: VALUE records that lie elsewhere; rows: which row each belongs to.
-    """
-    result = np.zeros(count, np.int64)
-    order = np.argsort(rows, kind="stable")
-    rows, records = rows[order], records[order]
-    for owner in unique(records["owner"]):
-        mine = records["owner"] == owner
-        of = records[mine]
-        keys = of["generation"].astype(U8) << np.uint64(32) | of["range"]
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        needed = np.zeros(len(first), U8)
-        np.maximum.at(needed, inverse, of["nbytes"] + of["delta"])
-        np.add.at(result, rows[mine][first], padded(needed).astype(np.int64))
-    return result
+    def pulled(self, values: Values) -> int:
+        """Bytes that it brings to itself for these."""
+        return pulled(self.address, values.owners, values.blob)
 
 
-def rounding(records: Array) -> int:
-    """What is added for whole pages: one for every owner that is read from."""
-    return PAGE_BYTES * (len(unique(records["owner"])) + 1)
+def pulled(address: str, owners: Sequence[Owner], raw: bytes) -> int:
+    """Bytes that a peer brings to itself for VALUE records."""
+    far = [n for n, owner in enumerate(owners) if owner.peer not in (address, INLINE.peer)]
+    records, sizes = np.frombuffer(raw, VALUE) if far else np.zeros(0, VALUE), []
+    for number in far:
+        mine = records[records["owner"] == number]
+        if len(mine):
+            sizes.append(PAGE_BYTES + int(padded(extents_of(mine)[2]).sum()))
+    return PAGE_BYTES + sum(sizes) if sizes else 0

@@ -55,11 +55,7 @@ def leased_at(state: State, number: int, index: bytes) -> tuple[Rows, bytes]:
 
 
 def table(
-    state: State,
-    rows: Rows | int,
-    fields: Sequence[str] | None = None,
-    tags: bool = True,
-    stage: str = "",
+    state: State, rows: Rows | int, fields: Sequence[str] | None = None, stage: str = ""
 ) -> Table:
     """A table with VALUE records of these rows, or of those that are left in a lease.
 
@@ -67,22 +63,28 @@ def table(
     before. Rows that lack a field are ABSENT. A field that no row ever had is left out of a claim,
     and FieldUnknown for others. RowsGone when leased rows were dropped."""
     rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
-    if fields is not None:
-        here = known(state, fields, stage)
-        if len(here) < len(fields) and not stage:
-            name = next(name for name in fields if name not in here)
-            there = sorted(name for name, had in state.fields.items() if had)
-            raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
-        fields = here
-    found = values_of(rows, fields, stage)
+    here = fields if fields is None else known(state, fields, stage)
+    if fields is not None and here is not None and len(here) < len(fields) and not stage:
+        name = next(name for name in fields if name not in here)
+        there = sorted(name for name, had in state.fields.items() if had)
+        raise FieldUnknown(f"no row has a field {name!r}; there are {there}", field=name)
+    return table_of(state, rows, values_of(rows, here, stage))
+
+
+def table_of(state: State, rows: Rows, values: Values) -> Table:
     return Table(
         told(state, rows),
-        found.columns(),
-        found.specs,
-        found.owners,
-        tags_of(rows) if tags else {},
-        found.inline,
+        values.columns(),
+        values.specs,
+        values.owners,
+        tags_of(rows),
+        values.inline,
     )
+
+
+def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> Values:
+    """What a claim is told of these rows."""
+    return values_of(rows, None if fields is None else known(state, fields, stage), stage)
 
 
 def known(state: State, fields: Sequence[str], stage: str = "") -> list[str]:

@@ -22,8 +22,8 @@ from dataplane.metadata.shard.blocks import (
     Block,
     Group,
     Standing,
+    first_parts,
 )
-from dataplane.metadata.tables.bits import first_of
 from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
@@ -31,7 +31,8 @@ MAX_FILTERED_LANES = 32
 
 Unit = Any
 """Block or Group: rows of it as bits, or one bit"""
-Picked = list[tuple[Any, int]]
+Part = tuple[Any, int]
+Picked = list[Part]
 """Units in an order."""
 
 _FEW = 64
@@ -124,16 +125,7 @@ class Lane:
 
     def first(self, count: int) -> Picked:
         """The first `count` units, fewer where there are not so many."""
-        found: Picked = []
-        for entry in self._queue:
-            if not entry.bits:
-                continue
-            bits = first_of(entry.bits, count)
-            found.append((entry.unit, bits))
-            count -= bits.bit_count()
-            if count <= 0:
-                break
-        return found
+        return first_parts(self, count)
 
 
 class Counts(NamedTuple):

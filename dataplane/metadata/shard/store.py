@@ -88,6 +88,7 @@ from dataplane.wire.tables import (
 )
 
 Tagging = Mapping[str, Sequence[Scalar]]
+_ANY = PullCredit()
 
 
 class Store(State):
@@ -256,7 +257,7 @@ class Store(State):
         holder: int,
         now: float,
         claim: int = 0,
-        credit: PullCredit | None = None,
+        credit: PullCredit = _ANY,
         sealed: bool = False,
         kept: Sequence[Kept] = (),
     ) -> Taken:

@@ -20,14 +20,13 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure, few
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
-from dataplane.metadata.shard.pull_credit import pulled_per_row, rounding
+from dataplane.metadata.shard.pull_credit import pulled
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling
-from dataplane.peer.rows import flat_values
-from dataplane.wire.limits import ABSENT
+from dataplane.peer.rows import raw_values
 from dataplane.wire.records import EXTENT
-from dataplane.wire.tables import INLINE, Table
+from dataplane.wire.tables import Table
 
 SHOWN_PARTITIONS = 5
 
@@ -298,12 +297,4 @@ class Room:
 
     def needed(self, table: Table) -> int:
         """What a granted table brings to this host."""
-        near = (self._host.address, INLINE.peer)
-        here = {code for code, owner in enumerate(table.owners) if owner.peer in near}
-        if len(here) == len(table.owners):
-            return 0
-        flat = flat_values(table.columns)
-        far = flat[~np.isin(flat["owner"], [*here, ABSENT])]
-        rows = np.zeros(len(far), np.intp)
-        nbytes = int(pulled_per_row(rows, far, 1)[0])
-        return nbytes + rounding(far) if nbytes else 0
+        return pulled(self._host.address, table.owners, raw_values(table.columns))

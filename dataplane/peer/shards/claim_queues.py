@@ -26,7 +26,7 @@ from dataplane.errors import (
     ValueTooLarge,
     counted,
 )
-from dataplane.metadata.shard import blocks, inspection, rows_out
+from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
 from dataplane.metadata.shard.leases import Member
 from dataplane.peer import rows as rowset
@@ -155,7 +155,8 @@ class ClaimQueues:
         lease = leases.of_claim(body.number)
         if lease is not None:
             try:
-                return _granted(entry, body.stage, lease.number, lease.number, body.fields)
+                table = rows_out.table(entry.store, lease.number, body.fields, body.stage)
+                return Granted(lease.number, table)
             except RowsGone:  # some were dropped: nobody has had it, so it may have others
                 self._release(entry, lease.number)
                 return None
@@ -269,15 +270,14 @@ class ClaimQueues:
         return [one for key, one in self._stages.items() if key[:2] == entry.key]
 
     def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
-        claim = outcome.claim
-        self._remember(claim.number)
+        self._remember(outcome.claim.number)
         if isinstance(outcome, Over):
             return _over(entry, stage, outcome)
         if isinstance(outcome, Joined):
             return _part(outcome.member)
         taken = outcome.taken
-        assert taken.lease is not None and taken.rows is not None
-        return _granted(entry, stage, taken.lease, taken.rows, claim.fields)
+        assert taken.lease is not None and taken.rows is not None and taken.values is not None
+        return Granted(taken.lease, rows_out.table_of(entry.store, taken.rows, taken.values))
 
     # waiting without claiming
 
@@ -364,14 +364,6 @@ class ClaimQueues:
                 self.host.lost_rows += rowset.count(lost.rows)
             self.settle(entry)
             self.changed(entry, set(entry.definition.stages))
-
-
-def _granted(
-    entry: Entry, stage: str, lease: int, rows: blocks.Rows | int, fields: list[str] | None
-) -> Granted:
-    """Leased rows with what they have of the fields that are asked for, and of the stage's own
-    progress. RowsGone where some were dropped of a lease."""
-    return Granted(lease, rows_out.table(entry.store, rows, fields, stage=stage))
 
 
 def _part(member: Member) -> Granted:

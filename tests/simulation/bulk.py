@@ -49,13 +49,14 @@ class SimulatedEngine:
         if found is None:
             raise TransferFailed("nobody is there")
         machine, owner = found
+        nbytes = int(copies["nbytes"].sum())
         answer: asyncio.Future[ReadOutcome] = loop.create_future()
 
         def serve() -> None:
             named = np.zeros(len(copies), RANGE)
             named["range"], named["generation"] = copies["range"], copies["generation"]
             pin, places = owner.pulls.pin(named)
-            loop.call_on(machine, network.delay(), send, pin, places)
+            loop.call_on(machine, network.delay() + nbytes * network.byte_s, send, pin, places)
 
         def send(pin: int, places: Records) -> None:
             if (remote.owner.peer, remote.owner.incarnation) not in network.peers:
@@ -63,7 +64,7 @@ class SimulatedEngine:
             if not answer.done() and not network.is_cut(self.machine, machine):
                 gone = np.asarray(places["offset"] == GONE, np.bool_)
                 self._copy(owner, copies[~gone], places[~gone])
-                outcome = ReadOutcome(gone, int(copies["nbytes"].sum()), 0.0)
+                outcome = ReadOutcome(gone, nbytes, 0.0)
                 loop.call_on(self.machine, network.delay(), finish, outcome)
             owner.pulls.unpin(pin)
 

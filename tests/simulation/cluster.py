@@ -16,12 +16,14 @@ from unittest import mock
 
 from dataplane.launch.settings import PeerConfig
 from dataplane.memory.arena import Arena
+from dataplane.metadata.shard import journal
 from dataplane.peer import peer as peer_module
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.membership import authority
 from dataplane.peer.net import peer_door, sockets
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
+from dataplane.peer.shards import appends, backup, replication
 from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
 from tests.simulation.bulk import SimulatedEngine
@@ -108,9 +110,16 @@ class Cluster:
                 (peer_module, "BulkEngine", partial(SimulatedEngine, network)),
                 # what this machine has installed, or in memory of another run, is no part of it
                 (paths, "candidates", lambda choice: [TCP]),
+                (peer_module, "candidates", lambda choice: [TCP]),
                 (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
                 (authority, "refuses", network.refuses),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
+                # a few hundred rows go to a new backup in several messages, as many do elsewhere
+                (appends, "MESSAGE_BYTES", 4 << 10),
+                (appends, "CARRIED_BYTES", 1 << 10),
+                (journal, "MAX_OP_BYTES", 2 << 10),
+                (replication, "BATCH_BYTES", 32 << 10),
+                (backup, "BATCH_BYTES", 32 << 10),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             asyncio._set_running_loop(self.loop)

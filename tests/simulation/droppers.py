@@ -7,7 +7,7 @@ import asyncio
 from dataplane.metadata.tables.names import hash_name
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Name, Rows
-from tests.simulation.roles import GROUP_ROWS, MAX_LENGTH, PARTITION, Producer, Role, length_of
+from tests.simulation.roles import MAX_LENGTH, Producer, Role, length_of
 
 
 class Dropper(Role):
@@ -34,17 +34,17 @@ class Dropper(Role):
         should not know them yet."""
         name = self._name()
         group = self.ledger.named.get(hash_name(name))
-        count = self.rng.randint(1, GROUP_ROWS)
+        count = self.rng.randint(1, self.ledger.group_rows)
         names: list[Name] | None = [f"{name}-{i}" for i in range(count)]
         if group is not None and group.names is None:
             keys, names = [row.key for row in group.rows[:count]], None
         else:
             keys = [hash_name(f"{name}-{i}") for i in range(count)]
-        return m.Drop(PARTITION, 0, Rows(b"".join(keys), names)), keys
+        return m.Drop(self.partition, 0, Rows(b"".join(keys), names)), keys
 
     def _group(self) -> tuple[m.Drop, list[bytes]]:
         name = self._name()
-        return m.Drop(PARTITION, 0, groups=[name]), [hash_name(name)]
+        return m.Drop(self.partition, 0, groups=[name]), [hash_name(name)]
 
     def _filter(self) -> tuple[m.Drop, list[bytes]]:
         """Short rows of a group that is in."""
@@ -54,7 +54,7 @@ class Dropper(Role):
         group, below = self.rng.choice(known), self.rng.randrange(MAX_LENGTH)
         where = ["and", ["eq", "group", group.name], ["lt", "length", below]]
         keys = [row.key for row in group.rows if length_of(row.key) < below]
-        return m.Drop(PARTITION, 0, where=where), keys
+        return m.Drop(self.partition, 0, where=where), keys
 
     async def _drop(self, body: m.Drop, keys: list[bytes]) -> None:
         self.doing = f"drops {len(keys)} rows or groups"
@@ -63,5 +63,5 @@ class Dropper(Role):
         dropped = await self.client.call(body, m.Dropped, 10.0)
         if self.ledger.beginnings == began:
             self.ledger.ended(keys, self.client.cluster.loop.now)
-        if dropped.rows > max(len(keys), 1) * GROUP_ROWS:
+        if dropped.rows > max(len(keys), 1) * self.ledger.group_rows:
             self.ledger.wrong(f"{self!r} dropped {dropped.rows} rows")

@@ -6,9 +6,13 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+from dataplane.wire.tables import Owner
 from tests.simulation.cluster import Cluster, Place
+from tests.simulation.ledger import LARGE
 
 MAX_PLACES = 6
+STRIKE_S = 8.0
+"""How long a backup is awaited that is to be made."""
 QUIET_S = 8.0
 """In gentle runs, from fault to fault: time to be noticed, and for copies to be made anew."""
 
@@ -26,6 +30,10 @@ class Faults:
             self._cut,
             self._snap,
             self._slow,
+            self._narrow,
+            self._strike,
+            self._strike,
+            self._strike,
             self._jump,
             self._answers,
             self._leave,
@@ -49,15 +57,15 @@ class Faults:
                 at_once.append(asyncio.ensure_future(fault))
         await asyncio.gather(*at_once)
         self.cluster.network.heal()
-        self.cluster.network.delay_s = 0.0005
+        self.cluster.network.delay_s, self.cluster.network.byte_s = 0.0005, 0.0
         self.cluster.answer_loss = 0.0
         self.note("faults are over")
 
     def _place(self) -> Place:
         return self.rng.choice(self.cluster.places)
 
-    async def _crash(self) -> None:
-        place = self._place()
+    async def _crash(self, place: Place | None = None) -> None:
+        place = place or self._place()
         if place.peer is None or not place.machine.runs:
             return
         at_once = self.rng.random() < 0.7
@@ -67,9 +75,9 @@ class Faults:
         self.note(f"{place.name} starts again")
         self.cluster.start(place)
 
-    async def _leave(self) -> None:
+    async def _leave(self, place: Place | None = None) -> None:
         """As on SIGTERM: what it has moves out, and it ends; later it comes again, as a new one."""
-        place = self._place()
+        place = place or self._place()
         peer, machine = place.peer, place.machine
         if peer is None or place.leave is None or not place.serves or not machine.runs:
             return
@@ -89,8 +97,8 @@ class Faults:
         if len(self.cluster.places) < MAX_PLACES:
             self.note(f"{self.cluster.join().name} joins")
 
-    async def _freeze(self) -> None:
-        place = self._place()
+    async def _freeze(self, place: Place | None = None) -> None:
+        place = place or self._place()
         if not place.machine.runs:
             return
         machine = place.machine
@@ -101,8 +109,9 @@ class Faults:
             self.note(f"{place.name} goes on")
             self.cluster.thaw(place)
 
-    async def _cut(self) -> None:
-        one, other = self.rng.sample(self.cluster.places, 2)
+    async def _cut(self, one: Place | None = None) -> None:
+        one = one or self._place()
+        other = self.rng.choice([place for place in self.cluster.places if place is not one])
         others = [other] if self.rng.random() < 0.5 else self.cluster.places
         self.note(f"{one.name} is cut off from {', '.join(p.name for p in others if p is not one)}")
         for there in others:
@@ -111,6 +120,38 @@ class Faults:
         await asyncio.sleep(self.rng.choice((0.3, 1.5, 4.0, 13.0)) * self.rng.uniform(0.5, 1.5))
         self.note("cuts heal")
         self.cluster.network.heal()
+
+    async def _strike(self) -> None:
+        """A backup dies, and something happens to a peer that takes part while the next one gets
+        its copy."""
+        primary = next((p for p in self.cluster.places if p.serves and self._has(p)), None)
+        if primary is None or primary.peer is None:
+            return
+        shipping = primary.peer.shipping
+        if (before := shipping.backup) is not None:
+            crashes = asyncio.ensure_future(self._crash(self._at(before)))
+        narrows = asyncio.ensure_future(self._narrow())
+        end = self.cluster.loop.now + STRIKE_S
+        while shipping.synced or shipping.backup in (None, before):
+            if self.cluster.loop.now > end or not self._has(primary):
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(self.rng.choice((0.0, 0.05, 0.5)) * self.rng.uniform(0.5, 1.5))
+        self.note(
+            "a backup gets a copy" if not shipping.synced else "there is no backup to be made"
+        )
+        strike = self.rng.choice((self._crash, self._crash, self._freeze, self._cut, self._leave))
+        await strike(self.rng.choice((primary, self._at(shipping.backup), None)))
+        await narrows
+        if before is not None:
+            await crashes
+
+    def _has(self, place: Place) -> bool:
+        return place.peer is not None and LARGE in place.peer.host.entries
+
+    def _at(self, owner: Owner | None) -> Place | None:
+        places = self.cluster.places
+        return next((p for p in places if owner is not None and p.address == owner.peer), None)
 
     async def _snap(self) -> None:
         wires = self.cluster.network.wires
@@ -123,6 +164,13 @@ class Faults:
         self.cluster.network.delay_s = self.rng.choice((0.005, 0.03, 0.1))
         await asyncio.sleep(self.rng.uniform(0.5, 5.0))
         self.cluster.network.delay_s = 0.0005
+
+    async def _narrow(self) -> None:
+        """Values and copies of shards take a while."""
+        self.note("the network is narrow")
+        self.cluster.network.byte_s = 1 / self.rng.choice((20e3, 100e3, 1e6))
+        await asyncio.sleep(self.rng.uniform(2.0, 12.0))
+        self.cluster.network.byte_s = 0.0
 
     async def _jump(self) -> None:
         """A machine that slept has a later monotonic clock; any wall clock may be set."""

@@ -14,15 +14,16 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name
 from dataplane.metadata.tables.tombstones import of_group
 from dataplane.peer.peer import Peer
-from dataplane.wire.tables import Name, Owner
+from dataplane.wire.tables import Definition, Name, Owner
 
 if TYPE_CHECKING:
     from tests.simulation.line import Client
 
+SMALL, LARGE = "step-1", "step-2"
+"""Partitions."""
 TOGETHER_S = 10.0
 """Peers that are lost so soon one after the other count as lost together: what one had the other
 could not take over yet."""
-STAGES = {"reward": ["x"], "train": ["x", "reward"]}
 
 
 @dataclass(eq=False)
@@ -57,6 +58,9 @@ class Group:
     """its put was told that it had been dropped"""
     excused: str = ""
     """why it may be lost"""
+    generation: int | None = None
+    """of the partition that acknowledged it, which has it or names it as lost; None where nobody is
+    left that could know"""
     reported: bool = False
 
     @property
@@ -65,8 +69,15 @@ class Group:
 
 
 class Ledger:
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
+    """Of one partition."""
+
+    def __init__(self, partition: str, definition: Definition, violations: list[str]) -> None:
+        self.partition = partition
+        self.definition = definition
+        self.stages = list(definition.stages)
+        self.replicas = definition.replicas
+        self.group_rows = definition.group_size or 1
+        self.violations = violations
         self.groups: list[Group] = []
         self.rows: dict[bytes, Row] = {}
         self.named: dict[bytes, Group] = {}
@@ -82,7 +93,6 @@ class Ledger:
         """the latest that a trainer said"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
-        self.violations: list[str] = []
 
     def wrong(self, what: str) -> None:
         self.violations.append(what)
@@ -198,8 +208,8 @@ class Ledger:
         if not in_sync:
             for peer in together.values():
                 self._excuse_shards(peer, f"the shards of {owner.peer} had no backup in sync")
-            left = _standing(known[one] for one in hosts & known.keys())
-            if alone or left < _standing(known.values()):
+            left = self._standing(known[one] for one in hosts & known.keys())
+            if alone or left < self._standing(known.values()):
                 self.beginnings += 1
             if alone:  # also where it died before it heard that it was
                 self._excuse_all(f"{owner.peer} had the shard alone")
@@ -218,6 +228,8 @@ class Ledger:
         """The last member ended: nothing outlives all peers, and nobody is left to say so."""
         self.beginnings += 1
         self._excuse_all("all members of the plane were dead at once")
+        for group in self.groups:
+            group.generation = None
         self.gone.clear()  # one that was frozen may bring the plane back as it knew it
 
     def _excuse_all(self, why: str) -> None:
@@ -226,7 +238,8 @@ class Ledger:
         self.condemned = dict.fromkeys(self.condemned)
 
     def _excuse_shards(self, peer: Peer, why: str) -> None:
-        for entry in peer.host.entries.values():
+        entry = peer.host.entries.get(self.partition)
+        if entry is not None:
             state = entry.store
             self._excuse(b"".join(state.index), why)
             gone = [key for key, _ in state.tombstones.all()]
@@ -236,9 +249,9 @@ class Ledger:
     def _excuse_copies(self, peer: Peer, together: Mapping[Owner, Peer]) -> None:
         """Rows whose values were at one peer and whose second copies at another, both dead; also
         where these had become the values, and perhaps had no second copies of their own yet."""
-        for entry in peer.host.entries.values():
-            state = entry.store
-            keys = list(state.index)
+        entry = peer.host.entries.get(self.partition)
+        if entry is not None:
+            keys = list(entry.store.index)
             for other in together:
                 if other != peer.host.owner:
                     theirs = b"".join(key for key in keys if self._came_from(other, key))
@@ -271,14 +284,14 @@ class Ledger:
         for group in self.groups:
             if not group.acked or group.excused:
                 continue
-            for stage in STAGES:
+            for stage in self.stages:
                 for row in group.rows:
                     if not row.dropping and not row.acks.get(stage) and stage not in row.doubtful:
                         self.wrong(f"a row of {group.name} never got through {stage}")
                         break
 
-
-def _standing(peers: Iterable[Peer]) -> tuple[int, bool]:
-    """The newest generation of the partition that they know, and whether it takes no more rows."""
-    entries = (entry for peer in peers for entry in peer.host.entries.values())
-    return max(((one.generation, one.sealed) for one in entries), default=(0, False))
+    def _standing(self, peers: Iterable[Peer]) -> tuple[int, bool]:
+        """The newest generation that they know, and whether it takes no more rows."""
+        entries = (peer.host.entries.get(self.partition) for peer in peers)
+        known = [(one.generation, one.sealed) for one in entries if one is not None]
+        return max(known, default=(0, False))

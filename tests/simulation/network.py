@@ -56,6 +56,8 @@ class Network:
         self.loop = loop
         self.rng = rng
         self.delay_s = 0.0005
+        self.byte_s = 0.0
+        """how long one byte takes on a connection"""
         self.cuts: set[frozenset[str]] = set()
         self.listeners: dict[str, Router] = {}
         self.doors: dict[str, Streams] = {}
@@ -145,6 +147,7 @@ class Network:
             wire.held.append((way, frame))
             return
         arrival = max(self.loop.now + self.delay(), wire.last[way] + 1e-9)
+        arrival += len(frame) * self.byte_s
         wire.last[way] = arrival
         self.loop.call_on(self.loop.world, arrival - self.loop.now, self._arrive, wire, way, frame)
 

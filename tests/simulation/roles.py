@@ -35,19 +35,17 @@ from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
 from dataplane.wire import messages as m
-from dataplane.wire.limits import INLINE_LIMIT_BYTES
+from dataplane.wire.limits import INLINE_LIMIT_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.records import EXTENT, PLACE, PLACE_ABSENT, PLACE_INLINE, U4, U8, VALUE, column
-from dataplane.wire.tables import Column, Definition, Name, Rows, Shape, Spec
+from dataplane.wire.tables import Column, Name, Rows, Shape, Spec, Table
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
 
-PARTITION = "step-1"
-GROUP_ROWS = 4
 MAX_LENGTH = 97
-SIZES = (40, 300, 5000)
-"""Of values."""
 PATIENT_MS = 5000
 """Most claims wait for so long, some hardly or not at all."""
+MAX_PACK_BYTES = 16 << 10
+"""Of small values that share a range."""
 AGAIN = (
     Unavailable,
     PeerLost,
@@ -69,13 +67,11 @@ def content(key: bytes, field: str, nbytes: int) -> bytes:
 
 
 class Role:
-    def __init__(
-        self, client: Client, ledger: Ledger, rng: random.Random, definition: Definition
-    ) -> None:
+    def __init__(self, client: Client, ledger: Ledger, rng: random.Random) -> None:
         self.client = client
         self.ledger = ledger
+        self.partition = ledger.partition
         self.rng = rng
-        self.definition = definition
         self.generation = 0
         """of the partition that it is attached to in this session, if any"""
         self.doing = "nothing yet"
@@ -96,7 +92,7 @@ class Role:
                     await self.client.connect()
                 if not self.generation:
                     self.doing = "attaches"
-                    body = m.Define(PARTITION, self.definition)
+                    body = m.Define(self.partition, self.ledger.definition)
                     self.generation = (await self.client.call(body, m.Defined)).generation
                 return await work()
             except PartitionGone as exc:
@@ -106,6 +102,19 @@ class Role:
             except AGAIN as exc:
                 self.told = f"{type(exc).__name__}: {exc}"
                 await asyncio.sleep(self.rng.uniform(0.02, 0.5))
+
+    def compare(self, table: Table, keys: list[bytes]) -> None:
+        """What was read with what was put."""
+        assert self.client.peer is not None
+        view = self.client.peer.host.arena.view
+        for one in table.columns:
+            for key, value in zip(keys, column(one.values, PLACE), strict=True):
+                if value["flags"] & PLACE_ABSENT:
+                    continue  # only of progress
+                at, nbytes = int(value["offset"]), int(value["nbytes"])
+                memory = table.inline if value["flags"] & PLACE_INLINE else view
+                if memory[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
+                    self.ledger.wrong(f"{self!r} read other bytes than were put as {one.field}")
 
     async def run(self) -> None:
         try:
@@ -120,13 +129,14 @@ class Role:
     async def write(
         self, field: str, keys: list[bytes], nbytes: int, known: bool
     ) -> tuple[Column, bytes, bytes]:
-        """Values in the arena, one range each or in one pack, or small ones inline: the column, the
+        """Values in the arena, one range each or in packs, or small ones inline: the column, the
         EXTENTs and the inline bytes."""
         if nbytes <= INLINE_LIMIT_BYTES and self.rng.random() < 0.7:
             return self._inline(field, keys, nbytes)
-        alone = nbytes >= 4096
-        sizes = np.full(len(keys), nbytes, U8) if alone else np.array([nbytes * len(keys)], U8)
-        body = m.Reserve(PARTITION, self.generation, [sizes.tobytes()], known)
+        packed = 1 if nbytes >= PACK_LIMIT_BYTES else MAX_PACK_BYTES // nbytes
+        sizes = np.full(-(-len(keys) // packed), nbytes * packed, U8)
+        sizes[-1] = nbytes * ((len(keys) - 1) % packed + 1)
+        body = m.Reserve(self.partition, self.generation, [sizes.tobytes()], known)
         reserved = await self.client.call(body, m.Reserved, 5.0)
         granted = column(reserved.extents, EXTENT)
         starts = place(padded(sizes), granted)
@@ -135,8 +145,8 @@ class Role:
         written["offset"], written["length"] = starts, sizes
         values = np.zeros(len(keys), VALUE)
         values["nbytes"] = nbytes
-        values["range"] = np.arange(len(keys)) if alone else 0
-        values["delta"] = 0 if alone else np.arange(len(keys)) * nbytes
+        values["range"] = np.arange(len(keys)) // packed
+        values["delta"] = np.arange(len(keys)) % packed * nbytes
         if not self.client.alive:  # what it was granted has gone with its peer
             raise PeerLost("the peer ended when it had answered")
         assert self.client.peer is not None
@@ -154,21 +164,6 @@ class Role:
         values["range"] = np.arange(len(keys)) * room
         each = (bytes(content(key, field, nbytes)[:nbytes]).ljust(room, b"\0") for key in keys)
         return Column(field, values.tobytes()), b"", b"".join(each)
-
-    async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
-        """Rows with their tags and the first field."""
-        nbytes = self.rng.choice(SIZES)
-        column_, written, inline = await self.write("x", keys, nbytes, False)
-        tags: dict[str, Any] = {
-            "group": [self.ledger.rows[key].group.name for key in keys],
-            "band": [band_of(self.ledger.rows[key].group) for key in keys],
-            "length": [length_of(key) for key in keys],
-        }
-        body = m.Put(PARTITION, self.generation, rows, [column_], [_BYTES], tags, ranges=written)
-        body.inline = inline
-        for group in groups if written else ():
-            group.owners.add(self.client.owner)
-        await self.client.call(body, m.PutDone, 10.0)
 
     def _give_back_rest(self, ends: Any, granted: Any) -> None:
         """Grants are of whole pages."""
@@ -193,6 +188,11 @@ def rows_of(groups: list[Group], only: list[Row] | None = None) -> Rows:
     return Rows(keys, names, index.tobytes(), group_keys, [group.name for group in groups])
 
 
+def keys_of(table: Table) -> list[bytes]:
+    raw = table.rows.keys
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+
+
 def band_of(group: Group) -> int:
     """A tag that all rows of a group have."""
     return zlib.crc32(group.name.encode()) % 2
@@ -207,6 +207,8 @@ class Producer(Role):
     """Puts groups, one or a few at a time, each until it is in."""
 
     groups = 8
+    sizes: tuple[int, ...] = (40, 300, 5000)
+    """of values"""
     pause_s = 0.5
 
     async def _run(self) -> None:
@@ -235,7 +237,7 @@ class Producer(Role):
         self.doing = f"waits to be let begin {count} groups"
         wait_ms = self.rng.choice((0, 300, PATIENT_MS))
         count += self.rng.choice((0, 0, 1, 3))  # more than it needs
-        body = m.Admit(PARTITION, self.generation, count, 1, 4, wait_ms)
+        body = m.Admit(self.partition, self.generation, count, 1, 4, wait_ms)
         try:
             admitted = await self.client.call(body, m.Admitted, 5.0)
         except (ClaimTimeout, PartitionSealed) as exc:
@@ -247,18 +249,21 @@ class Producer(Role):
         """What was not used goes back, unless it is left to the end of the session."""
         mine, self.permits = self.permits, []
         if mine and self.rng.random() < 0.7:
-            body = m.Unadmit(PARTITION, self.generation, mine)
+            body = m.Unadmit(self.partition, self.generation, mine)
             await self.client.call(body, m.Done, 10.0)
 
     def _group(self, number: int, given: bool) -> Group:
         name = f"{self.client.name}-{number}"
         group = Group(name)
         if given:
-            group.names = [f"{name}-{i}" for i in range(GROUP_ROWS)]
+            group.names = [f"{name}-{i}" for i in range(self.ledger.group_rows)]
             keys = [hash_name(row) for row in group.names]
         else:
             session = zlib.crc32(name.encode())
-            keys = [mint(session, number * GROUP_ROWS + i) for i in range(GROUP_ROWS)]
+            keys = [
+                mint(session, number * self.ledger.group_rows + i)
+                for i in range(self.ledger.group_rows)
+            ]
         group.rows = [Row(key, group) for key in keys]
         return group
 
@@ -273,7 +278,7 @@ class Producer(Role):
 
     async def _put(self, groups: list[Group]) -> None:
         self.doing = f"puts {', '.join(group.name for group in groups)}"
-        began = self.client.cluster.loop.now
+        began, generation = self.client.cluster.loop.now, self.generation
         try:
             await self.call_put(rows_of(groups), [r.key for g in groups for r in g.rows], groups)
         except (FieldExists, GroupClosed) as exc:
@@ -295,11 +300,35 @@ class Producer(Role):
                 self.ledger.wrong(f"{self!r} put {group.name}, which had been dropped")
             if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
                 group.excused = "its peer was lost already"
-            group.acked = True
+            group.acked, group.generation = True, generation
+
+    async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
+        """Rows with their tags and the first field."""
+        nbytes = self.rng.choice(self.sizes)
+        column_, written, inline = await self.write("x", keys, nbytes, False)
+        tags: dict[str, Any] = {
+            "group": [self.ledger.rows[key].group.name for key in keys],
+            "band": [band_of(self.ledger.rows[key].group) for key in keys],
+            "length": [length_of(key) for key in keys],
+        }
+        body = m.Put(
+            self.partition, self.generation, rows, [column_], [_BYTES], tags, ranges=written
+        )
+        body.inline = inline
+        for group in groups if written else ():
+            group.owners.add(self.client.owner)
+        await self.client.call(body, m.PutDone, 10.0)
 
     def _again(self, groups: list[Group]) -> None:
         for group in groups:
             group.repeated = True
+
+
+class Filler(Producer):
+    """Puts many rows that stay until the end: what a new backup gets of them takes a while."""
+
+    groups = 6
+    sizes = (1100, 2000, 4200)
 
 
 class Consumer(Role):
@@ -321,7 +350,7 @@ class Consumer(Role):
         limit_ms = self.rng.choice((0, 0, 0, 200, 2000))
         wait_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
         body = m.Claim(
-            PARTITION, self.generation, self.stage, want, timeout_ms=wait_ms, lease_ms=limit_ms
+            self.partition, self.generation, self.stage, want, timeout_ms=wait_ms, lease_ms=limit_ms
         )
         began = self.client.cluster.loop.now
         try:
@@ -338,13 +367,12 @@ class Consumer(Role):
             self.doing = f"has had all of {self.stage}"
             return False
         self.in_vain = 0
-        raw = claimed.table.rows.keys
-        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        keys = keys_of(claimed.table)
         whole = want.unit == "groups"
         self.ledger.claimed(self.client, claimed.lease, self.stage, keys, whole, began)
         self._fits(want, keys)
         try:
-            self._look(claimed, keys)
+            self.compare(claimed.table, keys)
             await asyncio.sleep(self.rng.expovariate(1 / self.hold_s))
             await self._finish(claimed, keys)
         except AGAIN:
@@ -358,13 +386,15 @@ class Consumer(Role):
     def _want(self) -> m.Want:
         """Groups or rows, any or of one band, so many or what fits a budget."""
         unit: Any = self.rng.choice(("groups", "groups", "rows"))
+        few = self.ledger.group_rows // 4
         where = ["eq", "band", self.rng.randrange(2)] if self.rng.random() < 0.25 else None
         if self.rng.random() < 0.25:
-            least = MAX_LENGTH * (GROUP_ROWS if unit == "groups" else 1)
+            least = MAX_LENGTH * (self.ledger.group_rows if unit == "groups" else few)
             want = m.Want(unit, 0, 0, where, "length", float(least * self.rng.choice((1, 2))))
         else:
-            want = m.Want(unit, self.rng.choice((1, 2, 3)), 1, where)
-        return want if self.in_vain < self.patience else m.Want("rows", 3, 1)
+            many = self.rng.choice((1, 2, 3)) * (few if unit == "rows" else 1)
+            want = m.Want(unit, many, 1, where)
+        return want if self.in_vain < self.patience else m.Want("rows", 3 * few, 1)
 
     def _fits(self, want: m.Want, keys: list[bytes]) -> None:
         rows = [self.ledger.rows[key] for key in keys if key in self.ledger.rows]
@@ -375,18 +405,6 @@ class Consumer(Role):
         units = len({row.group.name for row in rows}) if want.unit == "groups" else len(rows)
         if want.count and units > want.count:
             self.ledger.wrong(f"{self!r} got {units} {want.unit} instead of {want.count}")
-
-    def _look(self, claimed: m.Claimed | m.Fetched, keys: list[bytes]) -> None:
-        assert self.client.peer is not None
-        view = self.client.peer.host.arena.view
-        for one in claimed.table.columns:
-            for key, value in zip(keys, column(one.values, PLACE), strict=True):
-                if value["flags"] & PLACE_ABSENT:
-                    continue  # only of progress
-                at, nbytes = int(value["offset"]), int(value["nbytes"])
-                memory = claimed.table.inline if value["flags"] & PLACE_INLINE else view
-                if memory[at : at + nbytes] != content(key, one.field, nbytes)[:nbytes]:
-                    self.ledger.wrong(f"{self!r} read other bytes than were put as {one.field}")
 
     async def _finish(self, claimed: m.Claimed, keys: list[bytes]) -> None:
         if self.rng.random() < 0.1:
@@ -444,7 +462,7 @@ class Consumer(Role):
     async def _advance(self) -> None:
         """Whichever of several trainers goes on first."""
         self.ledger.version += 1
-        body = m.Advance(PARTITION, self.generation, self.ledger.version)
+        body = m.Advance(self.partition, self.generation, self.ledger.version)
         try:
             await self.client.call(body, m.Done, 10.0)
         except InvalidCall as exc:
@@ -468,7 +486,7 @@ class Rank(Consumer):
 
     async def _once(self) -> bool:
         self.doing = f"takes part in a plan of {self.stage} as rank {self.rank} of {self.ranks}"
-        body = m.Claim(PARTITION, self.generation, self.stage, m.Want("rows", 0, 0))
+        body = m.Claim(self.partition, self.generation, self.stage, m.Want("rows", 0, 0))
         body.plan, body.rank = Shape(self.ranks, balance="length", seed=1), self.rank
         body.timeout_ms = self.rng.choice((0, 300, PATIENT_MS, PATIENT_MS))
         began = self.client.cluster.loop.now
@@ -507,10 +525,9 @@ class Rank(Consumer):
             raise PeerLost("its process ended, and another takes its place")
         body = m.Fetch(lease, ["x"], index=micro.astype(U4).tobytes())
         fetched = await self.client.call(body, m.Fetched, 10.0)
-        raw = fetched.table.rows.keys
-        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        keys = keys_of(fetched.table)
         self.ledger.claimed(self.client, lease, self.stage, keys, False, began)
-        self._look(fetched, keys)
+        self.compare(fetched.table, keys)
         self.client.tell(m.Unpin([fetched.pin]))
         await asyncio.sleep(self.rng.expovariate(1 / self.hold_s))
         return keys
@@ -537,4 +554,4 @@ class Sealer(Role):
                 self.doing = "has sealed"
 
     async def _seal(self) -> None:
-        await self.client.call(m.Seal(PARTITION, self.generation), m.Done, 30.0)
+        await self.client.call(m.Seal(self.partition, self.generation), m.Done, 30.0)

@@ -18,16 +18,19 @@ from dataplane.metadata.shard.drops import Lost
 from dataplane.metadata.shard.store import Store
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
+from tests.simulation.auditor import Auditor
 from tests.simulation.cluster import Cluster, described
 from tests.simulation.droppers import Dropper
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Watch, left_behind, permitted, unnamed
-from tests.simulation.ledger import STAGES, Ledger
+from tests.simulation.ledger import LARGE, SMALL, Ledger
 from tests.simulation.line import Client
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.roles import PARTITION, Consumer, Producer, Rank, Role, Sealer
+from tests.simulation.roles import Consumer, Filler, Producer, Rank, Role, Sealer
 from tests.simulation.taggers import Tagger
 
+STAGES = {"reward": ["x"], "train": ["x", "reward"]}
+LARGE_GROUP_ROWS = 24
 LOOK_EVERY = 250
 """Steps from one look at all invariants to the next."""
 ENDS_S = 240.0
@@ -71,24 +74,23 @@ class Run:
         self.loop = VirtualLoop()
         rng = self.rng
         self.cluster = Cluster(self.loop, random.Random(rng.random()), rng.choice((3, 3, 4, 4, 5)))
-        replicas = rng.choice((1, 2))
-        self.definition = Definition(
-            STAGES,
-            4,
-            None,
-            rng.choice(("acked", "drop")),
-            replicas,  # type: ignore[arg-type]
+        self.violations: list[str] = []
+        free: Any = rng.choice(("acked", "drop"))
+        small = Definition(STAGES, 4, None, free, self._replicas())
+        large = Definition({"train": ["x"]}, LARGE_GROUP_ROWS, None, "drop", self._replicas())
+        self.small, self.large = self.ledgers = (
+            Ledger(SMALL, small, self.violations),
+            Ledger(LARGE, large, self.violations),
         )
-        self.ledger = Ledger(replicas)
-        self.cluster.on_extinct.append(self.ledger.extinct)
-        self.cluster.gone = self.ledger.gone
+        self.cluster.on_extinct += [ledger.extinct for ledger in self.ledgers]
+        self.cluster.gone = self.small.gone
         self.watch = Watch(self.cluster)
         self.faults = Faults(self.cluster, random.Random(rng.random()), rng.random() < 0.5)
         self.roles: list[Role] = []
         self.taggers: list[Tagger] = []
 
     def play(self) -> Outcome:
-        bugs = _Bugs(self.ledger.violations)
+        bugs = _Bugs(self.violations)
         logging.getLogger("dataplane").addHandler(bugs)
         gc.disable()
         try:
@@ -98,11 +100,11 @@ class Run:
                 if not script.done():
                     self._say_who_waits()
                 elif script.exception() is not None:
-                    self.ledger.wrong(f"the script failed: {script.exception()!r}")
+                    self.wrong(f"the script failed: {script.exception()!r}")
                 trace = self.rng.getrandbits(16) ^ self.cluster.rng.getrandbits(48)
                 virtual_s = self.loop.now - 1000
-                found = [*dict.fromkeys([*self.ledger.violations, *self.loop.failures])]
-                self.loop.end(50_000)
+                found = [*dict.fromkeys([*self.violations, *self.loop.failures])]
+                self.loop.end()
         finally:
             logging.getLogger("dataplane").removeHandler(bugs)
             gc.enable()
@@ -110,16 +112,16 @@ class Run:
         return Outcome(self.seed, found, self.faults.story, self.loop.steps, virtual_s, trace)
 
     def _until(self, script: asyncio.Task[None]) -> None:
-        while not script.done() and self.loop.steps < MAX_STEPS and not self.ledger.violations:
+        while not script.done() and self.loop.steps < MAX_STEPS and not self.violations:
             for _ in range(LOOK_EVERY):
                 if not self.loop.step():
                     return
             for wrong in self.watch.look():
-                self.ledger.wrong(wrong)
+                self.wrong(wrong)
 
     def _say_who_waits(self) -> None:
-        if not self.ledger.violations:
-            self.ledger.wrong(f"nothing goes on at {self.loop.now - 1000:.1f} s")
+        if not self.violations:
+            self.wrong(f"nothing goes on at {self.loop.now - 1000:.1f} s")
         self.faults.story += [repr(role) for role in self.roles if not role.done]
         self.faults.story += [repr(described(peer)) for peer in self.cluster.peers]
 
@@ -145,19 +147,23 @@ class Run:
             )
             if not left:  # who leaves in order takes nothing along
                 hosts = {one for one in roster.owners if one.peer in roster.hosts} - {owner}
-                alone = roster.home(PARTITION) == address
-                alone = alone and not roster.in_sync[roster.bucket(PARTITION)]
-                now = run.loop.now
-                run.ledger.removed(run.cluster.known, owner, in_sync, alone, hosts, now)
+                for ledger in run.ledgers:
+                    name = ledger.partition
+                    alone = roster.home(name) == address
+                    alone = alone and not roster.in_sync[roster.bucket(name)]
+                    now = run.loop.now
+                    ledger.removed(run.cluster.known, owner, in_sync, alone, hosts, now)
             remove(authority, address)
 
         def losing(store: Store, owner: Owner) -> Lost:
             gone = lost(store, owner)
-            run.ledger.reported(gone.rows.keys)
+            for ledger in run.ledgers:
+                ledger.reported(gone.rows.keys)
             return gone
 
         def relocating(store: Store, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
-            run.ledger.moved(store, old, new)
+            for ledger in run.ledgers:
+                ledger.moved(store, old, new)
             return relocate(store, old, ranges, new, *to)
 
         with (
@@ -182,42 +188,74 @@ class Run:
         end = self.loop.now + ENDS_S
         while not all(role.done for role in self.roles):
             if self.loop.now > end:
-                self.ledger.wrong(f"not at its end {ENDS_S:g} s after the last fault")
+                self.wrong(f"not at its end {ENDS_S:g} s after the last fault")
                 self._say_who_waits()
                 return
             await asyncio.sleep(0.5)
-        self.ledger.check_delivered()
+        for ledger in self.ledgers:
+            ledger.check_delivered()
         for tagger in self.taggers[:1]:
             await tagger.look()
+        await self._role(Auditor, "auditor", self.large, starts=False).look()
         for stalled in self.cluster.stalled:
-            self.ledger.wrong(stalled)
+            self.wrong(stalled)
         await self._tidy()
 
     def _people(self) -> None:
-        producers = [self._role(Producer, f"p{i}") for i in range(self.rng.choice((2, 3)))]
+        self._people_of_small()
+        self._people_of_large()
+
+    def _people_of_small(self) -> None:
+        small = self.small
+        producers = [self._role(Producer, f"p{i}", small) for i in range(self.rng.choice((2, 3)))]
         for stage in STAGES:
             planned = self.planned and stage == "train"
             many = self.rng.choice((1, 2, 3))
             for i in range(many):
-                consumer = self._role(Rank if planned else Consumer, f"{stage}{i}")
+                consumer = self._role(Rank if planned else Consumer, f"{stage}{i}", small)
                 consumer.stage = stage
                 if planned:
                     consumer.rank, consumer.ranks = i, many
         for i in range(self.rng.choice((0, 1, 2))):
-            self.taggers.append(self._role(Tagger, f"tagger{i}"))
+            self.taggers.append(self._role(Tagger, f"tagger{i}", small))
         if self.droppers.random() < 0.4:
-            dropper = self._role(Dropper, "dropper", self.droppers)
-            dropper.producers = producers
-        others = list(self.roles)
-        sealer = self._role(Sealer, "sealer")
+            self._role(Dropper, "dropper", small, self.droppers).producers = producers
+        self._sealed(small, producers)
+
+    def _people_of_large(self) -> None:
+        large, choose = self.large, self.rng.choice
+        fillers = [self._role(Filler, f"f{i}", large) for i in range(choose((1, 2)))]
+        for i in range(choose((1, 2))):
+            self._role(Consumer, f"reader{i}", large)
+        if self.droppers.random() < 0.2:
+            self._role(Dropper, "cleaner", large, self.droppers).producers = fillers
+        self._sealed(large, fillers)
+
+    def _sealed(self, ledger: Ledger, producers: list[Role]) -> None:
+        others = [role for role in self.roles if role.ledger is ledger]
+        sealer = self._role(Sealer, f"sealer of {ledger.partition}", ledger)
         sealer.producers, sealer.others = producers, others
 
-    def _role(self, kind: type[Any], name: str, rng: random.Random | None = None) -> Any:
+    def _replicas(self) -> Any:
+        return self.rng.choice((1, 2))
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+
+    def _role(
+        self,
+        kind: type[Any],
+        name: str,
+        ledger: Ledger,
+        rng: random.Random | None = None,
+        starts: bool = True,
+    ) -> Any:
         rng = rng or self.rng
         client = Client(self.cluster, rng.choice(self.cluster.places), name)
-        role = kind(client, self.ledger, random.Random(rng.random()), self.definition)
+        role = kind(client, ledger, random.Random(rng.random()))
         self.roles.append(role)
-        self.loop.start_on(client.machine, role.run())
+        if starts:
+            self.loop.start_on(client.machine, role.run())
         return role
 
     async def _tidy(self) -> None:
@@ -228,8 +266,10 @@ class Run:
         await self._until_none(lambda: permitted(self.cluster.peers))
         client = Client(self.cluster, self.cluster.places[0], "tidy")
         await client.connect()
-        defined = await client.call(m.Define(PARTITION, self.definition), m.Defined)
-        await client.call(m.Drop(PARTITION, defined.generation), m.Dropped)
+        for ledger in self.ledgers:
+            declared = m.Define(ledger.partition, ledger.definition)
+            generation = (await client.call(declared, m.Defined)).generation
+            await client.call(m.Drop(ledger.partition, generation), m.Dropped)
         client.close()
         await self._until_none(lambda: [w for p in self.cluster.peers for w in left_behind(p)])
 
@@ -238,7 +278,7 @@ class Run:
         end = self.loop.now + TIDY_S
         while found := wrong():
             if self.loop.now > end:
-                self.ledger.violations += found
+                self.violations += found
                 return
             await asyncio.sleep(0.5)
 

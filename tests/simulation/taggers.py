@@ -11,7 +11,7 @@ import asyncio
 from dataplane.errors import InvalidRows, RowsDropped, RowsGone, TagConflict
 from dataplane.wire import messages as m
 from tests.simulation.ledger import Row
-from tests.simulation.roles import PARTITION, Role, rows_of
+from tests.simulation.roles import Role, rows_of
 
 TAG = "turn"
 
@@ -39,7 +39,7 @@ class Tagger(Role):
         row.turns[new] = old, False
         self.doing = f"sets a tag of {row.group.name}"
         body = m.Tag(
-            PARTITION, self.generation, rows_of([row.group], [row]), {TAG: [new]}, {TAG: old}
+            self.partition, self.generation, rows_of([row.group], [row]), {TAG: [new]}, {TAG: old}
         )
         try:
             await self.client.call(body, m.Done, 10.0)
@@ -50,7 +50,7 @@ class Tagger(Role):
 
     async def read(self, row: Row) -> tuple[bool, str | None]:
         """Whether the row is there, and its tag."""
-        body = m.Read(PARTITION, self.generation, rows_of([row.group], [row]), None, [])
+        body = m.Read(self.partition, self.generation, rows_of([row.group], [row]), None, [])
         try:
             done = await self.client.call(body, m.ReadDone, 10.0)
         except (RowsGone, RowsDropped, InvalidRows):

@@ -115,9 +115,6 @@ class Sessions:
             if session.pidfd < 0:
                 self._prove(session)
 
-    def goodbye(self, session: Session) -> None:
-        self._host.space.give_back_all(session.id)
-
     def _end(self, session: Session) -> None:
         del self._live[session.id]
         session.ended = True

@@ -70,10 +70,6 @@ class HelloDone(Body, tag=3):
     share_bytes: tuple[int, int, int]
 
 
-class Goodbye(Body, tag=4):
-    """The session ends in order: leases are released, unused grants come back."""
-
-
 # partitions
 
 
@@ -475,7 +471,6 @@ class Request(msgspec.Struct, array_like=True):
     deadline_ms: int
     body: (
         Hello
-        | Goodbye
         | Define
         | Seal
         | Close

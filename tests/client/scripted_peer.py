@@ -26,7 +26,6 @@ from dataplane.wire.messages import (
     Defined,
     Done,
     Finish,
-    Goodbye,
     Hello,
     HelloDone,
     Put,
@@ -62,7 +61,6 @@ class ScriptedPeer:
             Reserve: lambda r, b: self.reserved(b),
             Put: lambda r, b: PutDone(),
             Finish: lambda r, b: PutDone(),
-            Goodbye: lambda r, b: Done(),
         }
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []

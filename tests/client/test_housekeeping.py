@@ -23,7 +23,6 @@ from dataplane.wire.messages import (
     Claimed,
     Finish,
     GiveBack,
-    Goodbye,
     Put,
     PutDone,
     Reply,
@@ -98,7 +97,7 @@ def test_pins_that_a_call_took_along_which_was_given_up_are_told_again(
     gc.collect()
     with pytest.raises(dataplane.DeadlineExceeded):
         plane.stats(timeout=0.05)
-    assert peer.bodies(Unpin) or peer.requests[-1].unpin == [1]
+    assert [1] in [one.unpin for one in peer.requests] or peer.bodies(Unpin)
     assert peer.await_body(Unpin).pins == [1]
 
 
@@ -113,7 +112,7 @@ def test_grants_that_nobody_uses_go_back(
     assert given_back["length"].sum() >= 16_000
 
 
-def test_closing_releases_leases_gives_grants_back_and_says_goodbye(peer: ScriptedPeer) -> None:
+def test_closing_releases_leases_and_gives_grants_back(peer: ScriptedPeer) -> None:
     plane = Plane(peer.keeper())
     part = plane.partition("x", stages={"s": ["a"]})
     peer.scripts[Put] = lambda r, b: PutDone(peer.grant(b.want_bytes or 1))
@@ -122,8 +121,7 @@ def test_closing_releases_leases_gives_grants_back_and_says_goodbye(peer: Script
     batch = part.claim("s", rows=1)
     plane.close()
     told = [type(r.body) for r in peer.requests]
-    assert told.index(Finish) < told.index(Goodbye)
-    assert told.index(GiveBack) < told.index(Goodbye)
+    assert {Finish, GiveBack} <= {*told}
     with pytest.raises(dataplane.ClientClosed):
         batch.ack()
 
@@ -155,7 +153,6 @@ def test_a_client_that_nobody_refers_to_releases_what_it_held(peer: ScriptedPeer
     del batch, part, plane
     gc.collect()
     assert peer.await_body(Finish).outcome == "release"
-    peer.await_body(Goodbye)
     peer.await_closed(2)
 
 

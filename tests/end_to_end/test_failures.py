@@ -8,8 +8,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,3 +278,35 @@ def test_a_stopped_consumer_keeps_its_views_and_its_rows(cluster: Cluster) -> No
         assert plane.stats()["arena"]["pinned_bytes"] > 0
         holder.kill()
         assert part.claim("s", rows=1, timeout=10).keys == ["k"]
+
+
+def test_a_client_that_closes_while_another_thread_writes_has_it_write_over_nobody(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room comes back when its process is gone."""
+    cluster.start("a", arena="64MiB")
+    writes, go_on = threading.Event(), threading.Event()
+    closing = cluster.connect("a")
+    view = closing._session.writes.view
+
+    def slowly(offset: int, length: int) -> Any:
+        found = view(offset, length)
+        writes.set()
+        go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(closing._session.writes, "view", slowly)
+    with cluster.connect("a") as plane, ThreadPoolExecutor(1) as pool:
+        part = plane.partition("p", stages={"s": ["x"]})
+        late = pool.submit(closing.partition("p").put, {"x": [np.zeros(8 << 20, np.uint8)]})
+        assert writes.wait(30)
+        closing.close()
+        ones = np.ones(1 << 20, np.uint8)
+        with pytest.raises(dataplane.BackPressure):
+            for key in range(64):
+                part.put({"x": [ones]}, key=[key], timeout=1)
+        go_on.set()
+        with pytest.raises(dataplane.ClientClosed):
+            late.result(30)
+        rows = part.get()
+        assert len(rows) > 16 and all(np.array_equal(one, ones) for one in rows["x"])

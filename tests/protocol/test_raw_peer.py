@@ -130,7 +130,7 @@ def test_a_session_opens_and_answers_byte_by_byte(door: Door) -> None:
     rid, (tag, session, shares) = door.reply()
     assert (rid, tag, len(shares)) == (1, HELLO_DONE, 3)
     assert session
-    door.send({"@": "Goodbye"}, 2, session)
+    door.send({"@": "Unpin", "pins": []}, 2, session)
     assert door.reply() == [2, [DONE]]
 
 
@@ -151,7 +151,7 @@ def test_one_way_messages_are_not_answered(door: Door) -> None:
     door.send(HELLO, 1)
     session = door.reply()[1][1]
     door.send({"@": "Unpin", "pins": [7]}, 0, session)
-    door.send({"@": "Goodbye"}, 3, session)
+    door.send({"@": "Unpin", "pins": []}, 3, session)
     assert door.reply() == [3, [DONE]]
 
 

@@ -1,4 +1,4 @@
-"""What a client does without being asked: release pins, give grants back, say goodbye.
+"""What a client does without being asked: release pins, give grants back, end the session.
 
 One daemon thread a client, started when there is something to do. It owns the anchor: a connection
 that no call borrows, so that the session outlives cancelled calls. Also here: process exit, and
@@ -29,7 +29,6 @@ from dataplane.wire.messages import (
     Fetched,
     Finish,
     GiveBack,
-    Goodbye,
     PutDone,
     ReadDone,
     Request,
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.2
 """Releases are collected this long, so that a loop over batches sends few messages."""
 _SEND_S = 5.0
-_GOODBYE_S = 2.0
+_CLOSE_S = 2.0
 
 _living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
 
@@ -182,7 +181,7 @@ class Housekeeper:
         if session.closed is not None:
             return
         session.closed = why
-        self._goodbye()
+        self._hand_back()
         session.connections.close(why)
         self._closing.set()
         if session.pins and self._thread is not None and self._thread.is_alive():
@@ -202,21 +201,19 @@ class Housekeeper:
         if self._anchor is not None:
             self._anchor.close()
 
-    def _goodbye(self) -> None:
+    def _hand_back(self) -> None:
+        """What no call has in hand. Room that another thread, or a device, may still write into
+        comes back when this process is proved gone."""
         session = self.session
         leases = session.leases.clear()
-        session.settle_devices(_GOODBYE_S)
+        session.settle_devices(_CLOSE_S)
         due = self._undone()
         due += [Finish(lease, "release") for lease in leases]
         due += self._parting()
         grants = session.leftovers.take_idle(0)
         if len(grants):
             due.append(GiveBack(grants.tobytes()))
-        if session.waits_for_devices:
-            # What a device may still write into comes back when this process is proved gone.
-            self.tell(due, _GOODBYE_S)
-        else:
-            self.tell([*due, Goodbye()], _GOODBYE_S)
+        self.tell(due, _CLOSE_S)
 
     def _drop_anchor(self) -> None:
         with self._sending:
@@ -252,7 +249,7 @@ def close_all() -> None:
     """At exit, every client leaves in order."""
     started = time.monotonic()
     for keeper in list(_living):
-        if time.monotonic() - started > _GOODBYE_S:
+        if time.monotonic() - started > _CLOSE_S:
             return
         keeper.close("the process is exiting")
 

@@ -44,7 +44,6 @@ from dataplane.wire.messages import (
     Define,
     Done,
     Failed,
-    Goodbye,
     Hello,
     HelloDone,
     Losses,
@@ -297,10 +296,6 @@ class Connection(asyncio.Protocol):
             return
         handler = self._door.handlers.get(type(request.body))
         if handler is None:
-            if isinstance(request.body, Goodbye):
-                self._door.sessions.goodbye(self._session)
-                self._answer(request.rid, Done())
-                return
             raise ProtocolError(f"{type(request.body).__name__} is not for the local door")
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(

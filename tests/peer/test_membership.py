@@ -101,3 +101,35 @@ async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     theirs = proposed(members, [1, 2, 3]) == members.index(JOINER.peer)
     assert np.array_equal(host.spare, mine & theirs)
     assert said[0].spare == np.packbits(mine & theirs).tobytes()
+
+
+async def test_an_answer_of_the_authority_counts_from_when_it_was_asked() -> None:
+    """It came before this peer was stopped, and is read when the plane went on without it."""
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    for number, seed in enumerate(SEEDS, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+    clock = [100.0]
+    stopped_s = [0.0]
+
+    async def call(*args: Any, **how: Any) -> Rostered:
+        clock[0] += stopped_s[0]
+        return Rostered()
+
+    host: Any = SimpleNamespace(
+        owner=Owner(SEEDS[1], 2), address=SEEDS[1], roster=made.roster, spare=None, silent=False,
+        now=lambda: clock[0],
+    )  # fmt: skip
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    serving, peer = Serving(host), says_nothing(partitions=SimpleNamespace(spare=None))
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    membership = Membership(host, mesh, keeper, serving, peer)
+    await membership._say()
+    assert serving.is_sure()
+    stopped_s[0] = 6.0
+    await membership._say()
+    assert not serving.is_sure()
+    stopped_s[0] = 0.0
+    await membership._say()
+    assert serving.is_sure()

@@ -115,8 +115,9 @@ class Membership:
         leaving = self._leaving and self.host.progress.is_settled
         body = self.peer.says(leaving, self._spare())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
+        asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
         if self.office.is_open and self.keeper.sure():
-            self.serving.heard = self.host.now()
+            self.serving.heard = asked
             self.office.note(self.host.owner, body, epoch)
             self._plane_wanted = self.office.wanted
             return
@@ -134,7 +135,7 @@ class Membership:
             log.debug("the authority does not answer: %s", exc)
             self.serving.authority = self._whereabouts()
             return
-        self.serving.heard = self.host.now()
+        self.serving.heard = asked
         self._plane_wanted = reply.wanted
         if reply.table is not None:
             self.adopt(Roster.from_table(reply.table))

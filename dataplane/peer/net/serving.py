@@ -18,7 +18,7 @@ class Serving:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.heard: float | None = None
-        """when the authority last spoke to this peer (monotonic); None where it never did"""
+        """when it was asked what the authority answered last (monotonic); None: nothing yet"""
         self.authority = ""
         """where that is, for messages"""
         self.waiting = 0

@@ -66,6 +66,29 @@ def test_a_group_that_is_gone_takes_no_rows_however_they_are_called() -> None:
         put(s, ["new", "rows"], ["i", "i"])
 
 
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_a_group_that_is_gone_is_not_opened_by_closing_it_again(closes_first: bool) -> None:
+    """Else it would stay until the seal, and take a place of those that `admit` bounds."""
+    ops: list[Op] = []
+    s = Store("p", ONCE, 1, emit=ops.append)
+    put(s, ["a", "b"], ["g", "g"])
+    for closes in (closes_first, not closes_first):
+        if closes:
+            s.close(names.hash_name("g"), 2, "g")
+        else:
+            consume(s, 2)
+    assert (len(s.groups), s.closed_groups) == (0, 1)
+    assert s.close(names.hash_name("g"), 2, "g") == 0
+    assert (len(s.groups), s.closed_groups) == (0, 1)
+    assert put(s, ["a", "c"], ["g", "g"]).gone == 2
+    s.seal()
+    assert s.close(names.hash_name("g"), 2, "g") == 0
+    s.freed()
+    copy = Store("p", ONCE, 1)
+    carried_over(copy, ops)
+    assert observed(copy) == observed(s)
+
+
 def test_old_names_may_be_used_for_new_rows_also_those_of_dropped_ones() -> None:
     s = Store("p", ONCE, 1)
     put(s, ["a", "b"], ["g", "g"])

@@ -93,7 +93,8 @@ class Partition:
     async def close(
         self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S
     ) -> None:
-        """The group is complete with n rows; dropped ones count."""
+        """The group is complete with n rows; dropped ones count. Nothing for one that was there
+        and has been freed: where its name is used again (`reuse`), put first."""
         await self._run(core.close_group(self._handle, group, n, timeout))
 
     async def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:

@@ -94,7 +94,8 @@ class Partition:
         self._run(changes.tag(self._handle, keys, tags, expect, timeout))
 
     def close(self, group: Name, n: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """The group is complete with n rows; dropped ones count."""
+        """The group is complete with n rows; dropped ones count. Nothing for one that was there
+        and has been freed: where its name is used again (`reuse`), put first."""
         self._run(core.close_group(self._handle, group, n, timeout))
 
     def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:

@@ -89,7 +89,8 @@ def close(state: State, key: bytes, size: int, name: Name | None) -> int:
             f"the group {shown!r} cannot close with {counted(size, 'row')}; give 1 to {limit}"
         )
     if group is None:
-        _expect_new(state, key, size, name, shown)
+        if not state.tombstones.freed(of_group(key)):  # else this is said once more
+            _expect_new(state, key, size, name, shown)
         return 0
     if group.closed:
         if size != group.seen:

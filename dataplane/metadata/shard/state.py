@@ -549,6 +549,7 @@ class State:
         self.closed_groups += made
         spent = [one for one in groups if one.is_spent]
         if spent:
+            self._remember_groups(spent)
             self.remove_groups(spent, ended=True)
         return made
 

@@ -105,7 +105,6 @@ class Peer:
         self.shipping = Shipping(host, mesh, self.copying)
         self.partitions = parts = Partitions(host, mesh, router, self.shipping, self.settle)
         self.share = share = MetadataShare(host)
-        self.admissions = admissions = Admissions(host, mesh, router, parts)
         self.queues = queues = ClaimQueues(
             host,
             mesh,
@@ -113,9 +112,8 @@ class Peer:
             self.copying,
             self.settle,
             producers=lambda: room.producers + share.writers,
-            admits=admissions.waits,
         )
-        admissions.on_wait.append(queues.admit_waits)
+        self.admissions = Admissions(host, mesh, router, parts, queues.producers_wait)
         share.on_refused.append(queues.producers_wait)
 
         self.leases = leases = Leases()

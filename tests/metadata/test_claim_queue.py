@@ -8,7 +8,6 @@ from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import (
     NEAR_TURNS,
-    WITHHELD_UNITS,
     ClaimQueue,
     Joined,
     Met,
@@ -182,13 +181,11 @@ def test_a_claim_that_moves_here_goes_where_its_age_puts_it() -> None:
     assert [number for number, _ in shard.put(0, 4)] == [3, 1, 4, 2]  # type: ignore[misc]
 
 
-def test_lanes_take_turns() -> None:
+def test_claims_of_several_lanes_are_met_in_the_order_in_which_they_came() -> None:
     shard = Shard()
-    for number in (1, 2):
-        shard.claim(number, rows(2))
-    for number in (3, 4):
-        shard.claim(number, rows(2, where=EVEN))
-    assert [number for number, _ in shard.put(0, 12)] == [1, 3, 2, 4]  # type: ignore[misc]
+    for number, where in ((1, None), (2, EVEN), (3, EVEN), (4, None)):
+        shard.claim(number, rows(2, where=where), since=float(number))
+    assert [number for number, _ in shard.put(0, 12)] == [1, 2, 3, 4]  # type: ignore[misc]
 
 
 def test_a_claim_of_nothing_or_by_no_filter_is_refused() -> None:
@@ -254,24 +251,21 @@ def test_a_head_lets_near_ones_by_so_often_and_no_more() -> None:
     assert [number for number, _ in met] == [*range(1, NEAR_TURNS + 1), 0]  # type: ignore[misc]
 
 
-# what a head keeps for itself
+# what older claims leave to younger ones
 
 
-def starving() -> Shard:
-    """A claim for many even rows, past which as many were taken one by one as it suffers."""
+def before_others() -> Shard:
+    """A claim for many even rows, and a younger one for any."""
     shard = Shard()
-    shard.claim(1, rows(4, where=EVEN))
-    for number in range(WITHHELD_UNITS):
-        shard.claim(10 + number, rows(1))
-        assert shard.put(2 * number) == [(10 + number, [2 * number])]
+    shard.claim(1, rows(4, where=EVEN), since=1.0)
+    shard.claim(30, rows(1), since=2.0)
     return shard
 
 
-def test_a_head_that_others_were_served_past_keeps_what_it_matches() -> None:
-    shard = starving()
-    shard.claim(30, rows(1))
+def test_a_younger_claim_gets_what_older_ones_do_not_match() -> None:
+    shard = before_others()
     assert shard.put(100) == []
-    assert shard.put(101) == [(30, [101])]  # it does not match
+    assert shard.put(101) == [(30, [101])]
     for key in (102, 104):
         assert shard.put(key) == []
     assert shard.put(106) == [(1, [100, 102, 104, 106])]
@@ -279,42 +273,35 @@ def test_a_head_that_others_were_served_past_keeps_what_it_matches() -> None:
     assert shard.put(108) == [(31, [108])]
 
 
-def test_a_head_keeps_nothing_while_a_producer_waits() -> None:
-    shard = starving()
+def test_nothing_is_kept_while_a_producer_waits() -> None:
+    shard = before_others()
     shard.keep = False
-    shard.claim(30, rows(1))
     assert shard.put(100) == [(30, [100])]
 
 
 def test_who_is_gone_keeps_nothing() -> None:
-    shard = starving()
-    shard.claim(30, rows(1))
+    shard = before_others()
     assert shard.put(100) == []
     shard.queue.withdraw(1)
     assert shard.serve() == [(30, [100])]
 
 
-def test_of_two_that_keep_units_the_one_goes_first_that_began_earlier() -> None:
-    """Or each would keep from the other what it waits for."""
-    shard = starving()
-    shard.claim(2, rows(2))
-    assert shard.put(99) == []
-    next(one for one in shard.queue if one.number == 2).keeps = 99
-    shard.claim(3, rows(1, where=["eq", "even", False]))
+def test_of_three_each_leaves_to_the_older_ones_what_they_match() -> None:
+    shard = Shard()
+    shard.claim(1, rows(2), since=1.0)
+    shard.claim(2, rows(2, where=EVEN), since=2.0)
+    shard.claim(3, rows(1, where=["eq", "even", False]), since=3.0)
     assert shard.put(102) == []
-    assert shard.put(103) == [(2, [99, 103])]
+    assert shard.put(103) == [(1, [102, 103])]
+    assert shard.put(104) == []
     assert shard.put(105) == [(3, [105])]
-    for key in (104, 106):
-        assert shard.put(key) == []
-    assert shard.put(108) == [(1, [102, 104, 106, 108])]
+    assert shard.put(106) == [(2, [104, 106])]
 
 
 def test_a_group_is_kept_for_a_claim_of_its_rows() -> None:
     shard = Shard(group_size=2)
     shard.queue.add(Waiting(1, rows(5), 1, "a", None, 0, 0.0))
-    (head,) = shard.queue
-    head.keeps = 1
-    shard.queue.add(Waiting(2, Want("groups", 1, 1), 1, "a", None, 0, 0.0))
+    shard.queue.add(Waiting(2, Want("groups", 1, 1), 1, "a", None, 0, 1.0))
     put(shard.store, [1, 2], ["p", "p"])
     assert shard.serve() == []
     put(shard.store, [3, 4, 5, 6], ["q", "q", "r", "r"])

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS, ClaimQueue, Over, Waiting
+from dataplane.metadata.shard.claim_queue import ClaimQueue, Over, Waiting
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner
@@ -39,8 +39,6 @@ class Claim:
     least: int
     budget: float
     since: int
-    passed_over: int = 0
-    keeps: int = 0
 
 
 @dataclass
@@ -52,49 +50,38 @@ class Naive:
     claims: list[Claim] = field(default_factory=list)
     lanes: list[str] = field(default_factory=list)
     sealed: bool = False
-    turns: Any = field(default_factory=lambda: itertools.count(1))
 
     def of(self, lane: str) -> list[Claim]:
         return sorted((c for c in self.claims if c.lane == lane), key=lambda c: c.since)
 
     def serve(self, keep: bool) -> list[tuple[int, Any]]:
         out: list[tuple[int, Any]] = []
-        going = True
-        while going:
-            going = False
-            for lane in list(self.lanes):
-                outcome = self.advance(lane, keep) if lane in self.lanes else None
-                if outcome is not None:
-                    out.append(outcome)
-                    going = True
+        while (outcome := self.next(keep)) is not None:
+            out.append(outcome)
         return out
 
-    def advance(self, lane: str, keep: bool) -> tuple[int, Any] | None:
-        head = self.of(lane)[0]
-        rows = [row for row in self.ready if matches(row, lane)]
+    def next(self, keep: bool) -> tuple[int, Any] | None:
+        keepers: list[str] = []
+        for head in sorted((self.of(lane)[0] for lane in self.lanes), key=lambda c: c.since):
+            outcome = self.advance(head, keepers)
+            if outcome is not None:
+                return outcome
+            if keep:
+                keepers.append(head.lane)
+        return None
+
+    def advance(self, head: Claim, keepers: list[str]) -> tuple[int, Any] | None:
+        rows = [row for row in self.ready if matches(row, head.lane)]
         if self.sealed and not rows and not self.leased:
             self.end(head)
             return head.number, "ended"
-        heads = [self.of(other)[0] for other in self.lanes if other != lane]
-        keepers = [
-            other.lane
-            for other in heads
-            if keep and other.keeps and (not head.keeps or other.keeps < head.keeps)
-        ]
         free = [row for row in rows if not any(matches(row, other) for other in keepers)]
         got = self.fitting(head, rows, free, bool(keepers))
         if not got:
             return None
-        for other in heads:
-            other.passed_over += sum(matches(row, other.lane) for row in got)
-            if other.passed_over >= WITHHELD_UNITS and not other.keeps:
-                other.keeps = next(self.turns)
         self.ready = [row for row in self.ready if row not in got]
         self.leased[head.number] = got
         self.end(head)
-        if lane in self.lanes:
-            self.lanes.remove(lane)
-            self.lanes.append(lane)
         return head.number, got
 
     def fitting(self, head: Claim, rows: list[int], free: list[int], some_kept: bool) -> list[int]:

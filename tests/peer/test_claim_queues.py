@@ -22,7 +22,6 @@ from dataplane.errors import (
     StreamEnd,
 )
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.claim_queue import WITHHELD_UNITS
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, call_deadline
@@ -272,18 +271,15 @@ async def test_a_claim_by_no_filter_is_refused_and_others_wait_on() -> None:
     assert shard.keys(waits.result()) == [1]
 
 
-def starving() -> tuple[Shard, Any]:
-    """A claim of even rows that others were served past as often as it suffers, and one for any."""
+def before_others() -> tuple[Shard, Any]:
+    """A claim of even rows, and a younger one for any."""
     shard = Shard()
     shard.claim(1, 3, where=["eq", "even", True])
-    for number in range(WITHHELD_UNITS):
-        shard.claim(10 + number)
-        shard.put(2 * number)
     return shard, shard.claim(99)
 
 
 async def test_what_a_claim_keeps_goes_to_others_while_producers_wait_for_room() -> None:
-    shard, waits = starving()
+    shard, waits = before_others()
     shard.put(100)
     assert not waits.done()
     shard.queues.producers_wait()
@@ -291,7 +287,7 @@ async def test_what_a_claim_keeps_goes_to_others_while_producers_wait_for_room()
 
 
 async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewer() -> None:
-    shard, waits = starving()
+    shard, waits = before_others()
     shard.put(100)
     body = Wait(NAME, 1, "s", "rows", below=1)
     asks = asyncio.ensure_future(shard.mesh.handlers[Wait](CLAIMANT, body))

@@ -1,11 +1,11 @@
 """The claims of one stage that wait at its partition's shard, and which of them is met next.
 
 Sans-I/O: claims come in, and what is ready is read from the store and leased there; who waits holds
-nothing. Claims with equal unit and filter form a lane. Within a lane: first come, first served, but
-that a claim on whose host all lies that it wants goes before one on whose host nothing does,
-NEAR_TURNS times at most. Heads of lanes take turns. A head that others took WITHHELD_UNITS past
-keeps what it matches from other lanes until it is met, unless somebody must go on for it to be met.
-Who asks for a part in the stage's plan is in no lane: all that is left must be ready for that.
+nothing. First come, first served: claims with equal unit and filter form a lane, and the head of
+one leaves to older heads what they match, unless somebody must go on for those to be met. But a
+claim on whose host all lies that it wants goes before a head on whose host nothing does, NEAR_TURNS
+times at most. Who asks for a part in the stage's plan is in no lane: all that is left must be ready
+for that.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ NEAR_TURNS = 8
 reads share hosts, rows then stay where they are."""
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
-WITHHELD_UNITS = 8
-"""A head that other lanes took so many units past that it matched keeps the next for itself."""
 
 Lane = tuple[str, bytes]
 """Unit, and the filter's MessagePack form, b"" without one."""
@@ -54,12 +52,8 @@ class Waiting(msgspec.Struct, eq=False):
     since: float
     plan: Shape | None = None
     rank: int = 0
-    passed_over: int = 0
-    """units that it matched, which claims of other lanes got while it was the head"""
     let_by: int = 0
     """near claims that went before it"""
-    keeps: int = 0
-    """since which turn it keeps units for itself; 0: it does not"""
     lane: Lane = ("", b"")
 
     def __post_init__(self) -> None:
@@ -102,12 +96,10 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: OrderedDict[Lane, OrderedDict[int, Waiting]] = OrderedDict()
-        """the lane that was served last is last"""
+        self._lanes: dict[Lane, OrderedDict[int, Waiting]] = {}
         self._claims: dict[int, Waiting] = {}
         self._joining: dict[int, Waiting] = {}
         """of them, those who ask for a part in the plan"""
-        self._turns = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<ClaimQueue of {self.stage!r}: {len(self)} claims in {len(self._lanes)} lanes>"
@@ -120,11 +112,6 @@ class ClaimQueue:
 
     def __contains__(self, number: int) -> bool:
         return number in self._claims
-
-    @property
-    def contended(self) -> bool:
-        """Claims of several forms wait for the same rows."""
-        return len(self._lanes) > 1
 
     def add(self, claim: Waiting) -> None:
         """It waits, where its age puts it. One of its number is replaced, and keeps its age.
@@ -141,8 +128,7 @@ class ClaimQueue:
         before = self._claims.get(claim.number)
         if before is not None and before.lane == claim.lane:
             claim.since = min(claim.since, before.since)
-            claim.passed_over, claim.let_by = before.passed_over, before.let_by
-            claim.keeps = before.keeps
+            claim.let_by = before.let_by
             self._claims[claim.number] = self._lanes[claim.lane][claim.number] = claim
             return
         if before is not None:
@@ -184,17 +170,23 @@ class ClaimQueue:
 
     def serve(self, now: float, sealed: bool, keep: bool = True) -> list[Outcome]:
         """Meet all that can be met, and say what became of whom. sealed: no new row can come. keep:
-        heads may keep units from other lanes."""
+        what older heads match is not for younger ones."""
         outcomes = self._joined(now, sealed) if self._joining else []
-        served = bool(self._lanes)
-        while served and self._lanes:
-            served = False
-            for lane in list(self._lanes):
-                outcome = self._advance(lane, now, sealed, keep) if lane in self._lanes else None
-                if outcome is not None:
-                    outcomes.append(outcome)
-                    served = True
+        while (outcome := self._next(now, sealed, keep)) is not None:
+            outcomes.append(outcome)
         return outcomes
+
+    def _next(self, now: float, sealed: bool, keep: bool) -> Outcome | None:
+        """What becomes of the first who can be met."""
+        kept: list[Kept] = []
+        heads = [next(iter(queue.values())) for queue in self._lanes.values()]
+        for head in sorted(heads, key=lambda one: one.since) if len(heads) > 1 else heads:
+            outcome = self._advance(head, now, sealed, kept)
+            if outcome is not None:
+                return outcome
+            if keep:
+                kept.append((head.want.unit, head.want.where))
+        return None
 
     def _joined(self, now: float, sealed: bool) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
@@ -217,16 +209,13 @@ class ClaimQueue:
                 outcomes.append(Joined(claim, member))
         return outcomes
 
-    def _advance(self, lane: Lane, now: float, sealed: bool, keep: bool) -> Outcome | None:
-        """Meet the claim whose turn it is in a lane."""
-        queue = self._lanes[lane]
-        head = next(iter(queue.values()))
-        counts = self._counts(head)
+    def _advance(self, head: Waiting, now: float, sealed: bool, kept: list[Kept]) -> Outcome | None:
+        """Meet a lane's head, or a claim that goes before it."""
+        queue, counts = self._lanes[head.lane], self._counts(head)
         if sealed and not counts.outstanding:
             return self._over(head, "ended")
         if not counts.ready:
             return None
-        kept = self._kept(head) if keep and len(self._lanes) > 1 else []
         near = self._near(head, queue, counts) if len(queue) > 1 else None
         for claim in (near, head):
             if claim is None or not _may_be_met(claim, counts, sealed):
@@ -235,8 +224,6 @@ class ClaimQueue:
             if outcome is not None:
                 if claim is not head:
                     head.let_by += 1
-                if lane in self._lanes:
-                    self._lanes.move_to_end(lane)
                 return outcome
         return None
 
@@ -249,8 +236,6 @@ class ClaimQueue:
             least = min(claim.least, counts.remaining) if sealed else claim.least
             if least != want.minimum:
                 want = Want(want.unit, want.count, least, want.where)
-        heads = self._other_heads(claim)
-        ready = [self._counts(head).ready for head in heads]
         credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
         last = all_there and want.budget_tag is not None and not kept
         try:
@@ -261,8 +246,6 @@ class ClaimQueue:
             return self._over(claim, "failed", error=exc)
         if taken.lease is not None:
             self.withdraw(claim.number)
-            for head, before in zip(heads, ready, strict=True):
-                self._note_passed(head, before - self._counts(head).ready)
             return Met(claim, taken)
         if taken.needed_bytes:
             return self._over(claim, "too_large", taken.needed_bytes)
@@ -296,28 +279,8 @@ class ClaimQueue:
                 return other
         return None
 
-    def _other_heads(self, claim: Waiting) -> list[Waiting]:
-        if len(self._lanes) == 1:
-            return []
-        mine = claim.lane
-        return [next(iter(queue.values())) for lane, queue in self._lanes.items() if lane != mine]
-
     def _counts(self, claim: Waiting) -> Counts:
         return self.store.counts(self.stage, claim.want.unit, claim.want.where)
-
-    def _note_passed(self, head: Waiting, units: int) -> None:
-        head.passed_over += max(0, units)
-        if head.passed_over >= WITHHELD_UNITS and not head.keeps:
-            head.keeps = next(self._turns)
-
-    def _kept(self, head: Waiting) -> list[Kept]:
-        """What claims of this lane may not have: what heads of others keep, those that keep some
-        for longer than this one does."""
-        return [
-            (other.want.unit, other.want.where)
-            for other in self._other_heads(head)
-            if other.keeps and (not head.keeps or other.keeps < head.keeps)
-        ]
 
 
 def _may_be_met(claim: Waiting, counts: Counts, sealed: bool) -> bool:

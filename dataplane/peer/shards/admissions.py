@@ -62,11 +62,12 @@ class Admissions:
         mesh: Mesh,
         router: Router,
         partitions: Partitions,
+        on_wait: Callable[[], None],
     ) -> None:
+        """on_wait: called while somebody waits here, in every turn."""
         self.host = host
         self.router = router
-        self.on_wait: list[Callable[[Entry], None]] = []
-        """called when somebody begins or ends to wait for places of a partition"""
+        self.on_wait = on_wait
         # nobody of another peer, or of this one's last life, has the same number
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._waiting: dict[tuple[str, int], dict[int, _Waiting]] = {}
@@ -140,14 +141,6 @@ class Admissions:
 
     # at the shard
 
-    def waits(self, entry: Entry) -> bool:
-        """Whether somebody waits for places of this partition."""
-        return entry.key in self._waiting
-
-    def _tell(self, entry: Entry) -> None:
-        for tell in self.on_wait:
-            tell(entry)
-
     def _admit_here(self, caller: Caller, body: Admit) -> Body | asyncio.Future[Body]:
         entry = self.host.shard(body.partition, body.generation)
         known = entry.store.permits.given.get(body.number)
@@ -175,7 +168,7 @@ class Admissions:
         self.look(entry)
         if one.answer.done():
             return one.answer
-        self._tell(entry)  # where it waits for what is claimed, others get that
+        self.on_wait()
         return asyncio.ensure_future(self._wait(entry, one))
 
     async def _wait(self, entry: Entry, one: _Waiting) -> Body:
@@ -191,7 +184,6 @@ class Admissions:
             one.answer.cancel()
             self._withdraw(entry.key, one)
             self.look(entry)
-            self._tell(entry)
 
     def _withdraw(self, key: tuple[str, int], one: _Waiting) -> None:
         waiting = self._waiting.get(key, {})

@@ -33,6 +33,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.messages import Body, Claim, Done, Finish, StatsDone, Wait
@@ -45,8 +46,9 @@ MAX_WAITING = 32_768
 """Claims that wait at one peer."""
 MAX_PAST = 16_384
 """Claims that are over and known by number; the oldest are forgotten."""
-YIELD_S = 5.0
-"""Heads of lanes keep nothing for themselves for so long after a producer was seen to wait."""
+YIELD_S = TURN_S + 1.0
+"""Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
+at a shard asks again before that."""
 
 Answer = asyncio.Future[Body]
 
@@ -61,8 +63,7 @@ class _Stage:
 
 
 class ClaimQueues:
-    """producers: how many puts wait for room here, or at this peer's shards. admits: whether
-    somebody waits for places to begin groups of a partition."""
+    """producers: how many puts wait for room here, or at this peer's shards."""
 
     def __init__(
         self,
@@ -72,14 +73,12 @@ class ClaimQueues:
         copying: Copying,
         settle: Callable[[Entry], None],
         producers: Callable[[], int],
-        admits: Callable[[Entry], bool] = lambda entry: False,
     ) -> None:
         self.host = host
         self.mesh = mesh
         self.copying = copying
         self.settle = settle
         self.producers = producers
-        self.admits = admits
         self._stages: dict[tuple[str, int, str], _Stage] = {}
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
@@ -218,15 +217,10 @@ class ClaimQueues:
                 self._look(stage)
 
     def producers_wait(self) -> None:
-        """Somewhere puts wait for room, which others' claims may free: those get what is there."""
+        """Somewhere somebody waits for room, for places to begin groups or for rows to go, which
+        others' claims may free: those get what is there."""
         kept, self._yields_until = self._yields_until < self.host.now(), self.host.now() + YIELD_S
         for stage in list(self._stages.values()) if kept else ():
-            self._look(stage)
-
-    def admit_waits(self, entry: Entry) -> None:
-        """Somebody begins or ends to wait to be let open groups: nothing is kept from others
-        meanwhile."""
-        for stage in self._of(entry):
             self._look(stage)
 
     def _look(self, stage: _Stage) -> None:
@@ -249,7 +243,7 @@ class ClaimQueues:
             return None
         mine: Granted | DataplaneError | None = None
         now, sealed = self.host.now(), stage.entry.sealed
-        keep = stage.queue.contended and self._may_keep(stage.entry)
+        keep = now >= self._yields_until and not self.producers()
         for outcome in stage.queue.serve(now, sealed, keep):
             told = self._told(stage.entry, stage.queue.stage, outcome)
             if outcome.claim.number == number:
@@ -257,17 +251,6 @@ class ClaimQueues:
             else:
                 self._answer(outcome.claim.number, told)
         return mine
-
-    def _may_keep(self, entry: Entry) -> bool:
-        """Whether heads of lanes may keep units from others: no producer waits for those to go."""
-        if self.producers() or self.host.now() < self._yields_until:
-            return False
-        if self.admits(entry):
-            return False
-        return not any(body.below for one in self._of(entry) for body in one.waits.values())
-
-    def _of(self, entry: Entry) -> list[_Stage]:
-        return [one for key, one in self._stages.items() if key[:2] == entry.key]
 
     def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
         self._remember(outcome.claim.number)
@@ -291,8 +274,9 @@ class ClaimQueues:
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
         try:
-            for one in self._of(entry):  # where it waits for fewer rows, others get them
-                self._look(one)
+            if body.below:
+                self.producers_wait()
+            self._look(stage)
             async with asyncio.timeout(waits_s(body.timeout_ms)):
                 return await answer
         except TimeoutError:
@@ -301,7 +285,6 @@ class ClaimQueues:
             del stage.waits[answer]
             if answer.done() and not answer.cancelled():
                 answer.exception()
-            self._serve(stage)  # it may have been what nothing was kept from others for
 
     # why
 

@@ -64,6 +64,35 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
     assert serving.is_sure()
 
 
+async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_that_word() -> None:
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    for number, seed in enumerate(SEEDS, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+    before, now = made.roster, 100.0
+    assert not before.backup_of(SEEDS[1])[1]
+    answer = Rostered()
+
+    async def call(*args: Any, **how: Any) -> Rostered:
+        return answer
+
+    host: Any = SimpleNamespace(
+        owner=Owner(SEEDS[1], 2), address=SEEDS[1], roster=before, silent=True, now=lambda: now
+    )
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    serving = Serving(host)
+    membership = Membership(host, mesh, keeper, serving, says_nothing())
+    membership._admitted = True
+    await membership._say()
+    assert serving.is_sure()
+    made.lost(Owner(SEEDS[1], 2))
+    now, answer = now + 9, Rostered(made.roster.table)
+    await membership._say()
+    assert membership.deposed.is_set() and not serving.is_sure()
+
+
 async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     """Also where the authority ends before it gave anything, or a plane is so large that a joiner
     has no shard by right: no other shard is kept free for it."""

@@ -135,10 +135,11 @@ class Membership:
             log.debug("the authority does not answer: %s", exc)
             self.serving.authority = self._whereabouts()
             return
-        self.serving.heard = asked
         self._plane_wanted = reply.wanted
         if reply.table is not None:
             self.adopt(Roster.from_table(reply.table))
+        if not self.deposed.is_set():
+            self.serving.heard = asked
 
     def _spare(self) -> bytes:
         """Where a member has no shards: those of this peer's empty ones that are the member's by

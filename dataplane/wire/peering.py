@@ -193,7 +193,8 @@ class Inherited(Body, tag=144):
     references of the receiver's that those held. RANGE records, u4 counts.
 
     began: number of the roster under which the sender began with nothing, also what it was given
-    by that or one before. Else 0; then `origin` is nobody."""
+    by that or one before; `origin` is its address with incarnation 0, as rosters named it before it
+    came. Else 0."""
 
     origin: Owner
     ranges: bytes

@@ -55,13 +55,18 @@ def heirs(*takeovers: Takeover) -> Heirs:
     return known
 
 
+YET_TO_COME = Owner(HEIR.peer, 0)
+"""As a roster names a seed that has not been heard."""
+
+
+@pytest.mark.parametrize("given_to", [HEIR, YET_TO_COME])
 @pytest.mark.parametrize(("began", "kept"), [(TOLD_AT, 0), (TOLD_AT + 1, 0), (TOLD_AT - 1, 2)])
 def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
-    began: int, kept: int
+    began: int, kept: int, given_to: Owner
 ) -> None:
-    taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, HEIR, TOLD_AT)]
+    taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, given_to, TOLD_AT)]
     references, ranges = lent_ranges(heirs=heirs(*taken))
-    told = Inherited(Owner(HEIR.peer, 0), b"", b"", began)
+    told = Inherited(YET_TO_COME, b"", b"", began)
     references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
     assert references.host.space.alive(ranges).sum() == len(references.lent) == kept

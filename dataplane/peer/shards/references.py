@@ -201,8 +201,10 @@ class References:
         was the sender given that by a roster which is no later than its first one?"""
         if owner == body.origin:
             return True
+        # The roster may have given shards to who was yet to come, by its address alone.
+        about = (body.origin, sender) if body.began else (body.origin,)
         for given_at, heir in self.host.heirs.after(owner):
-            if heir == (sender if body.began else body.origin):
+            if heir in about:
                 return not body.began or given_at <= body.began
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -94,6 +95,20 @@ async def test_a_message_that_is_noticed_by_a_send_is_taken(context: Context) ->
     while select.select([dealer], [], [], 0)[0]:
         dealer.send([b"more"])
     await asyncio.wait_for(answered.wait(), 10)
+
+
+async def test_what_comes_before_anybody_receives_lets_the_loop_wait(context: Context) -> None:
+    router, address = listening(context)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(address)
+    dealer.send([b"early"])
+    await asyncio.sleep(0.2)
+    began = time.process_time()
+    await asyncio.sleep(1.0)
+    assert time.process_time() - began < 0.1  # of a second in which there is nothing to do
+    asked = asyncio.get_running_loop().create_future()
+    router.receive(asked.set_result)
+    assert (await asyncio.wait_for(asked, LIMIT_S))[1] == b"early"
 
 
 async def test_a_full_queue_and_a_closed_socket_say_so(context: Context) -> None:

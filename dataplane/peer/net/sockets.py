@@ -45,7 +45,6 @@ class Socket:
         self._monitor: Socket | None = None
         # What comes belongs to no call that happened to be under way when the socket was made.
         self._variables = Variables()
-        self._variables.run(self._loop.add_reader, self._descriptor, self._look)
 
     def __repr__(self) -> str:
         return f"<Socket {'closed' if self.closed else 'open'}>"
@@ -79,6 +78,7 @@ class Socket:
     def receive(self, take: Take) -> None:
         """From now on each message that comes is given to `take`, with all its parts."""
         self._take = take
+        self._variables.run(self._loop.add_reader, self._descriptor, self._look)
         self._look_soon()
 
     def on_disconnect(self, tell: Callable[[], None]) -> None:

@@ -46,10 +46,13 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     refused: list[None] = []
     shard.share.on_refused.append(lambda: refused.append(None))
     put(shard.store, [1])
-    full = shard.share.full()
-    waits = [asyncio.create_task(shard.share.pause(one, full, 1)) for _ in range(2)]  # type: ignore[arg-type]
+
+    async def attempt() -> None:
+        shard.share.check_rows()
+
+    waits = [asyncio.create_task(shard.share.until_taken(one, attempt)) for _ in range(2)]  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 1)
+    assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 2)
     shard.share.end_in_vain()
     for wait in waits:
         with pytest.raises(ShardFull, match="every client waits"):

@@ -218,9 +218,7 @@ class ClaimQueue:
             return None
         near = self._near(head, queue, counts) if len(queue) > 1 else None
         for claim in (near, head):
-            if claim is None or not _may_be_met(claim, counts, sealed):
-                continue
-            outcome = self._meet(claim, counts, now, sealed, kept)
+            outcome = self._meet(claim, counts, now, sealed, kept) if claim is not None else None
             if outcome is not None:
                 if claim is not head:
                     head.let_by += 1
@@ -234,6 +232,8 @@ class ClaimQueue:
         all_there = sealed and counts.remaining == counts.ready
         if want.budget_tag is None:
             least = min(claim.least, counts.remaining) if sealed else claim.least
+            if counts.ready < least:
+                return None
             if least != want.minimum:
                 want = Want(want.unit, want.count, least, want.where)
         credit = PullCredit(claim.address, claim.most_bytes, claim.fields)
@@ -281,12 +281,3 @@ class ClaimQueue:
 
     def _counts(self, claim: Waiting) -> Counts:
         return self.store.counts(self.stage, claim.want.unit, claim.want.where)
-
-
-def _may_be_met(claim: Waiting, counts: Counts, sealed: bool) -> bool:
-    """By the figures alone; of a budget one has to look."""
-    want = claim.want
-    if want.budget_tag is not None:
-        return True
-    least = min(claim.least, counts.remaining) if sealed else claim.least
-    return counts.ready >= least

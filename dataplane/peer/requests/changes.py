@@ -1,11 +1,13 @@
-"""Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups,
-resetting a stage, the trainer's next version."""
+"""Changes that move no bytes: tags, drops of rows and of partitions, the closing of groups, the
+seal, resetting a stage, the trainer's next version."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from dataplane.errors import DataplaneError, TagConflict, Unavailable
+from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -21,6 +23,7 @@ from dataplane.wire.messages import (
     Dropped,
     Request,
     Reset,
+    Seal,
     Tag,
 )
 
@@ -38,13 +41,7 @@ class Changes:
         self.router = router
         self.partitions = partitions
         self.settle = settle
-        mesh.handlers |= {
-            Tag: self._tag_here,
-            Drop: self._drop_here,
-            Close: self._close_here,
-            Reset: self._reset_here,
-            Advance: self._advance_here,
-        }
+        mesh.handlers |= dict.fromkeys(_CHANGES, self._change_here) | {Drop: self._drop_here}
 
     # asked for by clients
 
@@ -74,9 +71,9 @@ class Changes:
 
     # at the shard
 
-    def _tag_here(self, caller: Caller, body: Tag) -> Body:
+    def _change_here(self, caller: Caller, body: Any) -> Body:
         entry = self.host.shard(body.partition, body.generation)
-        entry.store.tag(body.rows, body.tags, body.expect)
+        _CHANGES[type(body)](entry.store, body)
         self.settle(entry)
         return Done()
 
@@ -90,20 +87,11 @@ class Changes:
         self.settle(entry)
         return Dropped(rows, nbytes)
 
-    def _close_here(self, caller: Caller, body: Close) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        entry.store.close(hash_name(body.group), body.n, body.group)
-        self.settle(entry)
-        return Done()
 
-    def _reset_here(self, caller: Caller, body: Reset) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        entry.store.reset(body.stage)
-        self.settle(entry)
-        return Done()
-
-    def _advance_here(self, caller: Caller, body: Advance) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        entry.store.advance(body.version)
-        self.settle(entry)
-        return Done()
+_CHANGES: dict[type[Body], Callable[[Store, Any], object]] = {
+    Tag: lambda store, body: store.tag(body.rows, body.tags, body.expect),
+    Close: lambda store, body: store.close(hash_name(body.group), body.n, body.group),
+    Seal: lambda store, body: store.seal(body.keep_short),
+    Reset: lambda store, body: store.reset(body.stage),
+    Advance: lambda store, body: store.advance(body.version),
+}

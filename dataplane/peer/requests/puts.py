@@ -6,7 +6,6 @@ again, so that a failure leaves nothing behind.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -47,18 +46,14 @@ class Writing:
         mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
-        outcome = self._put(session, request, body)
-        return self._put_later(session, request, body) if outcome is None else outcome
-
-    def _put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body] | None:
-        """None, and nothing was done, where the shard, which is here, has no room for new rows."""
+        """At once where the shard is here, and has room."""
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
-            return self._put_there(session, request, body)
+            return self._put_routed(session, request, body)
         try:
             plan = _checked(entry, body)
             if self.share.is_full and len(plan.new):
-                return None
+                return self._put_routed(session, request, body)
             committed = self._commit_put(session, body, plan.continues)
         except BaseException:
             self.grants.refused(session, body.ranges)
@@ -75,20 +70,8 @@ class Writing:
         self.settle(entry)
         return done
 
-    async def _put_later(self, session: Session, request: Request, body: Put) -> Body:
-        for tries in itertools.count(1):
-            try:
-                await self.share.pause(session, self.share.full(), tries)
-            except BaseException:
-                self.grants.refused(session, body.ranges)
-                raise
-            answer = self._put(session, request, body)
-            if answer is not None:
-                return answer if isinstance(answer, Body) else await answer
-        raise AssertionError("it counts for ever")
-
-    async def _put_there(self, session: Session, request: Request, body: Put) -> Body:
-        """To the partition's shard; where another peer has that in the end, to that one."""
+    async def _put_routed(self, session: Session, request: Request, body: Put) -> Body:
+        """To the partition's shard, wherever that is then; again while it has no room."""
         try:
             committed = self._commit_put(session, body, body.continuing)
         except BaseException:

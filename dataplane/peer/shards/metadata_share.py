@@ -65,14 +65,11 @@ class MetadataShare:
 
     def check_rows(self) -> None:
         """ShardFull where new rows wait."""
-        if self.is_full:
-            raise self.full()
-
-    def full(self) -> ShardFull:
-        """Why new rows are not taken."""
+        if not self.is_full:
+            return
         for told in self.on_refused:
             told()
-        return ShardFull(
+        raise ShardFull(
             f"the metadata of peer {self._host.name!r}, which keeps the rows of this "
             f"partition, has {self.used_bytes} bytes of {self.size_bytes}: consume or drop "
             "rows, or give that peer a larger --arena, of which metadata may take a fifth",
@@ -97,20 +94,20 @@ class MetadataShare:
     # for clients of this host
 
     async def until_taken(self, session: Session, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What a shard answers to new rows, tried again while it has no room for them. ShardFull as
-        for `pause`, and at once for small values, which their writer keeps."""
+        """What a shard answers to new rows, tried again while it has no room for them. ShardFull
+        where the call ends before, or nobody is left who could make room; and at once for small
+        values, which their writer keeps."""
         for tries in itertools.count(1):
             try:
                 return await attempt()
             except ShardFull as full:
                 if full.details.get("values"):
                     raise
-                await self.pause(session, full, tries)
+                await self._pause(session, full, tries)
         raise AssertionError("it counts for ever")
 
-    async def pause(self, session: Session, full: ShardFull, tries: int) -> None:
-        """Before new rows that a shard did not take are tried again, so many times up to now.
-        ShardFull where the call ends before, or nobody is left who could make room."""
+    async def _pause(self, session: Session, full: ShardFull, tries: int) -> None:
+        """Before they are tried again, so many times up to now."""
         wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
         left_s = call_deadline.get() - self._host.now() - AGAIN_S[0]
         if left_s <= 0:

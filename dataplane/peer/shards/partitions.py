@@ -32,11 +32,9 @@ from dataplane.wire.messages import (
     Body,
     Define,
     Defined,
-    Done,
     Losses,
     LossesDone,
     Request,
-    Seal,
 )
 from dataplane.wire.tables import Definition
 
@@ -73,7 +71,6 @@ class Partitions:
         """the newest generation that this peer has heard of, of any partition"""
         mesh.handlers |= {
             Define: self._define,
-            Seal: self._seal,
             Losses: self._losses_here,
         }
 
@@ -133,12 +130,6 @@ class Partitions:
         entry = self.serve(store)
         self.shipping.watch(entry)
         return entry
-
-    def _seal(self, caller: Caller, body: Seal) -> Body:
-        entry = self.host.shard(body.partition, body.generation)
-        entry.store.seal(body.keep_short)
-        self.settle(entry)
-        return Done()
 
     def drop(self, partition: str, generation: int) -> None:
         """The partition ends; the same name may be declared again, as something new. Dropping what

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -125,11 +126,18 @@ class Admissions:
         return admitted
 
     async def unadmit(self, session: Session, request: Request, body: Unadmit) -> Body:
-        """Told until the shard has heard it, also where nobody waits for that."""
+        """Told until the shard has heard it, also where nobody waits for that. Unavailable."""
         mine = [number for number in body.permits if session.permits.pop(number, None)]
         if mine:
             told = self.router.tell(Unadmit(body.partition, body.generation, mine))
-            await asyncio.wait([told])
+            left_s = waits_s(-1)
+            await asyncio.wait([told], timeout=left_s if math.isfinite(left_s) else None)
+            if not told.done():
+                raise Unavailable(
+                    f"the shard of {body.partition!r} does not answer yet: as soon as it does it "
+                    "is told that these permits are given back, and no other call need say so",
+                    partition=body.partition,
+                )
         return Done()
 
     def give_back(self, session: Session, numbers: list[int]) -> None:

@@ -1,0 +1,38 @@
+"""Permits of producers, at the peer of their client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.errors import Unavailable
+from dataplane.peer.host import call_deadline
+from dataplane.peer.sessions import Held
+from dataplane.peer.shards.admissions import Admissions
+from dataplane.wire.messages import Done, Unadmit
+
+
+async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call_in_time() -> None:
+    """The shard is told all the same, and a repetition has nothing more to say."""
+    told: list[tuple[Unadmit, asyncio.Future[None]]] = []
+
+    def tell(body: Unadmit) -> asyncio.Future[None]:
+        told.append((body, asyncio.get_running_loop().create_future()))
+        return told[-1][1]
+
+    router: Any = SimpleNamespace(tell=tell)
+    mesh: Any = SimpleNamespace(handlers={})
+    partitions: Any = SimpleNamespace(on_phase=[])
+    host: Any = SimpleNamespace()
+    admissions = Admissions(host, mesh, router, partitions, lambda: None)
+    session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
+    body, request = Unadmit("p", 1, [5]), Any
+    call_deadline.set(time.monotonic() + 0.02)
+    with pytest.raises(Unavailable, match="does not answer yet"):
+        await asyncio.wait_for(admissions.unadmit(session, request, body), 60)
+    assert told[0][0] == body and not told[0][1].cancelled()
+    assert await admissions.unadmit(session, request, body) == Done() and len(told) == 1

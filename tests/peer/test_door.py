@@ -47,6 +47,8 @@ class Client:
 
     def resume_reading(self) -> None: ...
 
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
     def write(self, frame: bytes) -> None:
         self.answers.append(frames.decode_reply(bytes(frame)[4:]).rid)
         if len(self.answers) == self.room:

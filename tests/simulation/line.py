@@ -125,6 +125,9 @@ class Line:
     def is_closing(self) -> bool:
         return self._closed
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
     def pause_reading(self) -> None:
         pass
 

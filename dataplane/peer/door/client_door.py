@@ -243,6 +243,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
+        # Answers go at once: uvloop keeps what may be kept, and looks for events once more for it.
+        self._transport.set_write_buffer_limits(high=0)
         self._inflow.transport = self._transport
         self._door.connections.add(self)
 

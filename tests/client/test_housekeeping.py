@@ -250,6 +250,16 @@ def test_leftovers_give_several_where_ranges_may_lie_apart() -> None:
     assert not len(leftovers)
 
 
+def test_small_ends_of_many_grants_go_back_together() -> None:
+    """One with each put would be a message with each."""
+    leftovers, most = Leftovers(), extents.MAX_LEFTOVERS
+    ends = [(n << 20, (n + 1) * 4096) for n in range(most + 1)]
+    excess = [leftovers.keep(np.array([end], EXTENT)).tolist() for end in ends]
+    assert excess[:-1] == [[]] * most
+    kept = extents.KEPT_LEFTOVERS
+    assert sorted(excess[-1]) == ends[:-kept] and len(leftovers) == kept
+
+
 def test_room_is_asked_for_ahead_as_the_largest_of_late_takes_it() -> None:
     leftovers, size = Leftovers(), extents.LEAST_AHEAD_BYTES
     asked = [leftovers.ahead(n) for n in (0, size, 2 * size, size)]
@@ -279,7 +289,7 @@ def test_leftovers_are_bounded() -> None:
     many = np.zeros(40, EXTENT)
     many["offset"], many["length"] = np.arange(40) * 8192, 4096
     excess = leftovers.keep(many)
-    assert len(leftovers) == extents.MAX_LEFTOVERS and len(excess) == 40 - len(leftovers)
+    assert len(leftovers) == extents.KEPT_LEFTOVERS and len(excess) == 40 - len(leftovers)
 
 
 def test_a_bell_wakes_once_for_all_that_happens_until_it_is_heard() -> None:

@@ -18,6 +18,9 @@ from dataplane.memory.placement import fitting
 from dataplane.wire.records import EXTENT
 
 MAX_LEFTOVERS = 16
+KEPT_LEFTOVERS = 4
+"""So many of the largest stay where there are more than that: small ends serve no put, and to give
+back one with each would be a message for each."""
 MAX_LEFTOVER_BYTES = 32 << 20
 AHEAD_BYTES = 16 << 20
 """The most that is asked for ahead; for larger puts a round trip is no cost."""
@@ -87,10 +90,11 @@ class Leftovers:
                 return extents[:0]
             merged = _merge(self._extents + more)
             merged.sort(key=lambda e: e[1], reverse=True)
+            most = MAX_LEFTOVERS if len(merged) <= MAX_LEFTOVERS else KEPT_LEFTOVERS
             kept: list[tuple[int, int]] = []
             total = 0
             for extent in merged:
-                if len(kept) < MAX_LEFTOVERS and total + extent[1] <= MAX_LEFTOVER_BYTES:
+                if len(kept) < most and total + extent[1] <= MAX_LEFTOVER_BYTES:
                     kept.append(extent)
                     total += extent[1]
             self._extents = kept

@@ -10,13 +10,15 @@ from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
+from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
 from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
@@ -175,4 +177,33 @@ async def test_whose_backup_may_be_called_in_sync_answers_nothing_that_it_does_n
     assert primary.host.progress.is_settled
     put(early.store, ["a"])
     assert not primary.host.progress.is_settled
+    await primary.end()
+
+
+async def test_nobody_hears_of_what_is_at_no_backup_while_one_that_begins_anew_may_be_promoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another roster comes meanwhile, because somebody joins."""
+    monkeypatch.setattr(appends, "RETRY_S", 0.0)
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    in_sync = dataclasses.replace(primary.roster, in_sync=np.ones_like(primary.roster.in_sync))
+    primary.host.roster = in_sync
+    primary.shipping.turned(in_sync)
+    backup.refusals = [ProtocolError("broken")] * 2
+    primary.declare()
+    told = primary.host.progress.reached(time.monotonic() + 30)
+    while primary.shipping.synced or len(backup.tasks) < 3:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+        primary.shipping.turned(dataclasses.replace(in_sync))
+    assert len(backup.got) == 3 and not told.done()
+    primary.host.roster = primary.roster
+    primary.shipping.turned(primary.roster)
+    assert told.done()  # who dies now loses the partition, and that is told
+    while not primary.shipping.synced:
+        await asyncio.sleep(0)
+    assert primary.host.progress.is_settled
     await primary.end()

@@ -180,10 +180,11 @@ class Shipping:
         self._task = self.mesh.spawn(self._ship(self.backup))
 
     async def _ship(self, backup: Owner) -> None:
-        self.progress.confirmed = self.progress.done - len(self._queue)
         while self.progress.required:
-            # A backup that begins anew drops what it has: not while it may still be promoted.
+            # A backup that begins anew drops what it has: not while it may still be promoted. Nor
+            # does anybody hear meanwhile of what it has not.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
+        self.progress.confirmed = self.progress.done - len(self._queue)
         # Also of nothing: the backup may have kept what there was in a stream before this one.
         await self._insist(backup, *self._next())
 

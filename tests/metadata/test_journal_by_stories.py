@@ -1,0 +1,364 @@
+"""A copy after every step of long random stories is as its primary: each kind of record, mixed.
+
+Weighted so that rows live long enough to be leased, added to, moved, lost and put again; the model
+beside it (`test_journal_against_a_model`) knows what is right, this only that both are alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.errors import DataplaneError
+from dataplane.metadata.shard import checkpoint
+from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.store import Store
+from dataplane.metadata.tables import names
+from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.incoming import keys_in
+from dataplane.wire.checkpoint import Progress, Restore
+from dataplane.wire.journal import Op, Wrote
+from dataplane.wire.limits import ABSENT, NO_GROUP
+from dataplane.wire.messages import Finish, Want
+from dataplane.wire.records import RANGE, VALUE
+from dataplane.wire.tables import INLINE, Column, Definition, Owner, Rows, Shape, Spec
+from tests.metadata.observed import accounts, carried_over, observed
+
+OWNERS = [Owner("near", 1), Owner("far", 2), Owner("third", 3)]
+SPECS = [Spec("array", "float32", (-1,)), Spec("object")]
+STAGES = {"s1": ["a"], "s2": ["a", "b"]}
+FIELDS = ["a", "a", "b", "c"]
+SHAPES = [Shape(1), Shape(2), Shape(2, balance="v"), Shape(1, unit="groups")]
+STEPS = 120
+
+
+class Story:
+    def __init__(self, seed: int) -> None:
+        self.any = random.Random(seed)
+        self.definition = Definition(
+            stages=self.any.choice([STAGES, STAGES, {"s1": ["a"]}, {}]),
+            free=self.any.choice(["acked", "acked", "drop"]),
+            group_size=self.any.choice([None, None, 1, 3]),
+            groups=self.any.choice([None, None, None, 9]),
+        )
+        self.numbers, self.ranges = itertools.count(1), itertools.count(1)
+        self.permits, self.claims = itertools.count(1), itertools.count(1)
+        self.minted, self.other = itertools.count(1), itertools.count(1)
+        self.ops: list[Op] = []
+        self.told: Counter[str] = Counter()
+        self.store, self.copy = self.empty(), self.empty()
+        self.store.emit = self.ops.append
+        self.now = 0.0
+
+    def empty(self) -> Store:
+        return Store("p", self.definition, 1, self.numbers)
+
+    def play(self) -> None:
+        steps = [getattr(self, name) for name in dir(self) if name.startswith("do_")]
+        weights = [WEIGHTS.get(step.__name__[3:], 2) for step in steps]
+        for step in self.any.choices(steps, weights, k=STEPS):
+            self.now += 1.0
+            with contextlib.suppress(DataplaneError):
+                step()
+            self.ship()
+        self.store.clear()
+        self.ship()
+
+    def ship(self) -> None:
+        self.told.update(type(op).__name__ for op in self.ops)
+        carried_over(self.copy, self.ops, self.now)
+        self.ops.clear()
+        self.store.freed()
+        assert whole(self.store) == whole(self.copy)
+        assert accounts(self.copy) == []
+
+    # what there is
+
+    def key(self) -> tuple[bytes, Any]:
+        name = self.any.randrange(30)
+        return names.hash_name(name), name
+
+    def some(self, of: Any, most: int = 4) -> list[Any]:
+        of = list(of)
+        return self.any.sample(of, min(len(of), self.any.randint(1, most)))
+
+    @property
+    def stage(self) -> str:
+        return self.any.choice(list(self.store.stages) or ["s1"])
+
+    def columns(self, count: int) -> tuple[list[Column], bytes]:
+        inline = bytearray()
+        made = {}
+        for field in self.some(FIELDS, 3):
+            values, leaves, counts = [], [], []
+            for _ in range(count):
+                if self.any.random() < 0.15:
+                    values.append((0, 0, 0, 0, 0, ABSENT))
+                    counts.append(0)
+                    continue
+                values.append(self.value(inline))
+                many = self.any.choice([0, 0, 0, 2])
+                leaves += [self.value(inline) for _ in range(many)]
+                counts.append(many)
+            column = Column(field, np.array(values, VALUE).tobytes())
+            if leaves:
+                column.leaf_counts = np.array(counts, "<u4").tobytes()
+                column.leaves = np.array(leaves, VALUE).tobytes()
+            made[field] = column
+        return list(made.values()), bytes(inline)
+
+    def value(self, inline: bytearray) -> tuple[int, ...]:
+        number = next(self.ranges)
+        spec = self.any.randrange(2)
+        if self.any.random() < 0.25:
+            inline += number.to_bytes(8, "little") + bytes(8)
+            return len(inline) - 16, 0, 8, spec, 0, len(OWNERS)
+        shared = self.any.random() < 0.3 and number > 5
+        at = number - self.any.randint(1, 4) if shared else number
+        return at, 1, 10, spec, 64 * (number % 3), self.any.choice([0, 0, 0, 1, 2])
+
+    def tags(self, count: int) -> dict[str, Any]:
+        if self.any.random() < 0.4:
+            return {}
+        one: list[Any] = [1, 2.5, True, "x", "y"]
+        return {
+            "v": [self.any.choice([1, 2, 3]) for _ in range(count)],
+            **({"t": [self.any.choice(one[3:])]} if self.any.random() < 0.4 else {}),
+        }
+
+    # rows in
+
+    def do_put(self) -> None:
+        count = self.any.randint(1, 5)
+        if self.any.random() < 0.6:
+            found = dict(self.key() for _ in range(count))
+            keys, given = list(found), list(found.values())
+        else:
+            keys, given = [names.mint(3, next(self.minted)) for _ in range(count)], None
+        table: list[Any] = []
+        index = [NO_GROUP] * len(keys)
+        if self.definition.group_size is not None or self.any.random() < 0.6:
+            table = self.some(range(8), 2)
+            index = sorted(self.any.randrange(len(table)) for _ in keys)
+            table = [table[at] for at in sorted({*index})]
+            index = [sorted({*index}).index(at) for at in index]
+        rows = Rows(b"".join(keys), given)
+        if table:
+            rows = Rows(
+                b"".join(keys), given, np.array(index, "<u4").tobytes(),
+                b"".join(map(names.hash_name, table)), table,
+            )  # fmt: skip
+        columns, inline = self.columns(len(keys))
+        op = Wrote(rows, columns, SPECS, [*OWNERS, INLINE], self.tags(len(keys)))
+        op.mode = self.any.choice(["new", "new", "keep", "replace"])
+        op.reuse = self.any.random() < 0.2
+        op.inline, op.holder = inline, self.any.randint(1, 3)
+        self.store.put(op)
+
+    def do_close(self) -> None:
+        group = self.any.randrange(8)
+        self.store.close(names.hash_name(group), self.any.randint(1, 4), group)
+
+    def do_tag(self) -> None:
+        keys = self.some(self.store.index)
+        expect = {"v": self.any.choice([1, 2])} if self.any.random() < 0.3 else None
+        self.store.tag(Rows(b"".join(keys)), self.tags(len(keys)), expect)
+
+    def do_restore(self) -> None:
+        """What another store had, under names that are perhaps here."""
+        other = Story(self.any.randrange(1 << 30))
+        other.definition, other.minted = self.definition, itertools.count(1000 + next(self.other))
+        other.store = other.empty()
+        for _ in range(3):
+            with contextlib.suppress(DataplaneError):
+                other.do_put()
+        survey = checkpoint.survey(other.store, 0)
+        saved = checkpoint.save(other.store, survey.groups, survey.rows, 1 << 40)
+        table = saved.table
+        closed = survey.closed_groups
+        op = Restore("p", 1, table.rows, table.columns, table.specs, table.tags, saved.progress)
+        op.closed_groups, op.owners, op.inline = closed, table.owners, table.inline
+        self.store.restore(op if len(table.rows.keys) else restored_nothing(closed))
+
+    # rows out and back
+
+    def do_take(self) -> None:
+        where = self.any.choice([None, None, ["ge", "v", 2]])
+        count = self.any.randint(1, 3)
+        want = Want(self.any.choice(["rows", "groups"]), count, self.any.randint(1, count), where)
+        if self.any.random() < 0.2:
+            want = Want(want.unit, 0, 1, where, "v", 4.0)
+        sealed = self.store.sealed
+        holder = self.any.randint(1, 3)
+        self.store.take(self.stage, want, holder, self.now, next(self.claims), sealed=sealed)
+
+    def do_consume(self) -> None:
+        """Some rows, by every stage that they are ready for: where they had given names, these are
+        remembered."""
+        for stage in list(self.store.stages):
+            want = Want("rows", 4, 1)
+            taken = self.store.take(stage, want, 1, self.now, next(self.claims))
+            if taken.lease is not None:
+                self.store.finish(Finish(taken.lease, "ack"))
+
+    def do_finish(self) -> None:
+        lease = self.any.choice(list(self.store.leases) or [None])
+        if lease is None or lease.plan is not None:
+            return
+        left = [at for part in lease.unfinished() for at in part.at]
+        index = None
+        if self.any.random() < 0.5:
+            left = self.some(left, 3)
+            index = np.array(left, "<u4").tobytes()
+        outcome = self.any.choice(["ack", "ack", "ack", "release", "release", "drop", "keep"])
+        op = Finish(lease.number, outcome, index)
+        if self.any.random() < 0.5 and outcome != "drop":
+            op.columns, op.inline = self.columns(len(left))
+            op.specs, op.owners = SPECS, [*OWNERS, INLINE]
+        op.tags = self.tags(len(left))
+        self.store.finish(op)
+
+    def do_end_of_a_holder(self) -> None:
+        self.store.release_holder(self.any.randint(1, 3))
+
+    def do_join(self) -> None:
+        if self.any.random() < 0.7:  # else there is hardly ever a plan
+            for lease in list(self.store.leases):
+                if lease.plan is None:
+                    self.store.finish(Finish(lease.number, "release"))
+            for key in list(self.store.index):
+                columns, inline = [], bytearray()
+                for field in ("a", "b"):
+                    raw = np.array([self.value(inline)], VALUE).tobytes()
+                    columns.append(Column(field, raw))
+                op = Wrote(Rows(key), columns, SPECS, [*OWNERS, INLINE], {"v": [1]}, "keep")
+                op.inline = bytes(inline)
+                self.store.put(op)
+            self.store.seal(True)
+        shape, holder = self.any.choice(SHAPES), self.any.randint(1, 3)
+        rank = self.any.randrange(shape.ranks)
+        self.store.join(self.stage, shape, rank, holder, self.now, next(self.claims))
+
+    def do_end_of_a_part(self) -> None:
+        members = [m for plan in self.store.leases.plans for m in plan.members.values()]
+        if not members:
+            return
+        member = self.any.choice(members)
+        what = self.any.choice(["ack", "ack", "release", "leave"])
+        if what == "leave":
+            self.store.leave(member)
+        else:
+            self.store.finish(Finish(member.number, what))
+
+    def do_drop(self) -> None:
+        how = self.any.randrange(4)
+        if how == 0:
+            self.store.drop(where=["eq", "v", 3])
+        elif how == 1:
+            groups = [names.hash_name(group) for group in self.some(range(8), 1)]
+            self.store.drop(groups=groups)
+        else:
+            keys = self.some([*self.store.index, self.key()[0]], 2)
+            self.store.drop(rows=Rows(b"".join(keys)))
+
+    def do_reset(self) -> None:
+        self.store.reset(self.stage)
+
+    def do_declare(self) -> None:
+        fields = self.any.choice([["a"], ["c"], []])
+        self.store.declare_stage(f"late {self.any.randrange(3)}", fields)
+
+    def do_seal(self) -> None:
+        self.store.seal(self.any.random() < 0.5)
+
+    # peers come and go
+
+    def do_lose(self) -> None:
+        self.store.lost(self.any.choice(OWNERS[1:]))
+
+    def do_relocate(self) -> None:
+        held = self.store.holdings()
+        if not held:
+            return
+        owner, ranges, _ = self.any.choice(held)
+        ranges = ranges[sorted(self.some(range(len(ranges)), 5))]
+        there = np.array([(next(self.ranges), 1) for _ in ranges], RANGE)
+        reach = None
+        if self.any.random() < 0.3:
+            reach = np.array([self.any.choice([5, 100, 1000]) for _ in ranges], "<u8")
+        self.store.relocate(owner, ranges, self.any.choice(OWNERS), there, reach)
+
+    # how far producers run ahead
+
+    def do_admit(self) -> None:
+        permit, holder = next(self.permits), self.any.randint(1, 3)
+        self.store.admit(permit, holder, self.any.randint(1, 3), 1, 3)
+
+    def do_take_back(self) -> None:
+        self.store.take_back(self.some(self.store.permits.given, 2))
+
+    def do_advance(self) -> None:
+        self.store.advance(self.store.permits.version + self.any.randint(0, 1))
+
+    # other copies
+
+    def do_make_the_copy_anew(self) -> None:
+        self.ship()
+        self.copy = self.empty()
+        carried_over(self.copy, list(dump(self.store, self.any.randint(1, 5))), self.now)
+
+    def do_promote_the_copy(self) -> None:
+        self.ship()
+        self.store.emit = None
+        self.store, self.copy = self.copy, self.store
+        self.store.emit = self.ops.append
+        if self.any.random() < 0.7:
+            self.do_make_the_copy_anew()
+
+
+WEIGHTS = {
+    "put": 26,
+    "take": 24,
+    "finish": 16,
+    "consume": 6,
+    "close": 5,
+    "tag": 5,
+    "seal": 1,
+    "lose": 1,
+}
+WEIGHTS |= {"relocate": 4, "drop": 2, "end_of_a_holder": 2, "admit": 3, "join": 2, "reset": 1}
+
+
+def restored_nothing(closed: int) -> Restore:
+    return Restore("p", 1, Rows(b""), [], [], {}, Progress(), closed)
+
+
+def whole(store: Store) -> dict[str, Any]:
+    """All that can be seen, and what later records go by."""
+    return observed(store) | {
+        "numbers": store.numbers,
+        "places": {
+            (block.number, row): key
+            for block in store.blocks.values()
+            for row, key in zip(
+                rows_of(block.live), keys_in(block.keys_of(block.live)), strict=True
+            )
+        },
+        "group numbers": {key: (g.number, g.given) for key, g in store.groups.items()},
+        "finished": store.leases.finished,
+        "forgotten": store.tombstones.forgotten,
+        "all fields": dict(sorted(store.fields.items())),
+        "lease order": [lease.number for lease in store.leases],
+        "left": {lease.number: [bin(bits) for bits in lease.left] for lease in store.leases},
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_is_as_its_primary_after_every_step(seed: int) -> None:
+    Story(seed).play()

@@ -75,7 +75,8 @@ class SimulatedEngine:
         if not network.is_cut(self.machine, machine):
             loop.call_on(machine, network.delay(), serve)
         try:
-            async with asyncio.timeout(min(timeout_s, network.rng.uniform(*SILENT_S))):
+            silent_s = network.rng.uniform(*SILENT_S) + nbytes * network.byte_s
+            async with asyncio.timeout(min(timeout_s, silent_s)):
                 return await answer
         except TimeoutError:
             raise TransferFailed("the owner does not answer") from None

@@ -6,6 +6,7 @@ missing only with the peers that the authority called lost while they alone had 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -91,6 +92,8 @@ class Ledger:
         """when processes were called lost"""
         self.version = 0
         """the latest that a trainer said"""
+        self.handed_over = -math.inf
+        """when the shard went last from one that leaves to another"""
         self.beginnings = 0
         """how often nobody was left who knew the partition, or how far it was: it began anew"""
 
@@ -216,6 +219,9 @@ class Ledger:
         if self.replicas == 2:
             for peer in together.values():
                 self._excuse_copies(peer, together)
+            for group in self.groups if now - self.handed_over < TOGETHER_S else ():
+                if owner in group.owners:  # as with two at once: see docs/guarantees.md
+                    group.excused = group.excused or f"{owner.peer} died as the shard moved"
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:
         """Values of rows there move from one arena to another."""

@@ -131,6 +131,7 @@ class Run:
     def _observed(self) -> Iterator[None]:
         """The authority's decisions, and what stores report as lost."""
         remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
+        moved = Authority._moved
         run = self
 
         def removing(authority: Authority, address: str) -> None:
@@ -155,6 +156,12 @@ class Run:
                     ledger.removed(run.cluster.known, owner, in_sync, alone, hosts, now)
             remove(authority, address)
 
+        def moving(authority: Authority, address: str, backup: str) -> Any:
+            for ledger in run.ledgers:
+                if authority.roster.home(ledger.partition) == address:
+                    ledger.handed_over = run.loop.now
+            return moved(authority, address, backup)
+
         def losing(store: Store, owner: Owner) -> Lost:
             gone = lost(store, owner)
             for ledger in run.ledgers:
@@ -168,6 +175,7 @@ class Run:
 
         with (
             mock.patch.object(Authority, "_remove", removing),
+            mock.patch.object(Authority, "_moved", moving),
             mock.patch.object(Store, "lost", losing),
             mock.patch.object(Store, "relocate", relocating),
         ):

@@ -15,9 +15,10 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies
-from dataplane.peer.host import Caller
+from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
+from dataplane.peer.shards.appends import ATTEMPT_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
 from dataplane.transport.registry import TCP
@@ -35,19 +36,22 @@ ARENA_BYTES, VALUE_BYTES, VALUES = 128 << 20, 64, 1000
 
 class Engine:
     """Stands where the bulk engine does. gone: ranges that their owner has freed. Where `fails`,
-    each second transfer is out of time."""
+    each second transfer is out of time, as all are that have less time than one takes."""
 
     transport = TCP
 
-    def __init__(self, gone: set[int], fails: bool = False) -> None:
+    def __init__(self, gone: set[int], fails: bool = False, takes_s: float = 0.0) -> None:
         self.gone = gone
         self.fails = fails
+        self.takes_s = takes_s
         self.arena = memoryview(bytearray(ARENA_BYTES))
         self.reads: list[list[int]] = []
 
-    async def read(self, remote: Remote, copies: Records, *how: Any) -> ReadOutcome:
+    async def read(
+        self, remote: Remote, copies: Records, timeout_s: float, *how: Any
+    ) -> ReadOutcome:
         self.reads.append(copies["range"].tolist())
-        if self.fails and not len(self.reads) % 2:
+        if timeout_s < self.takes_s or self.fails and not len(self.reads) % 2:
             raise DeadlineExceeded("out of time")
         gone = np.isin(copies["range"], list(self.gone))
         for copy in copies[~gone]:
@@ -104,15 +108,21 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     assert peer.space.stats()["granted_bytes"] == 0
 
 
-async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
-    """A message to the backup may name more than a link brings while its sender waits."""
-    engine = Engine(set(), fails=True)
-    peer = Peer(engine)
+def backup(peer: Peer) -> tuple[Any, Replicas]:
+    """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)
     shipping: Any = SimpleNamespace(copying=peer.copying)
     references: Any = SimpleNamespace(inherited=None)
     replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
-    append, caller = peer.mesh.handlers[Append], Caller(THERE.peer, THERE.incarnation)
+    return peer.mesh.handlers[Append], replicas
+
+
+async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
+    """A message to the backup may name more than a link brings while its sender waits."""
+    engine = Engine(set(), fails=True)
+    peer = Peer(engine)
+    append, replicas = backup(peer)
+    caller = Caller(THERE.peer, THERE.incarnation)
 
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
@@ -133,3 +143,24 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
     assert engine.reads == [[*range(4)], *2 * [[*range(4, 8)]], *2 * [[*range(8, 12)]]]
     assert len(replicas) == 12
     assert peer.space.stats()["used_bytes"] == 3 * BATCH_BYTES
+
+
+async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits() -> None:
+    """Its next attempt would have brought them from the beginning, for ever."""
+    peer = Peer(engine := Engine(set(), takes_s=ATTEMPT_S + 5))
+    append, replicas = backup(peer)
+    caller = Caller(THERE.peer, THERE.incarnation)
+    shard, ops = stores.store(replicas=2), list[Op]()
+    shard.emit = ops.append
+    records = np.zeros(3, VALUE)
+    records["range"], records["nbytes"] = np.arange(3), BATCH_BYTES
+    column = Column("tokens", records.tobytes())
+    names = stores.named(["k0", "k1", "k2"])
+    shard.put(stores.Wrote(names, [column], stores.SPECS, [THERE], {}))
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    call_deadline.set(peer.host.now() + ATTEMPT_S)
+    told = Append(5, 1, [Shipment("step-1", 1, ops)])
+    first = asyncio.ensure_future(append(caller, told))
+    again = asyncio.ensure_future(append(caller, told))
+    assert await first == await again == Done()
+    assert engine.reads == [[0], [1], [2]] and len(replicas) == 3

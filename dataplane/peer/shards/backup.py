@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,7 +22,7 @@ from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
-from dataplane.peer.host import Caller, Host
+from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
@@ -115,7 +116,9 @@ class Replicas:
 
     async def _append_with_values(self, caller: Caller, origin: _Origin, body: Append) -> Body:
         """In pieces: where all of it takes longer than the sender waits, what is sent again begins
-        behind those that were carried out."""
+        behind those that were carried out. The values of one operation may take longer as well, and
+        would have to be brought from the beginning: this goes on when the sender has given up."""
+        call_deadline.set(math.inf)
         async with origin.lock:
             for shipment in _new(origin, body).shipments:
                 copy = origin.copies.get((shipment.partition, shipment.generation))

@@ -23,8 +23,7 @@ class Serving:
         """where that is, for messages"""
         self.waiting = 0
         """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
-        self._turns: list[asyncio.Future[None]] = []
-        self._looks = False
+        self._line = asyncio.Lock()
 
     def is_sure(self) -> bool:
         if self.heard is None:
@@ -39,30 +38,16 @@ class Serving:
         for so long."""
         if self.is_sure() and not self.waiting:
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
+        left_s = until - self.host.now()
         self.waiting += 1
-        if not self._looks:
-            self._look()
         try:
-            left_s = max(0.0, until - self.host.now())
-            await asyncio.wait([turn], timeout=left_s if math.isfinite(left_s) else None)
-            if not turn.done():
-                raise Unavailable(
-                    f"this peer has no backup in sync and the authority{self.authority} does not "
-                    "answer: start it again, or check the network between the two",
-                )
+            async with asyncio.timeout(left_s if math.isfinite(left_s) else None), self._line:
+                while not self.is_sure():
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as exc:
+            raise Unavailable(
+                f"this peer has no backup in sync and the authority{self.authority} does not "
+                "answer: start it again, or check the network between the two",
+            ) from exc
         finally:
-            turn.cancel()
             self.waiting -= 1
-
-    def _look(self) -> None:
-        if self.is_sure():
-            turns, self._turns = self._turns, []
-            for turn in turns:
-                if not turn.done():
-                    turn.set_result(None)
-        self._turns = [turn for turn in self._turns if not turn.done()]
-        self._looks = bool(self._turns)
-        if self._looks:
-            asyncio.get_running_loop().call_later(POLL_S, self._look)

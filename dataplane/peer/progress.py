@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import Unavailable
-from dataplane.peer.tasks import Deadlines
+from dataplane.peer.tasks import in_time
 
 
 class Progress:
@@ -23,7 +23,6 @@ class Progress:
         """the roster calls the backup in sync, so it must have them"""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         """with the number of operations that each waits for, which only grows"""
-        self._deadlines = Deadlines()
         self._holds: set[asyncio.Task[Any]] = set()
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
@@ -64,7 +63,6 @@ class Progress:
         waiting = self._waiting
         while waiting and (not self.required or self.confirmed >= waiting[0][0]):
             _, reached = waiting.popleft()
-            self._deadlines.done(reached)
             if not reached.done():
                 reached.set_result(None)
 
@@ -76,7 +74,7 @@ class Progress:
             reached.set_result(None)
         else:
             self._waiting.append((self.done, reached))
-            self._deadlines.add(reached, until, _late)
+            in_time(reached, until, _late)
             self.on_awaited()
         return reached
 

@@ -11,7 +11,7 @@ import uvloop
 
 from dataplane.errors import Unavailable
 from dataplane.peer.progress import Progress
-from dataplane.peer.tasks import Deadlines
+from dataplane.peer.tasks import in_time
 
 SOON_S, LATER_S = 0.05, 20.0
 
@@ -21,18 +21,16 @@ def answer() -> asyncio.Future[Any]:
 
 
 async def two_of_three_are_late() -> None:
-    deadlines, now = Deadlines(), time.monotonic()
+    now = time.monotonic()
     later, soon, sooner = answer(), answer(), answer()
-    deadlines.add(later, now + LATER_S, lambda: ValueError("later"))
-    deadlines.add(soon, now + 2 * SOON_S, lambda: ValueError("soon"))
-    deadlines.add(sooner, now + SOON_S, lambda: ValueError("sooner"))
+    in_time(later, now + LATER_S, lambda: ValueError("later"))
+    in_time(soon, now + 2 * SOON_S, lambda: ValueError("soon"))
+    in_time(sooner, now + SOON_S, lambda: ValueError("sooner"))
     for one, word in ((sooner, "sooner"), (soon, "soon")):
         with pytest.raises(ValueError, match=word):
             await asyncio.wait_for(one, 10)
-    assert not later.done() and len(deadlines) == 1
+    assert not later.done()
     later.set_result(None)
-    deadlines.done(later)
-    assert len(deadlines) == 0
 
 
 async def test_each_answer_fails_at_its_own_time() -> None:
@@ -45,14 +43,14 @@ def test_each_answer_fails_at_its_own_time_with_uvloop() -> None:
 
 
 async def test_an_answer_that_came_first_is_left_alone() -> None:
-    deadlines, now = Deadlines(), time.monotonic()
+    now = time.monotonic()
     came, late = answer(), answer()
-    deadlines.add(came, now + SOON_S, lambda: ValueError("came"))
-    deadlines.add(late, now + 2 * SOON_S, lambda: ValueError("late"))
+    in_time(came, now + SOON_S, lambda: ValueError("came"))
+    in_time(late, now + 2 * SOON_S, lambda: ValueError("late"))
     came.set_result("here")
     with pytest.raises(ValueError, match="late"):
         await asyncio.wait_for(late, 10)
-    assert await came == "here" and len(deadlines) == 0
+    assert await came == "here"
 
 
 async def test_what_was_done_is_reached_when_the_backup_has_it_and_not_before() -> None:

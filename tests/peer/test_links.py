@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from dataplane.peer.net.links import (
 from dataplane.peer.net.mesh import Mesh, _Call
 from dataplane.peer.net.sockets import Context
 from dataplane.peer.net.streams import Stream, Streams
-from dataplane.peer.tasks import Deadlines
+from dataplane.peer.progress import Progress
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Done, Failed, Put, Stats
 from dataplane.wire.peering import Append, PeerHello, PeerReply
@@ -42,6 +43,14 @@ def nothing(link: Link, reply: PeerReply, append: Append) -> None:
 
 def never() -> None:
     """No peer here works under another roster."""
+
+
+HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress())
+
+
+def ask(link: Link, rid: int, frame: bytes, brings: int = 0) -> asyncio.Future[Body]:
+    """On a link that takes it; no answer here is late."""
+    return link.ask(rid, frame, math.inf, RuntimeError, brings)
 
 
 async def test_a_link_whose_connection_ends_says_so_once() -> None:
@@ -63,10 +72,9 @@ async def test_a_link_whose_connection_ends_says_so_once() -> None:
             tell,
             nothing,
             never,
-            Deadlines(),
         )
         accepted, _ = await asyncio.to_thread(server.accept)
-        call = asyncio.create_task(link.ask(1, b"a question"))
+        call = ask(link, 1, b"a question")
         accepted.close()
         with pytest.raises(LinkBroken, match="it broke"):
             await asyncio.wait_for(call, 10)
@@ -83,12 +91,11 @@ async def test_a_link_that_was_closed_answers_with_the_reason() -> None:
         lambda link: None,
         nothing,
         never,
-        Deadlines(),
     )
-    call = asyncio.create_task(link.ask(1, b"a question"))
+    call = ask(link, 1, b"a question")
     await asyncio.sleep(0)
     link.close(Unavailable("the peer is no member any more"))
-    for one in (call, link.ask(2, b"another one")):
+    for one in (call, ask(link, 2, b"another one")):
         with pytest.raises(Unavailable, match="no member"):
             await asyncio.wait_for(one, 10)
     context.destroy()
@@ -112,24 +119,20 @@ async def test_a_link_for_which_no_descriptor_is_left_can_be_made_later(few: int
     context = Context()
     address, gate = "tcp://127.0.0.1:9", Gate(None, "test")
     first = Link.open(
-        context, address, gate, lambda link: None, nothing, never, Deadlines()
+        context, address, gate, lambda link: None, nothing, never
     )  # the context has its own now
     made = []
     with descriptors(few):
         for _ in range(4):
             try:
-                made.append(
-                    Link.open(
-                        context, address, gate, lambda link: None, nothing, never, Deadlines()
-                    )
-                )
+                made.append(Link.open(context, address, gate, lambda link: None, nothing, never))
             except LinkBroken as exc:
                 assert "ulimit -n" in exc.message
     assert len(made) < 4
     for link in [
         first,
         *made,
-        Link.open(context, address, gate, lambda link: None, nothing, never, Deadlines()),
+        Link.open(context, address, gate, lambda link: None, nothing, never),
     ]:
         link.close(Unavailable("enough"))
     context.destroy()
@@ -161,7 +164,7 @@ def test_links_to_one_peer_do_not_try_again_in_step() -> None:
 
 def link_to(context: Context, broke: Callable[[Link], None] = lambda link: None) -> Link:
     """One on whose zmq socket nothing happens."""
-    return Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), broke, nothing, never, Deadlines())
+    return Link("tcp://127.0.0.1:9", context.socket(zmq.DEALER), broke, nothing, never)
 
 
 class Owner:
@@ -194,19 +197,20 @@ async def test_what_a_peer_asks_for_and_does_not_take_is_bounded_in_bytes_at_the
     brings = limits.MAX_PULLED_BYTES
     most = limits.MAX_COMING_BYTES // brings
 
-    def ask(rid: int) -> asyncio.Task[Body]:
-        return asyncio.create_task(link.ask(rid, str(rid).encode(), brings))
+    async def asks(rid: int, brings: int) -> Body:
+        await link.takes(brings)
+        return await ask(link, rid, b"%d" % rid, brings)
 
     async def comes_last(rid: int, after: list[int]) -> Stream:
         """A request that brings no values waits for nobody, and passes those that do."""
-        calls.append(asyncio.create_task(link.ask(rid, str(rid).encode())))
+        calls.append(asyncio.create_task(asks(rid, 0)))
         came = [await there.asked() for _ in [*after, rid]]
         assert [number for _, number in came] == [*after, rid]
         return came[0][0]
 
-    calls = [ask(rid) for rid in range(1, most + 4)]
+    calls = [asyncio.create_task(asks(rid, brings)) for rid in range(1, most + 4)]
     who = await comes_last(1000, list(range(1, most + 1)))
-    assert link.ask_now(2000, b"2000", math.inf, RuntimeError, brings) is None
+    assert not link.takes_now(brings) and link.takes_now()
     calls[0].cancel()  # its answer is under way all the same
     await comes_last(1001, [])
     there.answers(who, 1)
@@ -233,7 +237,7 @@ async def test_a_link_whose_stream_ends_breaks() -> None:
 
     link = link_to(context, tell)
     await there.greets(link)
-    asked = asyncio.create_task(link.ask(1, b"1"))
+    asked = ask(link, 1, b"1")
     await there.asked()
     there.streams.close()
     await asyncio.wait_for(broke.wait(), 10)
@@ -266,12 +270,10 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
         lambda link: None,
         nothing,
         never,
-        Deadlines(),
     )
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
     link.calls = Stream(lambda stream, frame: None, lambda stream, why: None)
-    asked = link.ask_now(1, b"a question", math.inf, RuntimeError)
-    assert asked is not None
+    asked = ask(link, 1, b"a question")
     link.received(peering.encode(PeerReply(1, 8, Done())))
     assert not asked.done()
     link.received(peering.encode(PeerReply(1, 7, Done())))
@@ -289,18 +291,16 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     if broke:
         answers.insert(0, LinkBroken("it broke"))
 
-    async def ask(*request: Any) -> Body:
+    async def send(*request: Any) -> Body:
         raise answers.pop(0)
 
-    async def link(address: str) -> Any:
-        return SimpleNamespace(hello=SimpleNamespace(incarnation=7, name="b"), ask=ask)
+    async def ready(*asked: Any) -> None: ...
 
-    async def again(address: str, exc: LinkBroken) -> None: ...
-
-    mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
+    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
     put = Put("p", 1, Rows(b""), [], [])
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
-    asked = mesh._exchange(_Call("tcp://10.0.0.2:7101", put, who), 1.0, None)
+    asked = mesh._asked(_Call("tcp://10.0.0.2:7101", put, who), 1.0)
     with pytest.raises(
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
@@ -315,7 +315,7 @@ async def test_what_cannot_be_read_ends_the_link_and_its_calls_at_once(bad: byte
     context, there = Context(), Owner()
     link = link_to(context, lambda one: one.close(one.ended or LinkBroken("it broke")))
     await there.greets(link)
-    calls = [asyncio.create_task(link.ask(rid, b"%d" % rid)) for rid in (1, 2)]
+    calls = [ask(link, rid, b"%d" % rid) for rid in (1, 2)]
     who, _ = await there.asked()
     there.streams.answer(who, bad)
     for call in calls:
@@ -332,21 +332,19 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
     mesh: Any = object.__new__(Mesh)
     links = 0
 
-    async def ask(*request: Any) -> Body:
+    async def send(*request: Any) -> Body:
         if always or links == 1:
             raise Unreadable("not a reply")
         return Done()
 
-    async def link(address: str) -> Any:
+    async def ready(*asked: Any) -> None:
         nonlocal links
         links += 1
-        return SimpleNamespace(hello=SimpleNamespace(incarnation=7, name="b"), ask=ask)
 
-    async def again(address: str, exc: LinkBroken) -> None: ...
-
-    mesh._link, mesh._again, mesh._request = link, again, lambda *request: (1, b"")
+    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
     who = Caller("tcp://10.0.0.1:7101", 1, 5, 6)
-    asked = mesh._exchange(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0, None)
+    asked = mesh._asked(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0)
     if always:
         with pytest.raises(Unavailable, match="not a reply") as told:
             await asked

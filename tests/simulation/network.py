@@ -19,7 +19,7 @@ import zmq
 
 from dataplane.errors import Unavailable
 from dataplane.peer.net.sockets import SocketClosed
-from dataplane.peer.net.streams import JOIN_S, StreamClosed
+from dataplane.peer.net.streams import JOIN_S
 from dataplane.wire.refusals import Refusals
 from tests.simulation.loop import Machine, VirtualLoop
 
@@ -205,10 +205,7 @@ class Stream:
         if not self.closed:
             self.network.carry(self.wire, self._way, bytes(frame))
 
-    async def send(self, frame: bytes) -> None:
-        if self.closed:
-            raise StreamClosed
-        self.post(frame)
+    async def drained(self) -> None: ...
 
     def arrived(self, wire: Wire, frame: bytes) -> None:
         if not self.closed:

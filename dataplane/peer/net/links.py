@@ -27,9 +27,9 @@ from dataplane.errors import (
 from dataplane.launch.values import is_loopback, parse_address
 from dataplane.peer.failures import again, fail
 from dataplane.peer.net.authentication import Gate
-from dataplane.peer.net.sockets import Context, Socket, SocketClosed
-from dataplane.peer.net.streams import Dial, Stream, StreamClosed
-from dataplane.peer.tasks import Deadlines
+from dataplane.peer.net.sockets import Context, Socket
+from dataplane.peer.net.streams import Dial, Stream
+from dataplane.peer.tasks import in_time
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
@@ -121,8 +121,6 @@ class Link:
     broke: Callable[[Link], None]
     bring: Callable[[Link, PeerReply, Append], None]
     stale: Callable[[], None]
-    deadlines: Deadlines
-    """of all links"""
     hello: PeerHello | None = None
     calls: Stream | None = None
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
@@ -142,7 +140,6 @@ class Link:
         broke: Callable[[Link], None],
         bring: Callable[[Link, PeerReply, Append], None],
         stale: Callable[[], None],
-        deadlines: Deadlines,
     ) -> Link:
         """broke: told when the connection breaks. One that was never made does not break. bring:
         takes answers that bring operations of the peer there, whose backup this one is, and has
@@ -154,7 +151,7 @@ class Link:
             socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as exc:
             raise _not_made(address, exc) from exc
-        link = Link(address, socket, broke, bring, stale, deadlines)
+        link = Link(address, socket, broke, bring, stale)
         try:
             tune(socket, address)
             gate.secure_dealer(socket)
@@ -166,64 +163,49 @@ class Link:
         socket.receive(lambda parts: link.received(parts[0]))
         return link
 
-    async def ask(self, rid: int, frame: bytes, brings: int = 0) -> Body:
-        """Send a request and wait for its answer, that brings so many bytes of values; raises its
-        typed error, or what the link ended with."""
-        if self.ended is not None:
-            raise again(self.ended)
-        answer = self._awaited(rid)
-        try:
-            if brings:
-                await self.room.acquire(brings)
-                self.coming[rid] = brings
-            try:
-                await self._send(frame)
-            except BaseException:
-                self._came(rid)
-                raise
-            return await answer
-        except (SocketClosed, StreamClosed):
-            ended = self.ended or LinkBroken("a greeting was not sent", address=self.address)
-            raise again(ended) from None
-        finally:
-            self.answers.pop(rid, None)
-
-    async def _send(self, frame: bytes) -> None:
-        if self.calls is not None:
-            await self.calls.send(frame)
-        elif not self.socket.send([frame]):  # a greeting, for which libzmq's queue is long enough
-            raise SocketClosed
-
-    def ask_now(
-        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception], brings: int = 0
-    ) -> asyncio.Future[Body] | None:
-        """As `ask`, but have the answer to wait for, which fails as `late` says unless it comes in
-        time (monotonic); None where what it brings, or the request itself, has no room now."""
+    def takes_now(self, brings: int = 0) -> bool:
+        """Whether a request can be sent, and the values that its answer brings have room: that is
+        the request's from now on."""
         if self.ended is not None or self.calls is None or self.calls.is_full:
-            return None
-        if brings:
-            if not self.room.acquire_now(brings):
-                return None
-            self.coming[rid] = brings
-        self.calls.post(frame)
-        answer = self._awaited(rid)
-        self.deadlines.add(answer, until, late)
-        return answer
+            return False
+        return not brings or self.room.acquire_now(brings)
 
-    def forget(self, rid: int) -> None:
-        """Nobody waits for this answer any more."""
-        answer = self.answers.pop(rid, None)
-        if answer is not None:
-            self.deadlines.done(answer)
+    async def takes(self, brings: int = 0) -> None:
+        """As `takes_now`, as soon as there is room."""
+        if brings:
+            await self.room.acquire(brings)
+        try:
+            if self.calls is not None:
+                await self.calls.drained()
+        except BaseException:
+            self.room.release(brings)
+            raise
+
+    def ask(
+        self, rid: int, frame: bytes, until: float, late: Callable[[], Exception], brings: int = 0
+    ) -> asyncio.Future[Body]:
+        """Send a request that the link takes, or a greeting: the answer, that brings so many bytes
+        of values. It fails with its typed error, what the link ended with, or as `late` says where
+        it does not come in time (monotonic)."""
+        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        if brings:
+            self.coming[rid] = brings
+        if self.ended is not None:
+            self._came(rid)
+            fail(answer, again(self.ended))
+            return answer
+        self.answers[rid] = answer
+        in_time(answer, until, late)
+        answer.add_done_callback(lambda _: self.answers.pop(rid, None))
+        if self.calls is not None:
+            self.calls.post(frame)
+        elif not self.socket.send([frame]):  # libzmq's queue is long enough for greetings
+            fail(answer, LinkBroken("a greeting was not sent", address=self.address))
+        return answer
 
     def _came(self, rid: int) -> None:
         if nbytes := self.coming.pop(rid, 0):
             self.room.release(nbytes)
-
-    def _awaited(self, rid: int) -> asyncio.Future[Body]:
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self.answers[rid] = answer
-        return answer
 
     async def greeted(self, hello: PeerHello, dial: Dial) -> None:
         """That peer answered: calls go over the stream that it promises. LinkBroken."""
@@ -270,11 +252,8 @@ class Link:
 
     def answered(self, reply: PeerReply, failure: DataplaneError | None = None) -> None:
         """Whoever waits for it has an answer, or cannot get it."""
-        answer = self.answers.pop(reply.rid, None)
-        if answer is None:
-            return
-        self.deadlines.done(answer)
-        if answer.done():
+        answer = self.answers.get(reply.rid)
+        if answer is None or answer.done():
             return
         body = reply.body
         if failure is None and type(body) is Failed:
@@ -295,7 +274,6 @@ class Link:
         for rid in list(self.coming):
             self._came(rid)
         for answer in self.answers.values():
-            self.deadlines.done(answer)
             fail(answer, again(why))
 
 

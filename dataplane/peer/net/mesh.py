@@ -8,6 +8,7 @@ this peer's own address is a plain function call, so that homes need not know wh
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
+from dataplane.errors import (
+    DataplaneError,
+    FrameTooLarge,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+)
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
@@ -24,7 +31,7 @@ from dataplane.peer.net.links import Link, LinkBroken, Unreadable
 from dataplane.peer.net.peer_door import ANY_EPOCH, UNHELD, Handler, PeerDoor
 from dataplane.peer.net.serving import Serving
 from dataplane.peer.once import REPEATABLE, may_repeat
-from dataplane.peer.tasks import Deadlines, Tasks
+from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -64,7 +71,6 @@ class Mesh:
         self._context = sockets.Context()
         self._links: dict[str, Link] = {}
         self._rids = itertools.count(1)
-        self._deadlines = Deadlines()
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
         self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, serving)
@@ -118,8 +124,7 @@ class Mesh:
                 self.host.speak()
             outcome = self.handlers[type(body)](who, body)
             return outcome if isinstance(outcome, Body) else await outcome
-        limit_s = self._limit(address, timeout_s)
-        return await self._asked(_Call(address, body, who, to, epoch, brings), limit_s)
+        return await self._asked(_Call(address, body, who, to, epoch, brings), timeout_s)
 
     def ask(
         self,
@@ -131,65 +136,87 @@ class Mesh:
         to: int | None = None,
         epoch: tuple[int, int] | None = None,
     ) -> asyncio.Future[Any]:
-        """As `call`, and without a task where a link is there, and nothing to be waited for first:
+        """As `call`, and sent at once where a link is there, and nothing to be waited for first:
         where that breaks, the answer is LinkBroken."""
-        other = address != self.host.address
-        if other and (type(body) in UNHELD or self.host.progress.is_settled):
-            who = caller or Caller(self.host.address, self.host.incarnation)
-            now = self._ask_now(
-                _Call(address, body, who, to, epoch), self._limit(address, timeout_s)
-            )
-            if now is not None:
-                return now[2]
-        call = self.call(address, body, caller=caller, timeout_s=timeout_s, to=to, epoch=epoch)
+        who = caller or Caller(self.host.address, self.host.incarnation)
+        if type(body) in UNHELD or self.host.progress.is_settled:
+            asked = _Call(address, body, who, to, epoch)
+            answer = self._ask_now(asked, self._until(address, timeout_s))
+            if answer is not None:
+                return answer
+        call = self.call(address, body, caller=who, timeout_s=timeout_s, to=to, epoch=epoch)
         return asyncio.ensure_future(call)
 
-    def _limit(self, address: str, timeout_s: float) -> float:
+    def _until(self, address: str, timeout_s: float) -> float:
         if self.others.is_away(address):
             timeout_s = min(timeout_s, REJOIN_S)
-        return max(0.0, min(timeout_s, call_deadline.get() - self.host.now()))
+        return min(self.host.now() + timeout_s, call_deadline.get())
 
-    async def _asked(self, asked: _Call, limit_s: float) -> Any:
-        """Once the backup has what the request may tell of. On a link that is there without more
-        ado; else, and where it breaks, with all that it takes."""
-        until, broken, kind = self.host.now() + limit_s, None, type(asked.body)
+    async def _asked(self, asked: _Call, timeout_s: float) -> Any:
+        """Once the backup has what the request may tell of; again on a new connection where the
+        one before broke and that does no harm, until the peer is away."""
+        until, kind = self._until(asked.address, timeout_s), type(asked.body)
         if kind not in UNHELD and not self.host.progress.is_settled:
             await self.host.progress.settled(until)
-            limit_s = max(0.0, until - self.host.now())
-        now = self._ask_now(asked, limit_s)
-        if now is not None:
-            link, rid, answer = now
+        broken: LinkBroken | None = None
+        while True:
             try:
+                answer = self._ask_now(asked, until) if broken is None else None
+                if answer is None:
+                    ready = self._ready(asked, broken)
+                    link = await self._in_time(asked.address, kind.__name__, until, ready)
+                    answer = self._send(link, asked, until)
                 return await answer
             except LinkBroken as exc:
+                unreadable = type(exc) is type(broken) is Unreadable
+                if unreadable or not may_repeat(asked.body, asked.who.op):
+                    raise Unavailable(exc.message, **exc.details) from exc
                 broken = exc
-            except BaseException:
-                link.forget(rid)
-                raise
-        asking = self._exchange(asked, limit_s, broken)
-        return await self._in_time(asked.address, kind.__name__, until - self.host.now(), asking)
+            except StaleEpoch:
+                if broken is None or kind not in REPEATABLE:
+                    raise
+                # Refused now, and perhaps carried out before: whoever asks must not take it for
+                # refused, and go to another peer with it as if for the first time.
+                raise Unavailable(broken.message, **broken.details) from broken
 
-    def _ask_now(
-        self, asked: _Call, limit_s: float
-    ) -> tuple[Link, int, asyncio.Future[Body]] | None:
+    def _ask_now(self, asked: _Call, until: float) -> asyncio.Future[Body] | None:
+        """None where something has to be waited for."""
         link = self._links.get(asked.address)
         if link is None or link.hello is None or self._closing:
             return None
-        if asked.to not in (None, link.hello.incarnation):
+        if asked.to not in (None, link.hello.incarnation) or not link.takes_now(asked.brings):
             return None
-        rid, frame = self._request(asked, limit_s)
+        return self._send(link, asked, until)
 
-        def late() -> Unavailable:
-            link.forget(rid)
-            return self._silent(asked.address, type(asked.body).__name__, limit_s)
+    async def _ready(self, asked: _Call, broken: LinkBroken | None) -> Link:
+        """The link to whom is asked, which takes the request."""
+        if broken is not None:
+            await self._again(asked.address, broken)
+        link = await self._link(asked.address)
+        assert link.hello is not None
+        if asked.to not in (None, link.hello.incarnation):
+            raise Unavailable(
+                f"peer {link.hello.name} at {link.address} was started anew: repeat the call",
+                address=link.address,
+            )
+        await link.takes(asked.brings)
+        return link
 
-        answer = link.ask_now(rid, frame, self.host.now() + limit_s, late, asked.brings)
-        return None if answer is None else (link, rid, answer)
-
-    async def _in_time(self, address: str, what: str, limit_s: float, asking: Awaitable[T]) -> T:
+    def _send(self, link: Link, asked: _Call, until: float) -> asyncio.Future[Body]:
+        limit_s = max(0.0, until - self.host.now())
+        late = functools.partial(self._silent, asked.address, type(asked.body).__name__, limit_s)
         try:
-            async with asyncio.timeout(max(0.0, limit_s)):
-                return await asking
+            rid, frame = self._request(asked, limit_s)
+        except FrameTooLarge:
+            link.room.release(asked.brings)
+            raise
+        return link.ask(rid, frame, until, late, asked.brings)
+
+    async def _in_time(self, address: str, what: str, until: float, work: Awaitable[T]) -> T:
+        limit_s = max(0.0, until - self.host.now())
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
         except TimeoutError as exc:
             raise self._silent(address, what, limit_s) from exc
 
@@ -199,35 +226,6 @@ class Mesh:
             f"{limit_s:.3g} s: is it running, with the same --run, --seeds and --token-file?",
             address=address,
         )
-
-    async def _exchange(self, asked: _Call, timeout_s: float, broken: LinkBroken | None) -> Any:
-        """Again on a new connection where the one before broke and that does no harm; until the
-        peer is away."""
-        while True:
-            if broken is not None:
-                if not may_repeat(asked.body, asked.who.op):
-                    raise Unavailable(broken.message, **broken.details) from broken
-                await self._again(asked.address, broken)
-            try:
-                link = await self._link(asked.address)
-                assert link.hello is not None
-                if asked.to not in (None, link.hello.incarnation):
-                    raise Unavailable(
-                        f"peer {link.hello.name} at {link.address} was started anew: repeat the "
-                        "call",
-                        address=link.address,
-                    )
-                return await link.ask(*self._request(asked, timeout_s), asked.brings)
-            except LinkBroken as exc:
-                if type(exc) is type(broken) is Unreadable:
-                    raise Unavailable(exc.message, **exc.details) from exc
-                broken = exc
-            except StaleEpoch:
-                if broken is None or type(asked.body) not in REPEATABLE:
-                    raise
-                # Refused now, and perhaps carried out before: whoever asks must not take it for
-                # refused, and go to another peer with it as if for the first time.
-                raise Unavailable(broken.message, **broken.details) from broken
 
     async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
         """Tell a peer in this life of its process, again and again, unless it is no member any more
@@ -245,8 +243,8 @@ class Mesh:
 
     async def hello(self, address: str) -> PeerHello:
         """Who answers at an address. Unavailable when nobody does in time."""
-        limit_s = self._limit(address, CALL_S)
-        return await self._in_time(address, "a greeting", limit_s, self._greeted(address))
+        until = self._until(address, CALL_S)
+        return await self._in_time(address, "a greeting", until, self._greeted(address))
 
     async def _greeted(self, address: str) -> PeerHello:
         while True:
@@ -276,14 +274,13 @@ class Mesh:
                 self._break,
                 self._bring,
                 lambda: self.on_stale(),
-                self._deadlines,
             )
         if link.hello is None:
             async with link.greeting:
                 if link.hello is None:
                     who = Caller(self.host.address, self.host.incarnation)
                     greeting = _Call(address, self.others.introduction(), who)
-                    reply = await link.ask(*self._request(greeting, CALL_S))
+                    reply = await self._send(link, greeting, self.host.now() + CALL_S)
                     if not isinstance(reply, PeerHello):
                         raise ProtocolError(f"{address} greets with a {type(reply).__name__}")
                     self.others.meet(reply)

@@ -49,10 +49,6 @@ Dial = Callable[[str, bytes, Take, Ended], Awaitable["Stream"]]
 """As `Streams.dial`"""
 
 
-class StreamClosed(Exception):
-    """It ended before the frame could be sent."""
-
-
 class Sealer:
     """Seals, or opens, the frames of one direction in their order."""
 
@@ -177,13 +173,10 @@ class Stream(asyncio.Protocol):
         if self._posted_bytes > FULL_BYTES:
             self._room.clear()
 
-    async def send(self, frame: bytes) -> None:
-        """As `post`, once there is room. StreamClosed."""
+    async def drained(self) -> None:
+        """Until it is not full, or has ended."""
         while not (self.closed or self._room.is_set()):
             await self._room.wait()
-        if self.closed:
-            raise StreamClosed
-        self.post(frame)
 
     def _send_posted(self) -> None:
         posted, self._posted, self._posted_bytes = self._posted, [], 0
@@ -208,7 +201,7 @@ class Stream(asyncio.Protocol):
     # its end
 
     def close(self) -> None:
-        """At once: what has not been sent is lost, and who waits to send gets StreamClosed."""
+        """At once: what has not been sent is lost, and nobody waits to send any more."""
         self.closed = True
         self._room.set()
         if self._transport is not None:

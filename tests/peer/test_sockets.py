@@ -91,8 +91,9 @@ async def test_a_message_that_is_noticed_by_a_send_is_taken(context: Context) ->
     dealer.send([b"question"])
     router.send(await asyncio.wait_for(asked, LIMIT_S))
     # The loop must not look meanwhile.
-    assert select.select([dealer], [], [], 10)[0]
-    while select.select([dealer], [], [], 0)[0]:
+    descriptor = dealer._raw.getsockopt(zmq.FD)
+    assert select.select([descriptor], [], [], 10)[0]
+    while select.select([descriptor], [], [], 0)[0]:
         dealer.send([b"more"])
     await asyncio.wait_for(answered.wait(), 10)
 

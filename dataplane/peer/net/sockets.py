@@ -1,9 +1,7 @@
 """zmq sockets on the event loop: what comes is given to a callback, what goes out goes at once.
 
 Over them peers greet each other, and nothing else; libzmq's heartbeats tell of one that stopped or
-is cut off, answered by a thread of its own while the loop works. Its descriptor says only that
-something changed since the events were last looked at, and each send or receive may swallow that
-word: so the events are read again after every one of them, until nothing more can be done.
+is cut off, answered by a thread of its own while the loop works.
 """
 
 from __future__ import annotations
@@ -12,18 +10,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import Context as Variables
-from typing import cast
 
 import zmq
+import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
 
 Take = Callable[[list[bytes]], None]
-_IN = int(zmq.POLLIN)
-
-AT_ONCE = 16
-"""Messages that one socket hands over before others have their turn."""
 
 
 class SocketClosed(Exception):
@@ -33,25 +27,18 @@ class SocketClosed(Exception):
 class Socket:
     """Belongs to the loop that runs when it is made. Nothing is received before `receive`."""
 
-    def __init__(self, raw: zmq.Socket[bytes], closed: Callable[[Socket], None]) -> None:
+    def __init__(self, raw: zmq.asyncio.Socket, closed: Callable[[Socket], None]) -> None:
         self._raw = raw
-        self._loop = asyncio.get_running_loop()
-        self._number = cast(Callable[[int], int], raw.getsockopt)
-        self._descriptor = self._number(zmq.FD)
         self._told_closed = closed
-        self.closed = False
-        self._take: Take | None = None
-        self._look_is_due = False
+        self._receiving: asyncio.Task[None] | None = None
         self._monitor: Socket | None = None
-        # What comes belongs to no call that happened to be under way when the socket was made.
-        self._variables = Variables()
 
     def __repr__(self) -> str:
         return f"<Socket {'closed' if self.closed else 'open'}>"
 
-    def fileno(self) -> int:
-        """libzmq's descriptor: readable when something may have changed."""
-        return self._descriptor
+    @property
+    def closed(self) -> bool:
+        return self._raw.closed
 
     def setsockopt(self, option: int, value: int | bytes) -> None:
         self._raw.setsockopt(option, value)
@@ -65,11 +52,7 @@ class Socket:
 
     def close(self) -> None:
         """What libzmq has not sent yet is lost."""
-        if self.closed:
-            return
-        self.closed = True
-        self._loop.remove_reader(self._descriptor)
-        if self._monitor is not None:
+        if self._monitor is not None and not self.closed:
             self._raw.disable_monitor()
             self._monitor.close()
         self._raw.close(linger=0)
@@ -77,57 +60,43 @@ class Socket:
 
     def receive(self, take: Take) -> None:
         """From now on each message that comes is given to `take`, with all its parts."""
-        self._take = take
-        self._variables.run(self._loop.add_reader, self._descriptor, self._look)
-        self._look_soon()
+        # What comes belongs to no call that happened to be under way when the socket was made.
+        receiving = self._receive(take)
+        self._receiving = asyncio.get_running_loop().create_task(receiving, context=Variables())
+
+    async def _receive(self, take: Take) -> None:
+        while not self.closed:
+            parts = await self._raw.recv_multipart()
+            try:
+                take(parts)
+            except Exception:  # the messages after it are still to be taken
+                log.exception("a message was not taken")
+            await asyncio.sleep(0)  # others have their turn, however many come
 
     def on_disconnect(self, tell: Callable[[], None]) -> None:
         """Call `tell` when a connection of this socket ends."""
-        raw = self._raw.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
-        monitor = self._monitor = Socket(raw, lambda monitor: None)
 
         def take(parts: list[bytes]) -> None:
             if parse_monitor_message(parts)["event"] == zmq.EVENT_DISCONNECTED:
                 tell()
 
-        monitor.receive(take)
-
-    def _look_soon(self) -> None:
-        if not self._look_is_due:
-            self._look_is_due = True
-            self._loop.call_soon(self._look, context=self._variables)
-
-    def _look(self) -> None:
-        """Take what there is, or much of it and the rest soon."""
-        self._look_is_due = False
-        for _ in range(AT_ONCE):
-            if self.closed or self._take is None or not self._number(zmq.EVENTS) & _IN:
-                return
-            parts = self._raw.recv_multipart(zmq.NOBLOCK)
-            try:
-                self._take(parts)
-            except Exception:  # the messages after it are still to be taken
-                log.exception("a message was not taken")
-        self._look_soon()
+        raw = self._raw.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+        self._monitor = Socket(raw, lambda monitor: None)
+        self._monitor.receive(take)
 
     def send(self, parts: Sequence[bytes]) -> bool:
         """Whether it was sent: False where libzmq's queue is full. SocketClosed."""
         if self.closed:
             raise SocketClosed
-        try:
-            self._raw.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # Sending may have swallowed the word that something came.
-        self._look_soon()
-        return True
+        sent = asyncio.ensure_future(self._raw.send_multipart(parts, zmq.NOBLOCK))
+        return sent.exception() is None  # it never waits
 
 
 class Context:
     """Of one peer's sockets."""
 
     def __init__(self) -> None:
-        self._raw: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._raw = zmq.asyncio.Context()
         self._sockets: set[Socket] = set()
 
     def socket(self, kind: zmq.SocketType) -> Socket:

@@ -9,15 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from dataplane.errors import DeadlineExceeded
+from dataplane.errors import BackPressure, DeadlineExceeded
+from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
+from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.pull.pulls import Pulls
-from dataplane.peer.room.admission import Room
+from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.shards import replication
 from dataplane.peer.shards.appends import ATTEMPT_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.replication import BATCH_BYTES, Copying
@@ -25,7 +29,7 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import Append, Shipment
+from dataplane.wire.peering import Append, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import Column, Owner
 from tests.metadata import stores
@@ -76,6 +80,11 @@ class Peer:
             address=HERE.peer,
             roster=made.roster,
             lease_numbers=iter(range(1, 100)),
+            notices=Notices(),
+            entries={},
+            name="here",
+            lent=(),
+            who=str,
         )
         others = SimpleNamespace(on_away=[])
         self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
@@ -106,6 +115,28 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     assert found == brought["range"].tolist()
     assert peer.space.stats()["used_bytes"] == VALUES // 2 * VALUE_BYTES
     assert peer.space.stats()["granted_bytes"] == 0
+
+
+async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backup's arena was full, it waited for room for values whose rows had been dropped,
+    and did not come to the drop, behind them in the stream, which would have made some."""
+    monkeypatch.setattr(replication, "PATIENCE_S", 0.05)
+    peer, copies, ranges = Peer(Engine(set())), Copies(), np.zeros(VALUES, RANGE)
+    ranges["range"], ranges["generation"] = np.arange(VALUES), 1
+    copies.note(THERE, ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8))
+    left = peer.space.stats()["classes"]["open"]["room_bytes"]
+    await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
+    freed = bytearray(VALUES)
+
+    async def answer(address: str, body: Pull, **how: Any) -> Pulled:
+        assert not np.frombuffer(body.sizes, U8).any()
+        return Pulled(b"", bytes(freed))
+
+    peer.mesh.call = answer
+    with pytest.raises(BackPressure):
+        await peer.copying.bring(copies, THERE)
+    freed[:] = b"\1" * VALUES
+    await peer.copying.bring(copies, THERE)
 
 
 def backup(peer: Peer) -> tuple[Any, Replicas]:

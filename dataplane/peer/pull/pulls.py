@@ -60,7 +60,7 @@ BEHIND_S = 0.3
 LOOK_S = 0.5
 """So long after a pull its owner is asked which copies here are of what it has freed."""
 MOST_LOOKED_AT = 16_384
-"""Copies that an owner is asked about at once: what is left has its turn the next time."""
+"""Ranges that an owner is asked about at once: what is left has its turn the next time."""
 
 T = TypeVar("T")
 
@@ -212,14 +212,21 @@ class Pulls:
         await asyncio.sleep(LOOK_S)
         self._looked_at.discard(owner)
         ranges = self.host.space.copies.some_of(owner.incarnation, MOST_LOOKED_AT)
-        try:
-            reply = await self._exchange(owner, ranges, np.zeros(len(ranges), U8), 0)
-        except DataplaneError as exc:
-            log.debug("copies of %s's values stay until they are pressed: %s", owner.peer, exc)
-            return
-        gone = np.frombuffer(reply.gone, np.uint8).nonzero()[0]
-        if len(gone) and self.host.space.copies.drop(owner.incarnation, ranges[gone]):
+        dead = await self.dead(owner, ranges)
+        if dead.any() and self.host.space.copies.drop(owner.incarnation, ranges[dead]):
             self.room.pump()
+
+    async def dead(self, owner: Owner, ranges: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which of these ranges their owner has freed, as far as it says so; of many the first."""
+        dead = np.zeros(len(ranges), np.bool_)
+        asked = ranges[:MOST_LOOKED_AT]
+        try:
+            reply = await self._exchange(owner, asked, np.zeros(len(asked), U8), 0)
+        except DataplaneError as exc:
+            log.debug("values of %s count as alive: %s", owner.peer, exc)
+        else:
+            dead[np.frombuffer(reply.gone, np.uint8).nonzero()[0]] = True
+        return dead
 
     def gone(self, owner: Owner) -> None:
         """That process is no member any more."""

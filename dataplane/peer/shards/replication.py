@@ -138,7 +138,15 @@ class Copying:
         ranges, nbytes = copies.missing(owner)
         while len(ranges):
             upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
-            count, here, local = await self.fetch(owner, ranges[:upto], nbytes[:upto])
+            try:
+                count, here, local = await self.fetch(owner, ranges[:upto], nbytes[:upto])
+            except BackPressure:
+                # What is freed needs no room, and that it is may be what waits for this.
+                dead = await self.pulls.dead(owner, ranges)
+                if not dead.any():
+                    raise
+                ranges, nbytes = ranges[~dead], nbytes[~dead]
+                continue
             self.release(copies.brought(owner, ranges[:count][here], nbytes[:count][here], local))
             ranges, nbytes = ranges[count:], nbytes[count:]
 

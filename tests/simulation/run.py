@@ -131,7 +131,8 @@ class Run:
     def _observed(self) -> Iterator[None]:
         """The authority's decisions, and what stores report as lost."""
         remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
-        moved = Authority._moved
+        moved, astray = Authority._moved, Authority._is_astray
+        strays: set[Owner] = set()
         run = self
 
         def removing(authority: Authority, address: str) -> None:
@@ -162,6 +163,19 @@ class Run:
                     ledger.handed_over = run.loop.now
             return moved(authority, address, backup)
 
+        def straying(authority: Authority, peer: Owner, epoch: tuple[int, int]) -> bool:
+            """A keeper that began again reached none who knew the roster before, as all others had
+            died, were stopped or cut off. Then there are two planes, and one gives way: who comes
+            back is outvoted, or brings its own to those that followed the keeper."""
+            away = astray(authority, peer, epoch)
+            gives_way = authority._followers or not authority.is_behind
+            if away and gives_way and peer not in strays:
+                strays.add(peer)
+                run.faults.note(f"{peer.peer[-4:]} comes back from another plane")
+                for ledger in run.ledgers:
+                    ledger.extinct()
+            return away
+
         def losing(store: Store, owner: Owner) -> Lost:
             gone = lost(store, owner)
             for ledger in run.ledgers:
@@ -176,6 +190,7 @@ class Run:
         with (
             mock.patch.object(Authority, "_remove", removing),
             mock.patch.object(Authority, "_moved", moving),
+            mock.patch.object(Authority, "_is_astray", straying),
             mock.patch.object(Store, "lost", losing),
             mock.patch.object(Store, "relocate", relocating),
         ):

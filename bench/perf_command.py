@@ -29,15 +29,9 @@ def register(commands: Any) -> None:
         + ",".join(transports.TRANSPORTS),
     )
     perf.add_argument(
-        "--device",
-        choices=transports.DEVICES,
-        default="cpu",
-        help="where the pulled values are; default: cpu",
-    )
-    perf.add_argument(
         "--only",
         choices=("hot-path", "transports", "gpu"),
-        help="default: the first two, and with --device cuda the GPU",
+        help="default: all of it, the GPU where one is visible",
     )
     perf.set_defaults(perform=_perf)
 
@@ -76,11 +70,12 @@ def _parts(options: argparse.Namespace, console: Console) -> Iterator[dict[str, 
         yield figures
     if options.only in (None, "transports"):
         with report.progress(console, "transports", "batches") as bar:
-            lanes, taken = transports.measure(
-                options.transports, options.device, options.rounds, bar
-            )
+            lanes, taken = transports.measure(options.transports, options.rounds, bar)
         yield {"transports": lanes, "spread": perf.spread_of(taken)}
-    if options.only == "gpu" or (options.only is None and options.device == "cuda"):
+    missing = gpu.missing() if options.only in (None, "gpu") else "not asked for"
+    if options.only == "gpu" and missing:
+        yield {"gpu": {"status": "not run", "error": missing}}
+    elif not missing:
         yield {"gpu": _gpu(options.rounds, console)}
     yield {
         "bench_seconds": {  # of all that was measured; processor: of this process alone
@@ -105,8 +100,6 @@ def _show(console: Console, told: dict[str, Any]) -> None:
 
 
 def _gpu(rounds: int, console: Console) -> dict[str, Any]:
-    if why := gpu.missing():
-        return {"status": "not run", "error": why}
     from bench.gpu.device import Cuda
 
     cuda = Cuda()

@@ -1,5 +1,5 @@
 """Values on a GPU, and on their way to one, beside what the GPU does without this library:
-`python -m bench perf --device cuda`.
+`python -m bench perf --only gpu`.
 
 | idea | file |
 |---|---|

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from bench.transports.lanes import DEVICES, TRANSPORTS, measure
+from bench.transports.lanes import TRANSPORTS, measure
 from bench.transports.shapes import SHAPES, Shape
 from bench.transports.told import reasons, table
 
-__all__ = ["DEVICES", "SHAPES", "TRANSPORTS", "Shape", "measure", "reasons", "table"]
+__all__ = ["SHAPES", "TRANSPORTS", "Shape", "measure", "reasons", "table"]

@@ -20,11 +20,9 @@ from bench.transports.shapes import SHAPES, Shape
 from bench.transports.told import figures
 
 TRANSPORTS = ("tcp", "nixl", "ucx")
-DEVICES = ("cpu", "cuda")
 ARENA = "2304MiB"
 """Of each peer: room for two of the largest batches."""
 BLOCK_BYTES = 256 << 20
-_MEMORY = {"cpu": "host", "cuda": "cuda"}
 
 Samples = dict[str, list[float]]
 Told = dict[str, dict[str, Any]]
@@ -39,7 +37,6 @@ _NOT_RUN = (NotRun, LoopFailed, ProcessDied, WrongTransport)
 
 def measure(
     names: Sequence[str],
-    device: str,
     rounds: int,
     tick: Callable[[int, int], None],
     shapes: Sequence[Shape] = SHAPES,
@@ -47,8 +44,7 @@ def measure(
 ) -> tuple[Told, Samples]:
     """The report's `transports`, and the seconds that it was made of.
 
-    device: where the values are, of DEVICES. tick(done, all): after each shape. arena: of each of
-    the two peers.
+    tick(done, all): after each shape. arena: of each of the two peers.
     """
     told: Told = {}
     samples: Samples = defaultdict(list)
@@ -56,7 +52,7 @@ def measure(
     block = np.random.default_rng(0).integers(0, 255, min(largest, BLOCK_BYTES), np.uint8)
     for nth, name in enumerate(names):
         try:
-            if why := cannot_run(name, device):
+            if why := registry.missing(name):
                 raise NotRun(why)
             told[name] = {}
             lane = _measured(name, rounds, block, shapes, arena, samples)
@@ -67,19 +63,6 @@ def measure(
             told[name] = {"status": "not run", "error": str(exc)}
             tick((nth + 1) * len(shapes), len(names) * len(shapes))
     return told, samples
-
-
-def cannot_run(name: str, device: str = "cpu") -> str:
-    """What stands in the way of measuring a transport, as far as looking tells; "" for nothing."""
-    from dataplane.transport import registry
-
-    if why := registry.missing(name):
-        return why
-    moves = {"host"} if name == registry.TCP else registry.load(name).capabilities.memory
-    if _MEMORY[device] not in moves:
-        kinds = ", ".join(sorted(moves))
-        return f"{name} moves {kinds} memory only, not {device}"
-    return ""
 
 
 def _measured(

@@ -22,7 +22,7 @@ from dataplane.errors import (
     TransferFailed,
     Unavailable,
 )
-from dataplane.transport.bulk_frames import COPY, Configure
+from dataplane.transport.bulk_frames import COPY, MAX_HOLD_BYTES, Configure
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
 from dataplane.transport.registry import TCP
@@ -33,8 +33,10 @@ from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
 """A larger read is made in parts of this size, so that others may come in between."""
+DEVICE_PART_BYTES = MAX_HOLD_BYTES
+"""Between devices: they copy as fast as forty processors, and an exchange takes what it takes."""
 PART_ITEMS = 65_536
-UNDER_WAY_BYTES = 256 << 20
+UNDER_WAY_PARTS = 4
 JOB_BYTES = 256 << 10
 """A read counts as at least this, which bounds the number of jobs (1,024) as well."""
 START_S = 30.0
@@ -84,7 +86,8 @@ class BulkEngine:
         self._pin = pin
         self._unpin = unpin
         self._traffic = Traffic()
-        self._limit = ResourceLimiter(UNDER_WAY_BYTES)
+        self._part_bytes = DEVICE_PART_BYTES if pools else PART_BYTES
+        self._limit = ResourceLimiter(UNDER_WAY_PARTS * self._part_bytes)
         self._listener: socket.socket | None = None
         self._link: WorkerLink | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -160,7 +163,7 @@ class BulkEngine:
         """
         copies = np.ascontiguousarray(copies, COPY)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        parts = list(cut(copies, PART_BYTES, PART_ITEMS))
+        parts = list(cut(copies, self._part_bytes, PART_ITEMS))
         if len(parts) == 1 and len(parts[0].copies) == len(copies):
             return await self._read_part(remote, parts[0], deadline, transport)
         tasks: list[asyncio.Task[ReadOutcome]] = []

@@ -1,4 +1,4 @@
-"""`bench perf --device cuda` over the twin: only the driver's own calls are left untried."""
+"""`bench perf --only gpu` over the twin: only the driver's own calls are left untried."""
 
 from __future__ import annotations
 

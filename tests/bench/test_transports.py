@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from bench.cli import main
 from bench.transports import TRANSPORTS, Shape, measure, reasons, table
 from bench.transports.loops import Loop, LoopFailed
 from bench.transports.pulls import Counted, Pulls, WrongTransport, _outside_arenas
@@ -27,7 +24,7 @@ def figure(**changes: float) -> dict[str, float]:
 
 
 def test_pulls_over_tcp_are_timed_beside_a_socket_and_counted() -> None:
-    told, samples = measure(["tcp"], "cpu", 2, lambda done, of: None, [SMALL], arena="128MiB")
+    told, samples = measure(["tcp"], 2, lambda done, of: None, [SMALL], arena="128MiB")
     assert set(told["tcp"]) == {"8x1MiB"}
     measured = told["tcp"]["8x1MiB"]
     assert set(measured) == set(figure())
@@ -44,21 +41,11 @@ def test_what_is_not_installed_is_reported_as_not_run_with_the_reason() -> None:
     absent = [name for name in TRANSPORTS if registry.missing(name)]
     if not absent:
         pytest.skip("every engine is installed here")
-    told, samples = measure(absent, "cpu", 1, lambda done, of: None, [SMALL])
+    told, samples = measure(absent, 1, lambda done, of: None, [SMALL])
     assert list(told) == absent and not samples
     for name in absent:
         assert told[name]["status"] == "not run"
         assert "pip install" in told[name]["error"]
-
-
-def test_memory_that_a_transport_does_not_move_is_no_reason_to_measure_another_kind(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "perf.json"
-    options = ["--only", "transports", "--transports", "tcp", "--device", "cuda"]
-    assert main(["perf", *options, "--json", str(path)]) == 0
-    told = json.loads(path.read_text())["transports"]
-    assert told == {"tcp": {"status": "not run", "error": "tcp moves host memory only, not cuda"}}
 
 
 def test_a_bare_loop_moves_every_byte() -> None:

@@ -21,3 +21,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in here:
         if why:
             item.add_marker(pytest.mark.skip(reason=f"not run: {why}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def driver() -> None:
+    """What the driver, cupy and torch open at their first use, and keep, is no test's leak."""
+    if _missing():
+        return
+    device = CudaDevice(0)
+    device.allocate(1).close()
+    device.event().close()
+    import cupy
+
+    cupy.arange(1).get()
+    torch = pytest.importorskip("torch")
+    torch.zeros(1, device="cuda").cpu()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,19 +14,30 @@ import pytest
 import dataplane
 from dataplane.errors import TransportMissing
 from dataplane.memory.device_cuda import CudaDevice
+from dataplane.transport import communicators
 from dataplane.transport.communicators import NcclRanks
 from tests.end_to_end.conftest import PLANE, Cluster
-from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
+from tests.transport.ranks import check_abort, check_order, pair_of
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 
 
-def test_ranks_on_two_gpus_send_in_order_and_end_when_they_are_aborted() -> None:
-    if CudaDevice.count() < 2:
-        pytest.skip("not run: needs two GPUs")
-    devices = CudaDevice(0), CudaDevice(1)
+def sharing() -> bool:
+    """Whether NCCL takes two ranks on the one GPU here."""
+    try:
+        return communicators.shares_gpus()
+    except TransportMissing:
+        return False
+
+
+def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
+    if CudaDevice.count() < 2 and not sharing():
+        pytest.skip(
+            "not run: needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 for two ranks"
+        )
+    devices = CudaDevice(0), CudaDevice(min(1, CudaDevice.count() - 1))
     pools = [device.allocate(2 * MIB) for device in devices]
     source = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
     devices[1].copy(pools[1].address, source.ctypes.data, source.nbytes)
@@ -40,9 +55,47 @@ def test_ranks_on_two_gpus_send_in_order_and_end_when_they_are_aborted() -> None
 
 
 def test_a_join_is_given_up_when_nobody_needs_it() -> None:
-    device = CudaDevice(0)
-    check_given_up(NcclRanks(device))
-    device.close()
+    """In a process of its own: NCCL's join goes on until that ends."""
+    work = """
+from dataplane.memory.device_cuda import CudaDevice
+from dataplane.transport.communicators import NcclRanks
+from tests.transport.ranks import check_given_up
+check_given_up(NcclRanks(CudaDevice(0)))
+"""
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", work]
+    subprocess.run(command, check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_values_go_from_one_peer_to_another_over_nccl(
+    run_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    if not sharing():
+        pytest.skip(
+            "not run: needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1, as both share a GPU"
+        )
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
+    cluster = Cluster(run_dir)
+    cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})
+    try:
+        tensors = [torch.randn(1000 + row, 64, device="cuda") for row in range(8)]
+        with (
+            dataplane.connect("a", run=PLANE, devices="required") as a,
+            dataplane.connect("b", run=PLANE, devices="required") as b,
+        ):
+            part = a.partition("p", free="drop")
+            for again in range(3):
+                keys = [8 * again + row for row in range(8)]
+                part.put({"x": tensors}, key=keys)
+                found = b.partition("p").get(keys=keys).torch("x", device="cuda")
+                assert all(torch.equal(one, two) for one, two in zip(found, tensors, strict=True))
+            (path,) = b.stats()["devices"][0]["to_others"]["peers"].values()
+            assert path["transport"] == "nccl" and path["tried"]["nccl"]["exact"]
+            assert a.stats()["devices"][0]["staged_bytes"] == 0
+    finally:
+        cluster.stop()
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_reason(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
-from dataplane.client.operations.write import RUN_BYTES, Continuing
+from dataplane.client.operations.write import Continuing
 from dataplane.client.session.devices import Devices, Opened
 from dataplane.client.session.session import Session
 from dataplane.client.write import parcel as parcels_of
@@ -125,7 +125,7 @@ class DevicePart:
     def upto(self, first: int, last: int) -> int:
         if last == first + 1:
             return 1
-        most = min(RUN_BYTES, self.opened.pool.nbytes // 4)
+        most = self.opened.pool.nbytes // 4
         return min(self.parcels[first].run(MAX_ROWS_PER_MESSAGE, most, 0, 1), last) - first
 
     def write(

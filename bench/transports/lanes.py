@@ -18,6 +18,7 @@ from bench.transports.loops import Loop, LoopFailed
 from bench.transports.pulls import Pulls, WrongTransport
 from bench.transports.shapes import SHAPES, Shape
 from bench.transports.told import figures
+from dataplane.transport import registry
 
 TRANSPORTS = ("tcp", "nixl", "ucx")
 ARENA = "2304MiB"

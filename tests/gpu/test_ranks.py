@@ -73,9 +73,7 @@ def test_values_go_from_one_peer_to_another_over_nccl(
 ) -> None:
     torch = pytest.importorskip("torch")
     if not sharing():
-        pytest.skip(
-            "not run: needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1, as both share a GPU"
-        )
+        pytest.skip("not run: needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1: one GPU")
     monkeypatch.setenv("DATAPLANE_TRANSPORT", "required:nccl")
     cluster = Cluster(run_dir)
     cluster.start("a", "b", arena="256MiB", devices={"a": "256MiB", "b": "256MiB"})

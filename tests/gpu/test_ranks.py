@@ -57,10 +57,12 @@ def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
 def test_a_join_is_given_up_when_nobody_needs_it() -> None:
     """In a process of its own: NCCL's join goes on until that ends."""
     work = """
+import os
 from dataplane.memory.device_cuda import CudaDevice
 from dataplane.transport.communicators import NcclRanks
 from tests.transport.ranks import check_given_up
 check_given_up(NcclRanks(CudaDevice(0)))
+os._exit(0)  # as a bulk worker ends: without a word to that thread
 """
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])

@@ -13,12 +13,11 @@ from typing import Any
 from dataplane.errors import DataplaneError, counted
 from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host, call_notice
-from dataplane.peer.tasks import EARLY_S
 
 ASK_S = 2.0
 """How long the reason is looked for."""
-MOST_LAST_S, LEAST_LAST_S = 0.5, 0.2
-"""... shortly before the end of a call: for a quarter of what it waits at most."""
+LAST_S = 0.3
+"""... by a call itself whose time is up: within what it may then still take."""
 REST_S = 0.2
 
 Why = tuple[str, dict[str, Any]]
@@ -26,11 +25,9 @@ Why = tuple[str, dict[str, Any]]
 
 
 class Telling:
-    """Says what one call waits for, when that is due, and looks for it once more before its end,
-    which is not late for the answer.
+    """Says what one call waits for, when that is due.
 
-    soon: its own process may be all that it waits for, which is to be said at once. end: of the
-    call (monotonic).
+    soon: its own process may be all that it waits for, which is to be said at once.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class Telling:
         subject: reasons.Subject,
         look: Callable[[float], Awaitable[Why]],
         soon: bool = False,
-        end: float = math.inf,
     ) -> None:
         self._host = host
         self._what = what
@@ -50,49 +46,30 @@ class Telling:
         self._notice = call_notice.get()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._end = end
-        self._last: asyncio.Future[Why] | None = None
-        """what is found before the end"""
 
     def __enter__(self) -> Telling:
         self._began = self._host.now()
-        self._last_s = max(LEAST_LAST_S, min(MOST_LAST_S, (self._end - self._began) / 4))
         self._host.notices.begin(self._subject, self._began)
         self._arm(reasons.SOON_S if self._soon else reasons.FIRST_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._host.notices.end(self._subject)
-        for one in (self._timer, self._task, self._last):
+        for one in (self._timer, self._task):
             if one is not None:
                 one.cancel()
 
-    async def why(self) -> Why:
-        """What the call waited for, now that its time is up."""
-        return await self._last_look()
-
-    def _last_look(self) -> asyncio.Future[Why]:
-        if self._last is None:
-            self._last = asyncio.ensure_future(self._look(self._last_s))
-        return self._last
-
-    def _arm(self, most_s: float) -> None:
-        now = self._host.now()
-        left_s = max(REST_S, min(self._host.notices.wait_s(self._subject, now), most_s))
-        if self._last is None:
-            left_s = max(0.0, min(left_s, self._end - self._last_s - now))
+    def _arm(self, most_s: float = math.inf) -> None:
+        left_s = min(self._host.notices.wait_s(self._subject, self._host.now()), most_s)
+        left_s = max(REST_S, left_s)
         self._timer = asyncio.get_running_loop().call_later(left_s, self._ring)
 
     def _ring(self) -> None:
-        if self._last is None and self._host.now() + EARLY_S >= self._end - self._last_s:
-            self._last_look()
-            self._arm(math.inf)
-            return
         many = self._host.notices.take(self._subject, self._host.now())
         if many or self._soon:
             self._task = asyncio.ensure_future(self._tell(many))
         else:
-            self._arm(math.inf)
+            self._arm()
 
     async def _tell(self, many: int) -> None:
         self._soon = False
@@ -105,4 +82,4 @@ class Telling:
             waited_s = self._host.now() - self._began
             others = f" (and {counted(many - 1, 'other')} of this host)" if many > 1 else ""
             self._notice(f"{self._what}{others} has waited {waited_s:.0f} s: {why}")
-        self._arm(math.inf)
+        self._arm()

@@ -128,7 +128,7 @@ class Peer:
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.waits = Waits(host, mesh, router, sessions)
         self.claims = claims = Claims(
-            host, mesh, router, queues, leases, finishing, reading, self.waits, room
+            host, mesh, router, leases, finishing, reading, self.waits, room
         )
         answers = Answers(self)
         self.door = Door(

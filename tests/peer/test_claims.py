@@ -64,7 +64,7 @@ class Asker:
         reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         waits: Any = SimpleNamespace(looks=lambda *_: self.look)
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
-        more: Any = None, leases, finishing, reading, waits, room
+        more: Any = leases, finishing, reading, waits, room
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         self.claims = Claims(self.host, mesh, router, *more)  # type: ignore[arg-type]
         rest: Any = None, None, None, None, None

@@ -23,6 +23,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
+from dataplane.peer.failures import fail
 from dataplane.peer.host import Caller, Host, call_deadline
 from dataplane.peer.net import sockets
 from dataplane.peer.net.authentication import Gate
@@ -118,11 +119,7 @@ class Mesh:
         """
         who = caller or Caller(self.host.address, self.host.incarnation)
         if address == self.host.address:
-            if epoch not in (None, self.host.roster.epoch):
-                raise StaleEpoch(f"the roster changed on the way to {address}", address=address)
-            if type(body) not in ANY_EPOCH:
-                self.host.speak()
-            outcome = self.handlers[type(body)](who, body)
+            outcome = self._here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
         return await self._asked(_Call(address, body, who, to, epoch, brings), timeout_s)
 
@@ -137,8 +134,10 @@ class Mesh:
         epoch: tuple[int, int] | None = None,
     ) -> asyncio.Future[Any]:
         """As `call`, and sent at once where a link is there, and nothing to be waited for first:
-        where that breaks, the answer is LinkBroken."""
+        where that breaks, the answer is LinkBroken. What this peer itself answers at once is."""
         who = caller or Caller(self.host.address, self.host.incarnation)
+        if address == self.host.address:
+            return _future(functools.partial(self._here, who, body, epoch))
         if type(body) in UNHELD or self.host.progress.is_settled:
             asked = _Call(address, body, who, to, epoch)
             answer = self._ask_now(asked, self._until(address, timeout_s))
@@ -146,6 +145,16 @@ class Mesh:
                 return answer
         call = self.call(address, body, caller=who, timeout_s=timeout_s, to=to, epoch=epoch)
         return asyncio.ensure_future(call)
+
+    def _here(
+        self, who: Caller, body: Body, epoch: tuple[int, int] | None
+    ) -> Body | Awaitable[Body]:
+        if epoch not in (None, self.host.roster.epoch):
+            here = self.host.address
+            raise StaleEpoch(f"the roster changed on the way to {here}", address=here)
+        if type(body) not in ANY_EPOCH:
+            self.host.speak()
+        return self.handlers[type(body)](who, body)
 
     def _until(self, address: str, timeout_s: float) -> float:
         if self.others.is_away(address):
@@ -388,3 +397,17 @@ class Mesh:
             self._break(link)
         self.others.meet(body)
         return self.door.welcome(self.others.introduction())
+
+
+def _future(work: Callable[[], Body | Awaitable[Body]]) -> asyncio.Future[Body]:
+    """What comes of it, which may be there already."""
+    answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+    try:
+        outcome = work()
+    except DataplaneError as exc:
+        fail(answer, exc)
+        return answer
+    if not isinstance(outcome, Body):
+        return asyncio.ensure_future(outcome)
+    answer.set_result(outcome)
+    return answer

@@ -36,14 +36,13 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Caller, Host, call_deadline
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.notices import Telling
+from dataplane.peer.notices import LAST_S, Telling
 from dataplane.peer.requests.finishes import Finishing
 from dataplane.peer.requests.leases import Leases, Part
 from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.claim_queues import ClaimQueues
 from dataplane.wire.messages import Body, Claim, Claimed, Request
 from dataplane.wire.peering import Granted, Withdraw
 from dataplane.wire.tables import Table
@@ -71,9 +70,8 @@ class _Waiting(msgspec.Struct, eq=False):
     session: Session
     body: Claim
     began: float
-    end: float
     until: float
-    """as `end`, and where it does not wait, with time to ask"""
+    """the end of its wait, and where it does not wait, with time to ask"""
     asks: str = ""
     """the process that was asked, by address and incarnation"""
     answer: asyncio.Future[Any] | None = None
@@ -104,7 +102,6 @@ class Claims:
         host: Host,
         mesh: Mesh,
         router: Router,
-        queues: ClaimQueues,
         leases: Leases,
         finishing: Finishing,
         reading: Reading,
@@ -114,7 +111,6 @@ class Claims:
         self.host = host
         self.mesh = mesh
         self.router = router
-        self.queues = queues
         self.leases = leases
         self.finishing = finishing
         self.reading = reading
@@ -134,17 +130,19 @@ class Claims:
 
     def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has enough that lies here."""
-        now = self.host.now()
-        end = now + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
-        until = end if body.timeout_ms else min(now + AT_ONCE_S, call_deadline.get())
-        one = _Waiting(next(self._numbers), session, body, now, end, until)
+        now, until = self.host.now(), math.inf
+        if body.timeout_ms >= 0:
+            until = now + body.timeout_ms / 1000
+        if body.timeout_ms == 0:
+            until = min(now + AT_ONCE_S, call_deadline.get())
+        one = _Waiting(next(self._numbers), session, body, now, until)
         here = self.host.entry(body.partition, body.generation) is not None
         if not here or self.host.silent or body.plan is not None:
             return self._until_here(one)
-        answer = self._ask_here(one)
-        if not isinstance(answer, Granted):
+        answer = self._ask(one)
+        if not answer.done() or answer.exception() is not None:
             return self._until_here(one, answer)
-        handed = self._hand_out(one, answer)
+        handed = self._hand_out(one, answer.result())
         return handed if isinstance(handed, Body) else self._until_here(one, handed=handed)
 
     async def _until_here(
@@ -179,10 +177,10 @@ class Claims:
         session.waiting += 1
         self._waiting.add(one)
         try:
-            with Telling(self.host, one, subject, look, body.own, one.end) as telling:
+            with Telling(self.host, one, subject, look, body.own):
                 granted = await self._answered(one, answer)
                 if granted is None:
-                    raise _in_vain(one, *await telling.why())
+                    raise _in_vain(one, *await look(LAST_S))
             return granted
         finally:
             session.waiting -= 1
@@ -231,34 +229,9 @@ class Claims:
 
     def _ask(self, one: _Waiting) -> asyncio.Future[Any]:
         """The shard's primary, as the roster names it now."""
-        roster = self.host.roster
-        home = roster.home(one.body.partition)
-        if home != self.host.address:
-            caller = Caller(self.host.address, self.host.incarnation, one.session.id)
-            asked = self._asked(one)
-            return self.mesh.ask(home, asked, caller=caller, timeout_s=ASK_S, epoch=roster.epoch)
-        answer = self._ask_here(one)
-        if isinstance(answer, asyncio.Future):
-            return answer
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        done.set_result(answer)
-        return done
-
-    def _ask_here(self, one: _Waiting) -> Granted | asyncio.Future[Any]:
+        roster, body = self.host.roster, one.body
         caller = Caller(self.host.address, self.host.incarnation, one.session.id)
-        try:
-            self.host.speak()
-            outcome = self.queues.claim(caller, self._asked(one))
-        except DataplaneError as exc:
-            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            failed.set_exception(exc)
-            return failed
-        return outcome
-
-    def _asked(self, one: _Waiting) -> Claim:
-        """As the shard is asked."""
-        body = one.body
-        return Claim(
+        asked = Claim(
             body.partition,
             body.generation,
             body.stage,
@@ -273,6 +246,8 @@ class Claims:
             plan=body.plan,
             rank=body.rank,
         )
+        home = roster.home(body.partition)
+        return self.mesh.ask(home, asked, caller=caller, timeout_s=ASK_S, epoch=roster.epoch)
 
     def _withdraw(self, one: _Waiting) -> None:
         """Nobody waits for it: what it was granted goes back, and what comes of it later."""

@@ -6,7 +6,6 @@ for what a call that waits says in the log.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Iterable
 
 from dataplane.errors import ClaimTimeout, DataplaneError, StaleEpoch, Unavailable
@@ -14,12 +13,10 @@ from dataplane.metadata.shard import reasons
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.notices import Telling, Why
+from dataplane.peer.notices import LAST_S, Telling, Why
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Request, StatsDone, Wait
 from dataplane.wire.peering import Missing
-
-WHY_S = 2.0
 
 
 def _wanted(body: Claim | Wait) -> str:
@@ -46,18 +43,17 @@ class Waits:
 
     async def wait(self, session: Session, request: Request, body: Wait) -> Body:
         """Until the shard says that it is so. ClaimTimeout, StreamEnd, PartitionGone."""
-        end = self.host.now() + body.timeout_ms / 1000 if body.timeout_ms >= 0 else math.inf
         look = self.looks(session, body)
         subject = reasons.Subject(
             "wait", body.partition, body.stage, (body.generation, body.unit, str(body.where))
         )
         what = f"wait for stage {body.stage!r} of partition {body.partition!r}"
-        with Telling(self.host, what, subject, look, end=end) as telling:
+        with Telling(self.host, what, subject, look):
             try:
                 done: Body = await self.router.wait(body)
                 return done
             except (ClaimTimeout, StaleEpoch, Unavailable) as exc:
-                told, details = await telling.why()
+                told, details = await look(LAST_S)
                 raise ClaimTimeout(
                     f"waiting for stage {body.stage!r} of {body.partition!r}, which did not come "
                     f"within {body.timeout_ms / 1000:g} s: {told}",
@@ -76,7 +72,7 @@ class Waits:
         """`why` of one call. claim: its number at the moment. own: who waits may be who could end
         it, and is told."""
 
-        def look(limit_s: float = WHY_S) -> Awaitable[Why]:
+        def look(limit_s: float) -> Awaitable[Why]:
             return self._why(session, body, claim(), own, limit_s)
 
         return look

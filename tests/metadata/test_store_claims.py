@@ -241,6 +241,14 @@ def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> No
     assert near(s, "a", 1) == [6]
 
 
+def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
+    s = store()
+    at("a", s, [1])
+    at("b", s, [2])
+    s.put(Wrote(named([3]), [Column("tokens", values(1, 8))], SPECS, [INLINE], {}, inline=bytes(8)))
+    assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
+
+
 def test_the_first_rows_of_a_partition_lie_somewhere_too() -> None:
     s = store()
     at("a", s, [1])

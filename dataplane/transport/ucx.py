@@ -116,12 +116,12 @@ class UcxTransport(Transport):
 
     def _opened(self) -> UcpWorker:
         """In the thread that will use it."""
+        self._own.bind()  # before there is a context: where no GPU is current it leaves it out
         features = self._binding.Feature.RMA, self._binding.Feature.WAKEUP
         context = self._binding.UCXContext({}, feature_flags=features)
         worker = self._binding.UCXWorker(context)
         ucp = UcpWorker(int(context.handle), int(worker.handle))
         self._alive = context, worker  # for as long as there is anything of them
-        self._own.bind()
         own = self._own.stretches.all
         keys = [ucp.register(one.address, one.nbytes, self._own.on_gpu) for one in own]
         card = Card(ucp.address(), list(own), keys)

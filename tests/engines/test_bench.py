@@ -28,7 +28,7 @@ def test_an_engines_bare_loop_moves_every_byte(engine: str) -> None:
 
 
 def test_pulls_over_an_engine_are_measured_beside_its_bare_loop(engine: str) -> None:
-    told, _ = measure([engine], "cpu", 1, lambda done, of: None, SHAPES, arena="128MiB")
+    told, _ = measure([engine], 1, lambda done, of: None, SHAPES, arena="128MiB")
     assert set(told[engine]) == {shape.name for shape in SHAPES}, told[engine]
     for measured in told[engine].values():
         assert measured["GBps"] > 0 and measured["ceiling_GBps"] > 0

@@ -17,7 +17,7 @@ from dataplane.memory.device_cuda import CudaDevice
 from dataplane.transport import communicators
 from dataplane.transport.communicators import NcclRanks
 from tests.end_to_end.conftest import PLANE, Cluster
-from tests.transport.ranks import check_abort, check_order, pair_of
+from tests.transport.ranks import check_abort, check_given_up, check_order, pair_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,11 +32,23 @@ def sharing() -> bool:
         return False
 
 
+def in_a_process(name: str) -> None:
+    """Runs a function of this file where NCCL may leave threads and descriptors behind."""
+    work = f"import os; from tests.gpu import test_ranks; test_ranks.{name}(); os._exit(0)"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", work]
+    subprocess.run(command, check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
+
+
 def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
     if CudaDevice.count() < 2 and not sharing():
         pytest.skip(
             "not run: needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 for two ranks"
         )
+    in_a_process("order_and_abort")
+
+
+def order_and_abort() -> None:
     devices = CudaDevice(0), CudaDevice(min(1, CudaDevice.count() - 1))
     pools = [device.allocate(2 * MIB) for device in devices]
     source = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
@@ -50,24 +62,14 @@ def test_ranks_send_in_order_and_end_when_they_are_aborted() -> None:
     assert np.array_equal(target[:1024], source[2048:3072])
     assert np.array_equal(target[1024:], source[:2048])
     check_abort(receiver, sender, pools[0].address)
-    for device in devices:
-        device.close()
 
 
 def test_a_join_is_given_up_when_nobody_needs_it() -> None:
-    """In a process of its own: NCCL's join goes on until that ends."""
-    work = """
-import os
-from dataplane.memory.device_cuda import CudaDevice
-from dataplane.transport.communicators import NcclRanks
-from tests.transport.ranks import check_given_up
-check_given_up(NcclRanks(CudaDevice(0)))
-os._exit(0)  # as a bulk worker ends: without a word to that thread
-"""
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", work]
-    subprocess.run(command, check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
+    in_a_process("join_given_up")
+
+
+def join_given_up() -> None:
+    check_given_up(NcclRanks(CudaDevice(0)))
 
 
 def test_values_go_from_one_peer_to_another_over_nccl(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,6 +135,38 @@ def test_a_client_killed_with_views_or_in_a_put_leaves_the_pool_exact(
     worker.kill()
     if what == "views":
         part.claim("s", rows=4, timeout=20).ack()
+    all_free(plane)
+
+
+def test_a_graph_that_one_thread_captures_is_left_alone_by_what_another_puts_and_reads(
+    plane: dataplane.Plane,
+) -> None:
+    torch = pytest.importorskip("torch")
+    part = plane.partition("p", stages={"s": ["x"]})
+    tensors = [torch.ones(1000, device="cuda")] * 4
+    counted = torch.zeros(1000, device="cuda")
+    captured, kept = threading.Event(), list[Any]()
+
+    def work() -> None:
+        while not captured.is_set():
+            part.put({"x": tensors})
+            batch = part.claim("s", rows=4, timeout=20)
+            kept.append(list(batch["x"]))  # see docs/gpu.md: views are kept meanwhile
+            batch.ack()
+
+    graph, worker = torch.cuda.CUDAGraph(), threading.Thread(target=work)
+    with torch.cuda.graph(graph):
+        worker.start()
+        for _ in range(50):
+            counted += 1
+            time.sleep(0.01)
+        meanwhile = len(kept)
+    captured.set()
+    worker.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (counted == 50).all() and meanwhile > 2
+    kept.clear()
     all_free(plane)
 
 

@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -72,28 +73,21 @@ AFTER_S = 0.4
 find out why there are none."""
 
 
+@dataclass(eq=False, repr=False)
 class Door:
     """Listens on the socket, and calls one handler per type of body."""
 
-    def __init__(
-        self,
-        host: Host,
-        sessions: Sessions,
-        handlers: dict[type[Body], Handler],
-        unsent: Callable[[Session, Request, Body], None],
-        unpin: Callable[[Session, list[int]], None],
-        serving: Serving,
-        is_over: Callable[[], bool],
-    ) -> None:
-        self.host = host
-        self.sessions = sessions
-        self.handlers = handlers
-        self.unsent = unsent
-        """takes back what an answer hands out that nobody is there to receive"""
-        self.unpin = unpin
-        self.serving = serving
-        self.is_over = is_over
-        """asked as a new client comes: whether this peer was about to end before it did"""
+    host: Host
+    sessions: Sessions
+    handlers: dict[type[Body], Handler]
+    unsent: Callable[[Session, Request, Body], None]
+    """takes back what an answer hands out that nobody is there to receive"""
+    unpin: Callable[[Session, list[int]], None]
+    serving: Serving
+    is_over: Callable[[], bool]
+    """asked as a new client comes: whether this peer was about to end before it did"""
+
+    def __post_init__(self) -> None:
         self.observe: Callable[[Body, Body, float], None] | None = None
         """told of each call that was answered: request, answer, when it began"""
         self.connections: set[Connection] = set()

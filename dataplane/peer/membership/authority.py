@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -41,28 +42,23 @@ HURRY_S = 0.1
 Commit = Callable[[Roster], Awaitable[bool]]
 
 
+@dataclass(eq=False, repr=False)
 class Office:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        adopt: Callable[[Roster], None],
-        keeper: SeedKeeper,
-        depose: Callable[[], None],
-    ) -> None:
-        """depose: ends this process's part in the plane, so that it returns as a new one"""
-        self.host = host
-        self.mesh = mesh
-        self._adopt = adopt
-        self._keeper = keeper
-        self._depose = depose
+    host: Host
+    mesh: Mesh
+    _adopt: Callable[[Roster], None]
+    _keeper: SeedKeeper
+    _depose: Callable[[], None]
+    """ends this process's part in the plane, so that it returns as a new one"""
+
+    def __post_init__(self) -> None:
         self._authority: Authority | None = None
         self._published = (0, 0)
-        self._silence = Silence(host.address)
+        self._silence = Silence(self.host.address)
         self._asked: set[Owner] = set()
         self._wanted: dict[str, bool] = {}
         self._committing: asyncio.Task[None] | None = None
-        mesh.others.on_away.append(self._away)
+        self.mesh.others.on_away.append(self._away)
 
     @property
     def is_open(self) -> bool:

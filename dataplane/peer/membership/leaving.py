@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,22 +36,16 @@ POLL_S = 0.1
 MAX_RANGES = 4096
 
 
+@dataclass(eq=False, repr=False)
 class Leaving:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        membership: Membership,
-        copying: Copying,
-        door: Door,
-        settle: Callable[[Entry], None],
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.membership = membership
-        self.copying = copying
-        self.door = door
-        self.settle = settle
+    host: Host
+    mesh: Mesh
+    membership: Membership
+    copying: Copying
+    door: Door
+    settle: Callable[[Entry], None]
+
+    def __post_init__(self) -> None:
         self._moving: set[Owner] = set()
 
     # at the peer that leaves

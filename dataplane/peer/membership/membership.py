@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,36 +42,30 @@ LOG_EVERY_S = 5.0
 ASK_S = 2.0
 
 
+@dataclass(eq=False, repr=False)
 class Membership:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        keeper: SeedKeeper,
-        serving: Serving,
-        peer: Peer,
-        begins_anew: bool = False,
-    ) -> None:
-        """peer: says of itself what each life sign has, and follows rosters. begins_anew: peers of
-        a launch before may still be where others of this one will be"""
-        self.host = host
-        self.mesh = mesh
-        self.keeper = keeper
-        self.serving = serving
-        self.peer = peer
+    host: Host
+    mesh: Mesh
+    keeper: SeedKeeper
+    serving: Serving
+    peer: Peer
+    """says of itself what each life sign has, and follows rosters"""
+    begins_anew: bool = False
+    """peers of a launch before may still be where others of this one will be"""
+
+    def __post_init__(self) -> None:
         self.left = asyncio.Event()
         """this peer wanted to leave, and the plane goes on without it"""
         self.deposed = asyncio.Event()
         """the plane goes on without this process: it may return as a new one"""
-        self.office = Office(host, mesh, self.adopt, keeper, self.deposed.set)
-        self.begins_anew = begins_anew
+        self.office = Office(self.host, self.mesh, self.adopt, self.keeper, self.deposed.set)
         self._admitted = False
         self._leaving = False
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
-        mesh.handlers |= {Beat: self._beat, Rostered: self._rostered}
-        mesh.on_stale = self.beat_now
+        self.mesh.handlers |= {Beat: self._beat, Rostered: self._rostered}
+        self.mesh.on_stale = self.beat_now
 
     # life signs
 

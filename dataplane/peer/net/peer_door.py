@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any, cast
 
@@ -66,24 +67,19 @@ the backup catches up."""
 Handler = Callable[[Caller, Any], Body | Awaitable[Body]]
 
 
+@dataclass(eq=False, repr=False)
 class PeerDoor:
-    def __init__(
-        self,
-        host: Host,
-        handlers: dict[type[Body], Handler],
-        hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]],
-        gate: Gate,
-        serving: Serving,
-    ) -> None:
-        self.host = host
-        self.handlers = handlers
-        self._hold = hold
-        """has them end with this peer"""
-        self._gate = gate
-        self._serving = serving
+    host: Host
+    handlers: dict[type[Body], Handler]
+    _hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]]
+    """has them end with this peer"""
+    _gate: Gate
+    _serving: Serving
+
+    def __post_init__(self) -> None:
         self._router: Socket | None = None
         self._once = Once(Operations())
-        self.streams = Streams(gate.encrypted, self._arrived)
+        self.streams = Streams(self._gate.encrypted, self._arrived)
         self.refusals = Refusals(log, "the peer door")
         self.limit_bytes = limits.MAX_BYTES_UNDER_WAY
         self._waiting_bytes = 0

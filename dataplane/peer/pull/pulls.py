@@ -12,6 +12,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from operator import gt
 from typing import Any, TypeVar
 
@@ -65,26 +66,22 @@ MOST_LOOKED_AT = 16_384
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Pulls:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        room: Room,
-        devices: Devices,
-        transport: TransportChoice = AUTO,
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.room = room
-        self.devices = devices
+    host: Host
+    mesh: Mesh
+    room: Room
+    devices: Devices
+    transport: TransportChoice = AUTO
+
+    def __post_init__(self) -> None:
         self.engine: BulkEngine | None = None
-        self.sampling = Sampling(host, mesh, room, transport)
-        self.paths = Paths(mesh, self.sampling, transport, TCP, "values")
+        self.sampling = Sampling(self.host, self.mesh, self.room, self.transport)
+        self.paths = Paths(self.mesh, self.sampling, self.transport, TCP, "values")
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
-        mesh.handlers[Pull] = self._pull_here
+        self.mesh.handlers[Pull] = self._pull_here
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """by the owner's incarnation and the range's key; only what somebody brings now"""
         self._looked_at: set[Owner] = set()

@@ -4,6 +4,7 @@ seal, resetting a stage, the trainer's next version."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from dataplane.errors import DataplaneError, TagConflict, Unavailable
@@ -28,20 +29,16 @@ from dataplane.wire.messages import (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Changes:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        partitions: Partitions,
-        settle: Callable[[Entry], None],
-    ) -> None:
-        self.host = host
-        self.router = router
-        self.partitions = partitions
-        self.settle = settle
-        mesh.handlers |= dict.fromkeys(_CHANGES, self._change_here) | {Drop: self._drop_here}
+    host: Host
+    mesh: Mesh
+    router: Router
+    partitions: Partitions
+    settle: Callable[[Entry], None]
+
+    def __post_init__(self) -> None:
+        self.mesh.handlers |= dict.fromkeys(_CHANGES, self._change_here) | {Drop: self._drop_here}
 
     # asked for by clients
 

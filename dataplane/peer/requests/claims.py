@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -96,26 +97,18 @@ class _Waiting(msgspec.Struct, eq=False):
         return f"claim of {much} ({want.unit}) for stage {stage!r} of partition {name!r}"
 
 
+@dataclass(eq=False, repr=False)
 class Claims:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        leases: Leases,
-        finishing: Finishing,
-        reading: Reading,
-        waits: Waits,
-        room: Room,
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.router = router
-        self.leases = leases
-        self.finishing = finishing
-        self.reading = reading
-        self.waits = waits
-        self.room = room
+    host: Host
+    mesh: Mesh
+    router: Router
+    leases: Leases
+    finishing: Finishing
+    reading: Reading
+    waits: Waits
+    room: Room
+
+    def __post_init__(self) -> None:
         self.far_bytes = ByLabel()
         """by stage: what claims were granted of values that other hosts have"""
         # no claim of another peer, or of this one's last life, has the same number

@@ -6,6 +6,7 @@ A session that ends releases all it held, which the shard is told until it has a
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from dataplane.errors import LeaseExpired
 from dataplane.memory.admission import Admission
@@ -26,30 +27,22 @@ from dataplane.wire.peering import Withdraw
 from dataplane.wire.records import U4, column
 
 
+@dataclass(eq=False, repr=False)
 class Finishing:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        leases: Leases,
-        grants: Grants,
-        references: References,
-        copying: Copying,
-        share: MetadataShare,
-        settle: Callable[[Entry], None],
-    ) -> None:
-        self.host = host
-        self.router = router
-        self.leases = leases
-        self.grants = grants
-        self.references = references
-        self.copying = copying
-        self.share = share
-        self.settle = settle
+    host: Host
+    mesh: Mesh
+    router: Router
+    leases: Leases
+    grants: Grants
+    references: References
+    copying: Copying
+    share: MetadataShare
+    settle: Callable[[Entry], None]
+
+    def __post_init__(self) -> None:
         self.abandoned_leases = 0
         """that clients held when they ended"""
-        mesh.handlers[Finish] = self._finish_here
+        self.mesh.handlers[Finish] = self._finish_here
 
     def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
         committed = NONE

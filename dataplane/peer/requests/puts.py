@@ -7,6 +7,7 @@ again, so that a failure leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from dataplane.errors import ProtocolError
@@ -25,25 +26,18 @@ from dataplane.wire.records import DIGEST, U4, column
 from dataplane.wire.tables import Column, Owner
 
 
+@dataclass(eq=False, repr=False)
 class Writing:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        grants: Grants,
-        references: References,
-        copying: Copying,
-        share: MetadataShare,
-        settle: Callable[[Entry], None],
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.grants = grants
-        self.references = references
-        self.copying = copying
-        self.share = share
-        self.settle = settle
-        mesh.handlers[Put] = self._put_here
+    host: Host
+    mesh: Mesh
+    grants: Grants
+    references: References
+    copying: Copying
+    share: MetadataShare
+    settle: Callable[[Entry], None]
+
+    def __post_init__(self) -> None:
+        self.mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
         """At once where the shard is here, and has room."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -58,22 +59,17 @@ Resolved = tuple[Table, int]
 """A table of PLACE columns, and the pin that holds them (0: nothing to hold)."""
 
 
+@dataclass(eq=False, repr=False)
 class Reading:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        leases: Leases,
-        pulls: Pulls,
-        device_pulls: DevicePulls,
-    ) -> None:
-        self.host = host
-        self.router = router
-        self.leases = leases
-        self.pulls = pulls
-        self.device_pulls = device_pulls
-        mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
+    host: Host
+    mesh: Mesh
+    router: Router
+    leases: Leases
+    pulls: Pulls
+    device_pulls: DevicePulls
+
+    def __post_init__(self) -> None:
+        self.mesh.handlers |= {Read: self._read_here, Fetch: self._fetch_here}
 
     # resolving
 

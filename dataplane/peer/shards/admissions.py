@@ -56,26 +56,23 @@ class _Waiting:
     answer: Answer = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+@dataclass(eq=False, repr=False)
 class Admissions:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        partitions: Partitions,
-        on_wait: Callable[[], None],
-    ) -> None:
-        """on_wait: called while somebody waits here, in every turn."""
-        self.host = host
-        self.router = router
-        self.on_wait = on_wait
+    host: Host
+    mesh: Mesh
+    router: Router
+    partitions: Partitions
+    on_wait: Callable[[], None]
+    """called while somebody waits here, in every turn"""
+
+    def __post_init__(self) -> None:
         # nobody of another peer, or of this one's last life, has the same number
         self._numbers = itertools.count(1 + secrets.randbits(62))
         self._waiting: dict[tuple[str, int], dict[int, _Waiting]] = {}
         """by partition, the oldest first"""
         self._past: OrderedDict[int, None] = OrderedDict()
-        partitions.on_phase.append(self._on_phase)
-        mesh.handlers |= {Admit: self._admit_here, Unadmit: self._unadmit_here}
+        self.partitions.on_phase.append(self._on_phase)
+        self.mesh.handlers |= {Admit: self._admit_here, Unadmit: self._unadmit_here}
 
     # asked for by clients of this host
 

@@ -59,27 +59,22 @@ class _Origin:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+@dataclass(eq=False, repr=False)
 class Replicas:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        partitions: Partitions,
-        shipping: Shipping,
-        references: References,
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.partitions = partitions
-        self.shipping = shipping
-        self.references = references
-        self.copying = shipping.copying
+    host: Host
+    mesh: Mesh
+    partitions: Partitions
+    shipping: Shipping
+    references: References
+
+    def __post_init__(self) -> None:
+        self.copying = self.shipping.copying
         self._origins: dict[Owner, _Origin] = {}
         self._named: set[Owner] = set()
         """whose values the rows name that were taken over just now"""
-        mesh.handlers[Append] = self._append
-        mesh.has = self.has
-        mesh.handlers[Inherited] = self.references.inherited
+        self.mesh.handlers[Append] = self._append
+        self.mesh.has = self.has
+        self.mesh.handlers[Inherited] = self.references.inherited
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""

@@ -62,29 +62,23 @@ class _Stage:
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class ClaimQueues:
-    """producers: how many puts wait for room here, or at this peer's shards."""
+    host: Host
+    mesh: Mesh
+    partitions: Partitions
+    copying: Copying
+    settle: Callable[[Entry], None]
+    producers: Callable[[], int]
+    """how many puts wait for room here, or at this peer's shards"""
 
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        partitions: Partitions,
-        copying: Copying,
-        settle: Callable[[Entry], None],
-        producers: Callable[[], int],
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.copying = copying
-        self.settle = settle
-        self.producers = producers
+    def __post_init__(self) -> None:
         self._stages: dict[tuple[str, int, str], _Stage] = {}
         self._answers: dict[int, Answer] = {}
         self._past: OrderedDict[int, None] = OrderedDict()
         self._yields_until = 0.0
-        partitions.on_phase.append(self._on_phase)
-        mesh.handlers |= {
+        self.partitions.on_phase.append(self._on_phase)
+        self.mesh.handlers |= {
             Claim: self.claim,
             Withdraw: self._withdraw,
             Wait: self._wait,

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dataplane.errors import (
     DeadlineExceeded,
@@ -50,26 +51,22 @@ MAX_NAMES = 10_000
 """Partitions that clients here attached to, whose names are remembered: the last ones."""
 
 
+@dataclass(eq=False, repr=False)
 class Partitions:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        router: Router,
-        shipping: Shipping,
-        settle: Callable[[Entry], None],
-    ) -> None:
-        self.host = host
-        self.router = router
-        self.shipping = shipping
-        self.settle = settle
+    host: Host
+    mesh: Mesh
+    router: Router
+    shipping: Shipping
+    settle: Callable[[Entry], None]
+
+    def __post_init__(self) -> None:
         self.on_phase: list[Callable[[Entry, str], None]] = []
         """called when a partition whose shard is here was sealed or dropped"""
         self.heard_of: dict[str, None] = {}
         """partitions that clients here attached to, for people"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
-        mesh.handlers |= {
+        self.mesh.handlers |= {
             Define: self._define,
             Losses: self._losses_here,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
@@ -51,22 +52,16 @@ def is_standstill(answers: list[Stirring]) -> bool:
     return any(answer.claims for answer in answers) or not any(a.claimable for a in answers)
 
 
+@dataclass(eq=False, repr=False)
 class Standstill:
-    def __init__(
-        self,
-        host: Host,
-        mesh: Mesh,
-        sessions: Sessions,
-        claims: Claims,
-        queues: ClaimQueues,
-        spilling: Spilling | None,
-    ) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.sessions = sessions
-        self.claims = claims
-        self.queues = queues
-        self.spilling = spilling
+    host: Host
+    mesh: Mesh
+    sessions: Sessions
+    claims: Claims
+    queues: ClaimQueues
+    spilling: Spilling | None
+
+    def __post_init__(self) -> None:
         self._looks = 0
         self._done: list[int] = []
         """operations of the hosts at the last look"""
@@ -74,7 +69,7 @@ class Standstill:
         self._next_look = 0.0
         self._alive = ""
         """where somebody was seen at the last look: asked first the next time"""
-        mesh.handlers[CanFree] = self._asked
+        self.mesh.handlers[CanFree] = self._asked
 
     def __repr__(self) -> str:
         return f"<Standstill seen {self._looks} times>"

@@ -37,6 +37,7 @@ _RESIDENT = re.compile(r"^Rss: +(\d+) kB$")
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,6 +52,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 MAP_UNIT_BYTES = mmap.PAGESIZE
 """Mappings begin and end at multiples of this; it may be larger than the arena's own pages."""
@@ -120,16 +122,32 @@ class Arena:
                 pass  # somebody still looks into it; it ends with that view
 
 
-def map_shared(fd: int, offset: int, length: int, *, writable: bool) -> int:
-    """The address of a shared mapping. A writable one is not inherited by forks."""
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, offset)
-    if address == _FAILED:
-        raise _os_error(f"cannot map {length} bytes at {offset}")
-    if writable and _libc.madvise(address, length, _MADV_DONTFORK):
+def map_to_read(fd: int, length: int) -> int:
+    """The address of a shared mapping that can be read."""
+    return _shared(fd, length, mmap.PROT_READ)
+
+
+def map_to_write(fd: int, length: int) -> int:
+    """The address of a shared mapping of which nothing can be touched before it is
+    `let_write`. Forks do not inherit it."""
+    address = _shared(fd, length, _PROT_NONE)
+    if _libc.madvise(address, length, _MADV_DONTFORK):
         error = _os_error("cannot keep a mapping from forks")
         _libc.munmap(address, length)
         raise error
+    return address
+
+
+def let_write(address: int, length: int) -> None:
+    """Open a part of a mapping that was made for it. What is open already stays as it is."""
+    if _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise _os_error(f"cannot open {length} bytes for writing")
+
+
+def _shared(fd: int, length: int, access: int) -> int:
+    address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        raise _os_error(f"cannot map {length} bytes")
     want_huge_pages(address, length)
     return address
 

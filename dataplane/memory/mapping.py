@@ -1,8 +1,8 @@
-"""A client's mappings of the arena: all of it for reading, granted extents for writing.
+"""A client's mappings of the arena: one for reading, one of which granted extents can be written.
 
 Runs in the client. Views that a user holds keep the pin alive that protects their bytes, and the
-mapping under them: numpy's chain of bases leads from each view to the pin. A writable mapping is
-never made of anything but granted extents, and no view comes from one.
+mapping under them: numpy's chain of bases leads from each view to the pin. Nothing but granted
+extents is ever opened for writing, and no view comes from there.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import PeerLost, ProtocolError
-from dataplane.memory.arena import MAP_UNIT_BYTES, map_shared, populate, unmap
+from dataplane.memory.arena import (
+    MAP_UNIT_BYTES,
+    let_write,
+    map_to_read,
+    map_to_write,
+    populate,
+    unmap,
+)
 
-MAX_WINDOWS = 64
-MAX_WINDOW_BYTES = 1 << 30
-"""Windows that touch become one, up to this size."""
+MAX_STRETCHES = 1 << 14
+"""So many are open in one mapping at most: for the kernel each, and each gap, is a mapping of its
+own, of which a process has 65,530 (`vm.max_map_count`)."""
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -31,9 +38,8 @@ class _Mapping:
 
     __slots__ = ("__weakref__", "address", "length")
 
-    def __init__(self, fd: int, offset: int, length: int, *, writable: bool) -> None:
-        self.address = map_shared(fd, offset, length, writable=writable)
-        self.length = length
+    def __init__(self, map_it: Callable[[int, int], int], fd: int, length: int) -> None:
+        self.address, self.length = map_it(fd, length), length
         end = weakref.finalize(self, unmap, self.address, length, os.getpid())
         end.atexit = False
 
@@ -79,7 +85,7 @@ class ReadMap:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._mapping: _Mapping | None = _Mapping(fd, 0, size_bytes, writable=False)
+        self._mapping: _Mapping | None = _Mapping(map_to_read, fd, size_bytes)
 
     def __repr__(self) -> str:
         return f"<ReadMap {self.size_bytes} B>"
@@ -100,16 +106,17 @@ class ReadMap:
         return np.asarray(pin)
 
 
-class _Window:
-    """A writable mapping of `start..end` of the arena; arrays from it keep it mapped."""
+class _Writable:
+    """The whole arena, of which only what is open can be touched; arrays from it keep it mapped."""
 
-    __slots__ = ("__weakref__", "end", "mapping", "present", "start")
+    __slots__ = ("__weakref__", "mapping", "open", "present", "stretches")
 
-    def __init__(self, fd: int, start: int, end: int) -> None:
-        self.start, self.end = start, end
-        self.mapping = _Mapping(fd, start, end - start, writable=True)
-        self.present = np.zeros((end - start) // MAP_UNIT_BYTES, np.bool_)
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.mapping = _Mapping(map_to_write, fd, size_bytes)
+        self.open = np.zeros(-(-size_bytes // MAP_UNIT_BYTES), np.bool_)
+        self.present = np.zeros(len(self.open), np.bool_)
         """Pages brought in once; asking the kernel again costs 20 us a MiB."""
+        self.stretches = 0
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -117,78 +124,78 @@ class _Window:
 
 
 class WriteMaps:
-    """Windows of granted extents, kept mapped: the peer tends to grant the same ones again.
+    """Granted extents, kept open: the peer tends to grant the same ones again, and a page that this
+    process has written before costs no fault.
 
     For several threads. `fd` is the arena's writable descriptor and stays the caller's, open for
-    as long as this is used. The least recently used window ends when there are too many.
+    as long as this is used.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._size_bytes = os.fstat(fd).st_size
         self._lock = threading.Lock()
-        self._windows: OrderedDict[int, _Window] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._windows)
+        self._current: _Writable | None = None
 
     def __repr__(self) -> str:
-        mapped = sum(window.mapping.length for window in list(self._windows.values()))
-        return f"<WriteMaps {len(self)} windows, {mapped} B>"
+        pages = 0 if self._current is None else np.count_nonzero(self._current.open)
+        return f"<WriteMaps {len(self)} stretches, {pages * MAP_UNIT_BYTES} B>"
+
+    def __len__(self) -> int:
+        """How many stretches are open."""
+        return 0 if self._current is None else self._current.stretches
 
     def view(self, offset: int, length: int) -> ByteArray:
         """Writable bytes of a granted extent, or of a part. It stays mapped while held."""
-        window = self._window(offset, length)
-        base = np.asarray(window)
-        return np.ndarray((length,), np.uint8, buffer=base, offset=offset - window.start)
+        base = np.asarray(self._opened(offset, length)[0])
+        return np.ndarray((length,), np.uint8, buffer=base, offset=offset)
 
     def populate(self, offset: int, length: int) -> bool:
         """Bring the pages of a granted extent in before it is written, from any thread: Python
         goes on elsewhere. False where the kernel cannot, which costs speed only."""
-        window = self._window(offset, length)
-        first = (offset - window.start) // MAP_UNIT_BYTES
-        last = -(-(offset + length - window.start) // MAP_UNIT_BYTES)
-        if not window.present[first:last].all():
-            address = window.mapping.address + first * MAP_UNIT_BYTES
+        writable, first, last = self._opened(offset, length)
+        if not writable.present[first:last].all():
+            address = writable.mapping.address + first * MAP_UNIT_BYTES
             if not populate(address, (last - first) * MAP_UNIT_BYTES):
                 return False
-            window.present[first:last] = True
+            writable.present[first:last] = True
         return True
 
     def close(self) -> None:
-        """Let go of all windows; those under arrays that are still held end with these. No more
-        are opened: PeerLost."""
+        """Let go of the arena; what arrays that are still held are of stays mapped as long as
+        these. Nothing more is opened: PeerLost."""
         with self._lock:
-            self._fd = -1
-            self._windows.clear()
+            self._fd, self._current = -1, None
 
-    def _window(self, offset: int, length: int) -> _Window:
+    def _opened(self, offset: int, length: int) -> tuple[_Writable, int, int]:
+        """The mapping, in which this is open, and the first and last of its pages."""
         if offset < 0 or length < 0 or offset + length > self._size_bytes:
             raise ProtocolError(
                 f"an extent of {length} bytes at {offset} is not in an arena of "
                 f"{self._size_bytes} bytes"
             )
-        start = offset // MAP_UNIT_BYTES * MAP_UNIT_BYTES
-        end = -(-max(offset + length, start + 1) // MAP_UNIT_BYTES) * MAP_UNIT_BYTES
+        first, last = offset // MAP_UNIT_BYTES, -(-(offset + length) // MAP_UNIT_BYTES)
         with self._lock:
-            for window in reversed(self._windows.values()):
-                if window.start <= start and end <= window.end:
-                    self._windows.move_to_end(window.start)
-                    return window
-            return self._open(start, end)
+            if self._fd < 0:
+                raise _no_arena()
+            current = self._current
+            if current is None or not current.open[first:last].all():
+                if current is None or current.stretches == MAX_STRETCHES:
+                    self._current = current = _Writable(self._fd, self._size_bytes)
+                _open(current, first, last)
+        return current, first, last
 
-    def _open(self, start: int, end: int) -> _Window:
-        """A new window, which takes the place of those that it touches."""
-        if self._fd < 0:
-            raise _no_arena()
-        for window in list(self._windows.values()):
-            touches = window.start <= end and start <= window.end
-            both = max(end, window.end) - min(start, window.start)
-            if touches and both <= MAX_WINDOW_BYTES:
-                start, end = min(start, window.start), max(end, window.end)
-                del self._windows[window.start]
-        window = _Window(self._fd, start, end)
-        self._windows[start] = window
-        while len(self._windows) > MAX_WINDOWS:
-            self._windows.popitem(last=False)
-        return window
+
+def _open(writable: _Writable, first: int, last: int) -> None:
+    """These pages, of which some may be open."""
+    around = writable.open[max(first - 1, 0) : last + 1]
+    before = _runs(around)
+    address = writable.mapping.address + first * MAP_UNIT_BYTES
+    let_write(address, (last - first) * MAP_UNIT_BYTES)
+    writable.open[first:last] = True
+    writable.stretches += _runs(around) - before
+
+
+def _runs(pages: npt.NDArray[np.bool_]) -> int:
+    """How many stretches of True there are."""
+    return int(pages[0]) + int(np.count_nonzero(pages[1:] > pages[:-1]))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dataplane.client.write.parallel import MAX_THREADS, Copy, carry_out, populate
-from dataplane.memory import mapping
 from dataplane.memory.mapping import WriteMaps
 
 MIB = 1 << 20
@@ -82,22 +81,29 @@ def test_what_fails_in_any_thread_is_raised() -> None:
         carry_out(wrong, 128 * MIB)
 
 
-def test_pages_are_brought_in_by_pieces_of_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    real = mapping.map_shared
-
-    def counted(fd: int, offset: int, length: int, *, writable: bool) -> int:
-        made.append(length)
-        return real(fd, offset, length, writable=writable)
-
-    monkeypatch.setattr(mapping, "map_shared", counted)
+@pytest.mark.parametrize(
+    "end, present",
+    [(101 * MIB, 71 * MIB), (100 * MIB + 4096, 70 * MIB + 4096), (MIB, MIB - 4096)],
+)
+def test_pages_are_brought_in_as_far_as_they_are_needed(end: int, present: int) -> None:
     fd = os.memfd_create("pages")
     try:
         os.ftruncate(fd, 128 * MIB)
         writes = WriteMaps(fd)
-        populate(writes, [(4096, 70 * MIB), (100 * MIB, MIB)], 71 * MIB)
-        assert len(made) == 2
-        assert os.fstat(fd).st_blocks * 512 >= 71 * MIB
+        populate(writes, [(4096, 70 * MIB), (100 * MIB, MIB)], end, 71 * MIB)
+        assert os.fstat(fd).st_blocks * 512 == present
+        writes.close()
+    finally:
+        os.close(fd)
+
+
+def test_a_few_pages_come_in_as_they_are_written() -> None:
+    fd = os.memfd_create("pages")
+    try:
+        os.ftruncate(fd, MIB)
+        writes = WriteMaps(fd)
+        populate(writes, [(0, MIB)], 4096, 4096)
+        assert os.fstat(fd).st_blocks == 0
         writes.close()
     finally:
         os.close(fd)

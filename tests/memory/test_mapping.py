@@ -1,8 +1,9 @@
-"""A client's mappings: views that keep their pin, and windows that only writers have."""
+"""A client's mappings: views that keep their pin, and what only writers have."""
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import warnings
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import PeerLost, ProtocolError
 from dataplane.memory import mapping
 from dataplane.memory.arena import Arena
 from dataplane.memory.mapping import ReadMap, WriteMaps
@@ -30,12 +31,13 @@ def view(base: np.ndarray, offset: int, count: int) -> np.ndarray:
     return np.ndarray((count,), np.float32, buffer=base, offset=offset)
 
 
-def mapped_bytes() -> int:
-    """Address space under memory files named as the arena's."""
+def mapped_bytes(access: str = "") -> int:
+    """Address space under memory files named as the arena's; of this access only, as the kernel
+    writes it."""
     total = 0
     with open("/proc/self/maps") as maps:
         for line in maps:
-            if "memfd:test" in line:
+            if "memfd:test" in line and line.split()[1].startswith(access):
                 low, high = (int(part, 16) for part in line.split()[0].split("-"))
                 total += high - low
     return total
@@ -85,7 +87,7 @@ def test_views_outlive_the_map_they_came_from(arena: Arena) -> None:
     assert mapped_bytes() == before
 
 
-def test_what_is_written_through_a_window_is_in_the_arena(arena: Arena) -> None:
+def test_what_is_written_through_a_view_is_in_the_arena(arena: Arena) -> None:
     writes = WriteMaps(arena.rw_fd)
     writes.view(PAGE + 64, 5)[:] = list(b"hello")
     assert bytes(arena.view[PAGE + 64 : PAGE + 69]) == b"hello"
@@ -93,61 +95,75 @@ def test_what_is_written_through_a_window_is_in_the_arena(arena: Arena) -> None:
     assert len(writes.view(PAGE, 0)) == 0
 
 
-def test_only_the_pages_of_granted_extents_are_mapped_writable(arena: Arena) -> None:
-    before = mapped_bytes()
+def test_only_the_pages_of_granted_extents_can_be_touched(arena: Arena) -> None:
+    before, can = mapped_bytes(), mapped_bytes("rw")
     writes = WriteMaps(arena.rw_fd)
     writes.view(8 * PAGE + 64, PAGE)
-    assert mapped_bytes() == before + 2 * PAGE
+    assert mapped_bytes("rw") == can + 2 * PAGE
+    assert mapped_bytes("---") == arena.size_bytes - 2 * PAGE
     for offset, length in ((63 * PAGE, 2 * PAGE), (-1, 5), (0, 65 * PAGE)):
         with pytest.raises(ProtocolError, match="not in an arena"):
             writes.view(offset, length)
     writes.close()
     assert mapped_bytes() == before
+    with pytest.raises(PeerLost):
+        writes.view(8 * PAGE, PAGE)
 
 
-def test_a_window_is_used_again_and_grows_with_its_neighbours(arena: Arena) -> None:
+def test_stretches_that_touch_are_one(arena: Arena) -> None:
+    can, writes = mapped_bytes("rw"), WriteMaps(arena.rw_fd)
+    for first, count, stretches in (
+        *((4, 4, 1), (5, 1, 1), (8, 1, 1), (2, 2, 1)),
+        *((20, 1, 2), (22, 1, 3), (0, 1, 4), (0, 24, 1), (63, 1, 2)),
+    ):
+        writes.view(first * PAGE, count * PAGE)
+        assert len(writes) == stretches
+    assert repr(writes) == f"<WriteMaps 2 stretches, {25 * PAGE} B>"
+    assert mapped_bytes("rw") == can + 25 * PAGE
+
+
+def test_a_page_that_was_written_costs_no_fault_when_others_are_opened(arena: Arena) -> None:
     writes = WriteMaps(arena.rw_fd)
-    writes.view(4 * PAGE, 4 * PAGE)
-    writes.view(5 * PAGE, PAGE)
-    assert len(writes) == 1
-    writes.view(8 * PAGE, PAGE)
-    writes.view(2 * PAGE, 2 * PAGE)
-    assert len(writes) == 1
-    writes.view(20 * PAGE, PAGE)
-    assert len(writes) == 2
-    assert "2 windows, 32768 B" in repr(writes)
+    views = [writes.view(at * PAGE, PAGE) for at in range(1, 63, 2)]
+    for one in views:
+        one[:] = 1
+    for at in range(0, 64, 2):
+        writes.view(at * PAGE, PAGE)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for at in range(1, 63, 2):
+        writes.view(at * PAGE, PAGE)[:] = 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < len(views)
 
 
-def test_the_least_recently_used_window_ends_but_not_under_an_array(
+def test_too_many_stretches_begin_a_new_mapping_but_not_under_an_array(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping, "MAX_WINDOWS", 2)
+    monkeypatch.setattr(mapping, "MAX_STRETCHES", 2)
     before = mapped_bytes()
     writes = WriteMaps(arena.rw_fd)
     held = writes.view(0, 4)
     writes.view(10 * PAGE, PAGE)
     writes.view(0, 4)
+    assert mapped_bytes() == before + arena.size_bytes
     writes.view(20 * PAGE, PAGE)
-    assert mapped_bytes() == before + 2 * PAGE
-    writes.view(30 * PAGE, PAGE)
-    assert len(writes) == 2
+    assert len(writes) == 1
     held[:] = list(b"abcd")
     assert bytes(arena.view[:4]) == b"abcd"
-    assert mapped_bytes() == before + 3 * PAGE
+    assert mapped_bytes() == before + 2 * arena.size_bytes
     del held
-    assert mapped_bytes() == before + 2 * PAGE
+    assert mapped_bytes() == before + arena.size_bytes
 
 
 def test_a_fork_has_no_writable_mapping(arena: Arena) -> None:
     writes = WriteMaps(arena.rw_fd)
+    before = mapped_bytes()
     writes.view(0, PAGE)
-    here = mapped_bytes()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads, which other tests may have left; this child needs no locks
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        lost = mapped_bytes() == here - PAGE
+        lost = mapped_bytes() == before
         writes.close()  # must not unmap what the child may have there
         os._exit(0 if lost else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -176,4 +192,5 @@ def test_every_mapping_asks_for_huge_pages(arena: Arena) -> None:
                 of_arena = "memfd:test" in line
             elif of_arena and line.startswith("VmFlags:"):
                 flags.append("hg" in line.split())
-    assert held and flags == [True, True, True]  # the peer's own, the reader's, the writer's
+    # the peer's own, the reader's, and the writer's, of which a part is open
+    assert held and flags == [True, True, True, True]

@@ -21,7 +21,7 @@ from dataplane.client.write import parcel as parcels_of
 from dataplane.client.write.few import Few, lay_few
 from dataplane.client.write.filling import fill, inline_of
 from dataplane.client.write.layout import plan
-from dataplane.client.write.parallel import POPULATE_BYTES, populate
+from dataplane.client.write.parallel import populate
 from dataplane.client.write.parcel import Parcel
 from dataplane.client.write.rows import (
     Identity,
@@ -339,9 +339,8 @@ def write_run(
             shared = yield Offload(lambda: share(session, run, reserved, len(digests)), nbytes)
             joined = parcels_of.join(run)
         offsets = place(joined.sizes, extents)
-        fresh = extents if found is None else extents[:0]
         copied = joined.nbytes + joined.inline_bytes
-        inline = yield Offload(lambda: _copy(session, joined, offsets, extents, fresh), copied)
+        inline = yield Offload(lambda: _copy(session, joined, offsets, extents), copied)
     except BaseException:
         session.keep(extents)
         session.pinned(pin)
@@ -350,20 +349,11 @@ def write_run(
     return Filled(len(run), joined, offsets, shared, pin, nbytes, inline)
 
 
-def _populate(session: Session, fresh: Records) -> None:
-    """Bring the pages of extents in that were just granted, where there are many."""
-    large = fresh[fresh["length"] >= POPULATE_BYTES]
-    if len(large):
-        populate(session.writes, large.tolist(), int(large["length"].sum()))
-
-
-def _copy(
-    session: Session, parcel: Parcel, offsets: Records, extents: Records, fresh: Records
-) -> bytes:
+def _copy(session: Session, parcel: Parcel, offsets: Records, extents: Records) -> bytes:
     """Into the arena; what goes with the message."""
-    for offset, length in extents.tolist():
-        session.writes.view(offset, length)  # as a whole: each value would map all before it anew
-    _populate(session, fresh)
+    if len(offsets):
+        end = offsets.item(-1) + max(parcel.sizes.item(-1), 1)
+        populate(session.writes, extents.tolist(), end, parcel.nbytes)
     fill(parcel, offsets, session.writes.view)
     return inline_of(parcel)
 

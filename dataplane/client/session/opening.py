@@ -118,7 +118,7 @@ def join(opener: Callable[[], socket.socket], wish: Wish = AUTO) -> Housekeeper:
         os.close(readable)
     offered = devices if devices.offered else None
     session = Session(welcome, done, Connections(opener), reads, writes, offered)
-    # The windows are mapped from it for as long as anybody writes.
+    # The arena is mapped from it for as long as anybody writes.
     session.close_arena = end = weakref.finalize(writes, os.close, writable)
     end.atexit = False
     return Housekeeper(session, anchor)

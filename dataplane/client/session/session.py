@@ -295,7 +295,7 @@ class Session:
         self.close_arena()
 
     def poison(self) -> None:
-        """In a forked child: nothing of the parent's session may be used. Its windows of granted
+        """In a forked child: nothing of the parent's session may be used. Its granted
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
         self.leftovers, self.familiar, self.tally = Leftovers(), Familiar(), Tally()

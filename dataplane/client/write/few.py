@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write.layout import BLOCK_STEP_BYTES, PARCEL_BYTES
-from dataplane.client.write.parallel import POPULATE_BYTES, Copy, carry_out, populate
+from dataplane.client.write.parallel import Copy, carry_out, populate
 from dataplane.client.write.values import Buffer, Prepared, PreparedColumn, Strip
 from dataplane.client.write.written import Written
 from dataplane.memory.mapping import WriteMaps
@@ -63,12 +63,10 @@ class Few(msgspec.Struct, frozen=True, eq=False):
 
     def copy(self, offsets: list[int], extents: Records, writes: WriteMaps) -> None:
         """Write the values to where their ranges start, in these extents, in order."""
-        if self.nbytes >= POPULATE_BYTES and len(extents) == 1:
-            populate(writes, [(offsets[0], self.nbytes)], self.nbytes)
+        populate(writes, extents.tolist(), offsets[-1] + room(self.sizes[-1]), self.nbytes)
         carry_out(self._copies(offsets, extents, writes), self.nbytes)
 
     def _copies(self, offsets: list[int], extents: Records, writes: WriteMaps) -> Iterator[Copy]:
-        """An extent is mapped as a whole: value by value, each would map all before it anew."""
         mapped, first, end = iter(extents.tolist()), 0, 0
         ranges = zip([*self.blocks, *self.large], offsets, self.sizes, strict=True)
         for one, at, size in ranges:

@@ -44,14 +44,20 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
         _share(threads, lambda one: np.copyto(*one), _pieces(copies, -(-nbytes // threads)))
 
 
-def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], nbytes: int) -> None:
-    """Bring the pages of these (offset, length) in, `nbytes` in sum."""
+def populate(writes: WriteMaps, extents: Iterable[tuple[int, int]], end: int, nbytes: int) -> None:
+    """Bring in the pages of extents, (offset, length), of which `nbytes` are to be written, in
+    order and up to `end`, which lies in the last of them that is needed."""
+    if nbytes < POPULATE_BYTES:
+        return
 
     def pieces() -> Iterator[tuple[int, int]]:
-        for offset, length in extents:
-            writes.view(offset, length)  # in one window: each piece would map all before it anew
-            for at in range(offset, offset + length, _THREAD_BYTES):
-                yield at, min(_THREAD_BYTES, offset + length - at)
+        for first, length in extents:
+            here = first < end <= first + length
+            last = end if here else first + length
+            for at in range(first, last, _THREAD_BYTES):
+                yield at, min(_THREAD_BYTES, last - at)
+            if here:
+                return
 
     _share(_threads(nbytes), lambda one: writes.populate(*one), pieces())
 

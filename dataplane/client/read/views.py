@@ -42,6 +42,8 @@ Ints = npt.NDArray[np.int64]
 _ROWS_A_RUN, _FEW_ROWS = 4, 16
 _IN_ARENA = 4
 """Beside PLACE_INLINE."""
+_BUT_OFFSET = np.dtype(f"V{PLACE.itemsize - U8.itemsize}")
+"""What follows the offset in a PLACE: bytes, spec and flags."""
 _NO_LEAVES = np.zeros(0, PLACE)
 _NOTHING = bytes(8)
 """Memory for values without bytes."""
@@ -102,7 +104,9 @@ class ColumnView(Sequence[Any]):
         self._inline: Array | None = None
         """what came with the message, where only some of the values lie in it"""
         sizes = len(self._forms), base.nbytes, len(inline)
-        found = _checked(self._places, *sizes)
+        found = self._sound_alike(*sizes)
+        if found is None:
+            found = _checked(self._places, *sizes)
         if source.leaves:
             found |= _checked(self._leaves, *sizes)
         if found & PLACE_INLINE:
@@ -151,8 +155,6 @@ class ColumnView(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._inline is not None or len(self._places) <= _FEW_ROWS:
             return self._values()
-        if self._begins_with_object:
-            return self._leafless() or self._values()
         uniform = self.uniform
         if uniform is not None:
             dtype, shape = uniform
@@ -162,7 +164,7 @@ class ColumnView(Sequence[Any]):
                 return chain.from_iterable(runs)
             offsets = self._places["offset"].tolist()
             return (np.ndarray(shape, dtype, self._base, offset) for offset in offsets)
-        return self._ragged() or self._values()
+        return (self._leafless() if self._begins_with_object else self._ragged()) or self._values()
 
     def present(self, row: int) -> bool:
         """Whether this row has the field."""
@@ -238,18 +240,32 @@ class ColumnView(Sequence[Any]):
         form = self._form(spec)
         if flags & PLACE_ABSENT or form.spec.kind != "array":
             return None
-        if len(places) > 1 and not self._is_alike(nbytes, spec):
+        if not (self._is_alike or self._inline is not None and self._alike_otherwise(nbytes, spec)):
             return None
         return form.dtype, _shape(form, nbytes)
 
-    def _is_alike(self, nbytes: int, spec: int) -> bool:
-        """Whether all rows have as many bytes, and this spec."""
-        alike = self._places.view(U8).reshape(-1, 3)[:, 1:]  # bytes, spec and flags of each
-        mixed = self._inline is not None and self._alike_otherwise(nbytes, spec)
-        return mixed or every(alike == alike[0])
+    @property
+    def _is_alike(self) -> bool:
+        """Whether all rows differ in nothing but where they begin."""
+        return self._once("alike", self._differ_in_offsets)
+
+    def _differ_in_offsets(self) -> bool:
+        places = self._places
+        rest = np.ndarray(len(places), _BUT_OFFSET, places, U8.itemsize, PLACE.itemsize).tobytes()
+        return rest == rest[: _BUT_OFFSET.itemsize] * len(places)
+
+    def _sound_alike(self, specs: int, arena_bytes: int, inline_bytes: int) -> int | None:
+        """As `_checked`, where there are many rows and they are alike: the furthest says it."""
+        places = self._places
+        if len(places) <= _FEW_ROWS or not self._is_alike:
+            return None
+        _, *alike = places.item(0)
+        furthest = int(np.maximum.reduce(places["offset"]))
+        return _sound([(furthest, *alike)], specs, arena_bytes, inline_bytes)
 
     def _alike_otherwise(self, nbytes: int, spec: int) -> bool:
-        """Where some lie in the message and some in the arena."""
+        """Whether all have so many bytes and this spec, some in the message and some in the
+        arena."""
         places = self._places
         same = (places["nbytes"] == nbytes) & (places["spec"] == spec)
         return every(same & (places["flags"] & PLACE_ABSENT == 0))
@@ -306,12 +322,13 @@ class ColumnView(Sequence[Any]):
             return None
         if len(self._places) == 1:
             return [np.ndarray((1, *shape), dtype, self._base, self._places.item(0)[0])]
-        offsets = self._places["offset"].astype(np.int64)
+        offsets = np.ndarray(len(self._places), np.int64, self._places, 0, PLACE.itemsize)
         steps = offsets[1:] - offsets[:-1]
-        step = dtype.itemsize * math.prod(shape)
-        if len(steps):
+        if (raw := steps.tobytes()) == raw[: U8.itemsize] * len(steps):
+            bounds, step = [0, len(offsets)], steps.item(0)
+        else:
             step = int(np.minimum.reduce(steps))
-        bounds = [0, *((steps != step).nonzero()[0] + 1).tolist(), len(offsets)]
+            bounds = [0, *((steps != step).nonzero()[0] + 1).tolist(), len(offsets)]
         if step < 0 or (len(bounds) > 2 and _ROWS_A_RUN * len(bounds) > len(offsets)):
             return None
         strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -484,15 +501,7 @@ def _checked(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -
     """Where these values lie: PLACE_INLINE where some are in the message, _IN_ARENA where some are
     in the arena. ProtocolError for one that lies outside, or names no spec."""
     if len(places) <= _FEW_ROWS:  # numpy costs more than the work
-        found = 0
-        for offset, nbytes, spec, flags in places.tolist():
-            if flags & PLACE_ABSENT:
-                continue
-            inline = flags & PLACE_INLINE
-            if offset + nbytes > (inline_bytes if inline else arena_bytes) or spec >= specs:
-                raise _outside()
-            found |= inline or _IN_ARENA
-        return found
+        return _sound(places.tolist(), specs, arena_bytes, inline_bytes)
     flags, nbytes, size = places["flags"], places["nbytes"], cast(Any, np.uint64(arena_bytes))
     inlined = flags & PLACE_INLINE != 0
     found = PLACE_INLINE if some(inlined) else 0
@@ -502,6 +511,21 @@ def _checked(places: Records, specs: int, arena_bytes: int, inline_bytes: int) -
     if not every(sound) and not every(sound | (flags & PLACE_ABSENT != 0)):
         raise _outside()
     return found if found and every(flags != 0) else found | _IN_ARENA
+
+
+def _sound(
+    places: list[tuple[int, int, int, int]], specs: int, arena_bytes: int, inline_bytes: int
+) -> int:
+    """The same, of few."""
+    found = 0
+    for offset, nbytes, spec, flags in places:
+        if flags & PLACE_ABSENT:
+            continue
+        inline = flags & PLACE_INLINE
+        if offset + nbytes > (inline_bytes if inline else arena_bytes) or spec >= specs:
+            raise _outside()
+        found |= inline or _IN_ARENA
+    return found
 
 
 def _outside() -> ProtocolError:

@@ -284,13 +284,14 @@ class Space:
         return self.pin_places(holder, ranges)[0]
 
     def pin_places(self, holder: int, ranges: Records) -> tuple[int, Bytes]:
-        """`pin`, and where the ranges start (u8). RowsGone, and nothing changes, if any is dead."""
+        """`pin`, and where the ranges start (u8). RowsGone, and nothing changes, if any is dead.
+        The column stays with the pin."""
         if not len(ranges):
             return 0, np.zeros(0, U8)
         assert self.all_here or not np.count_nonzero(self.away(ranges, holder))
         places = self.ranges.offsets(ranges, hold=True)
         self._last_pin += 1
-        self._holder(holder).pins[self._last_pin] = np.array(ranges)
+        self._holder(holder).pins[self._last_pin] = ranges
         return self._last_pin, places
 
     def keep(self, holder: int, ranges: Records) -> int:
@@ -299,7 +300,7 @@ class Space:
             return 0
         self.hold(ranges)
         self._last_pin += 1
-        self._holder(holder).pins[self._last_pin] = np.array(ranges)
+        self._holder(holder).pins[self._last_pin] = ranges
         return self._last_pin
 
     def unpin(self, holder: int, ids: Iterable[int]) -> int:

@@ -29,13 +29,19 @@ class PullCredit(msgspec.Struct, frozen=True):
 
     def pulled(self, values: Values) -> int:
         """Bytes that it brings to itself for these."""
-        return pulled(self.address, values.owners, values.blob)
+        far = far_owners(self.address, values.owners)
+        return pulled(far, values.blob) if far else 0
 
 
-def pulled(address: str, owners: Sequence[Owner], raw: bytes) -> int:
-    """Bytes that a peer brings to itself for VALUE records."""
-    far = [n for n, owner in enumerate(owners) if owner.peer not in (address, INLINE.peer)]
-    records, sizes = np.frombuffer(raw, VALUE) if far else np.zeros(0, VALUE), []
+def far_owners(address: str, owners: Sequence[Owner]) -> list[int]:
+    """Those of these owners that are other peers, by their places."""
+    return [n for n, owner in enumerate(owners) if owner.peer not in (address, INLINE.peer)]
+
+
+def pulled(far: Sequence[int], raw: bytes) -> int:
+    """Bytes that a peer brings to itself for VALUE records, of which those of these owners are
+    elsewhere."""
+    records, sizes = np.frombuffer(raw, VALUE), []
     for number in far:
         mine = records[records["owner"] == number]
         if len(mine):

@@ -123,7 +123,7 @@ class Reading:
         """pinned: the pin that all of them have already. It is taken out."""
         # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
         # offset where that has its range, of generation 0.
-        places, whole, pin = flat.copy().view(PLACE), every(here), 0
+        places, whole, pin = np.frombuffer(bytearray(flat), PLACE), every(here), 0
         if not whole:
             places["flags"] = PLACE_INLINE
             places["flags"][flat["owner"] == ABSENT] = PLACE_ABSENT

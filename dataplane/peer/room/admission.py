@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure, few
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import place, remainder
-from dataplane.metadata.shard.pull_credit import pulled
+from dataplane.metadata.shard.pull_credit import far_owners, pulled
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer.host import Host
 from dataplane.peer.notices import Telling
@@ -297,4 +297,5 @@ class Room:
 
     def needed(self, table: Table) -> int:
         """What a granted table brings to this host."""
-        return pulled(self._host.address, table.owners, raw_values(table.columns))
+        far = far_owners(self._host.address, table.owners)
+        return pulled(far, raw_values(table.columns)) if far else 0

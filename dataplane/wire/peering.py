@@ -188,6 +188,18 @@ class Append(Body, tag=143):
     shipments: list[Shipment]
 
 
+class Duplicate(Body, tag=145):
+    """To the sender's backup, with replicas=2: second copies of values of the sender's, which rows
+    are about to name. Answered when they are there. RANGE records; u4 how many values name each; u8
+    how many bytes of it they reach."""
+
+    partition: str
+    generation: int
+    ranges: bytes
+    counts: bytes
+    sizes: bytes
+
+
 class Inherited(Body, tag=144):
     """To every owner of values: the sender has taken over the shards of `origin`, and holds these
     references of the receiver's that those held. RANGE records, u4 counts.
@@ -269,6 +281,7 @@ class PeerRequest(msgspec.Struct, array_like=True):
         | Beat
         | Rostered
         | Append
+        | Duplicate
         | Inherited
         | CanFree
         | Void

@@ -77,3 +77,34 @@ def test_a_put_waits_for_a_consumer_at_another_host_that_is_at_work(ends: Ends) 
         ends.far.claim("train", rows=1, timeout=20).ack()
     producer.join(40)
     assert not ended
+
+
+def test_where_a_backup_has_no_room_for_second_copies_only_who_writes_some_waits(
+    cluster: Cluster,
+) -> None:
+    """What was written was on its way to the backup then, and waited there for room. All that was
+    done after it waited behind, in every partition of that primary: acks and drops, which would
+    have made some, too."""
+    cluster.start("a", "b", arena="16MiB")
+    with cluster.connect("b") as here, cluster.connect("a") as there:
+        mine = [one for i in range(40) if (one := f"p{i}") and lies_at(here, one)][:2]
+        full = here.partition(mine[0], stages={"train": ["x"]})
+        twice = here.partition(mine[1], stages={"train": ["x"]}, replicas=2)
+        with pytest.raises(dataplane.BackPressure):
+            for i in range(40):
+                there.partition(full.name).put({"x": [np.full(MIB, i, np.uint8)]}, timeout=2)
+        with pytest.raises(dataplane.BackPressure, match="'a' has no room"):
+            twice.put({"x": [np.zeros(MIB, np.uint8)]}, key="k", timeout=2)
+        for plane in (here, there, here):
+            plane.partition(full.name).claim("train", rows=1, timeout=20).ack(timeout=20)
+        twice.put({"x": [np.zeros(MIB, np.uint8)]}, key="k", timeout=20)
+        cluster.peers["b"].kill()
+        assert not there.partition(twice.name).get(["k"])["x"][0].any()
+
+
+def lies_at(plane: Plane, name: str) -> bool:
+    """Whether this host's peer is the primary of a partition of that name."""
+    part = plane.partition(name, free="drop")
+    found = name in plane.stats()["partitions"]
+    part.drop()
+    return found

@@ -72,18 +72,4 @@ async def test_a_backup_that_says_nothing_is_told_of_in_time() -> None:
     progress = Progress()
     progress.required, progress.done = True, 1
     with pytest.raises(Unavailable, match="did not confirm"):
-        await asyncio.wait_for(progress.settled(time.monotonic() + SOON_S), 10)
-
-
-async def test_a_second_copy_on_its_way_holds_up_what_leaves() -> None:
-    progress = Progress()
-    coming = asyncio.create_task(asyncio.Event().wait())
-    progress.hold(coming)
-    assert not progress.is_settled
-    with pytest.raises(Unavailable, match="second copies"):
-        await asyncio.wait_for(progress.settled(time.monotonic() + SOON_S), 10)
-    settled = asyncio.create_task(progress.settled(time.monotonic() + LATER_S))
-    await asyncio.sleep(0)
-    coming.cancel()
-    await asyncio.wait_for(settled, 10)
-    assert progress.is_settled
+        await asyncio.wait_for(progress.reached(time.monotonic() + SOON_S), 10)

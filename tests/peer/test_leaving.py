@@ -48,7 +48,7 @@ class Plane:
         self.host.founding, self.host.solo = (1, 1), False
         self.host.entries, self.host.silent = {}, False
         self.host.now = lambda: self.now
-        self.host.progress = SimpleNamespace(settled=self._done)
+        self.host.progress = SimpleNamespace(reached=self._done)
         mesh: Any = SimpleNamespace(door=SimpleNamespace(under_way=0))
         self.others = mesh.others = Acquaintances(self.host, lambda: ("", "", ""))
         for owner in (HEIR, DEAD):

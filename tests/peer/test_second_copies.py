@@ -21,6 +21,7 @@ from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import Caller, call_deadline
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.shards import backup as backups
 from dataplane.peer.shards import replication
 from dataplane.peer.shards.appends import ATTEMPT_S
 from dataplane.peer.shards.backup import Replicas
@@ -29,7 +30,7 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Done
-from dataplane.wire.peering import Append, Pull, Pulled, Shipment
+from dataplane.wire.peering import Append, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U4, U8, VALUE
 from dataplane.wire.tables import Column, Owner
 from tests.metadata import stores
@@ -137,6 +138,63 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
         await peer.copying.bring(copies, THERE)
     freed[:] = b"\1" * VALUES
     await peer.copying.bring(copies, THERE)
+
+
+async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
+    """An heir answered nobody before it had made all of them anew: where there was no room nobody
+    could make any."""
+    peer, copies, ranges = Peer(Engine(set())), Copies(), np.zeros(VALUES, RANGE)
+    ranges["range"], ranges["generation"] = np.arange(VALUES), 1
+    left = peer.space.stats()["classes"]["open"]["room_bytes"]
+    count, taken = await peer.copying.room.reserve(
+        PULLER, Admission.OPEN, [np.array([left], U8)], 1.0
+    )
+    spawned: list[asyncio.Task[None]] = []
+    peer.mesh.spawn = lambda work: spawned.append(asyncio.ensure_future(work))
+
+    async def none_gone(address: str, body: Pull, **how: Any) -> Pulled:
+        return Pulled(b"", bytes(VALUES))
+
+    peer.mesh.call = none_gone
+    half = ranges[: VALUES // 2], ranges[VALUES // 2 :]
+    for some in half:
+        ones, sizes = np.ones(len(some), U4), np.full(len(some), VALUE_BYTES, U8)
+        assert not copies.note(THERE, some, ones, sizes)
+        peer.copying.bring_later(copies, "step-1", THERE, lambda: True)
+    assert len(spawned) == 1, "one task makes all copies of an owner's"
+    await asyncio.sleep(0.01)
+    assert len(copies.missing(THERE)[0]) == VALUES
+    peer.space.give_back(PULLER, taken)
+    peer.copying.room.pump()
+    await spawned[0]
+    assert not len(copies.missing(THERE)[0])
+    assert copies.note(THERE, *(ranges, np.ones(VALUES, U4), np.full(VALUES, VALUE_BYTES, U8)))
+
+
+async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_none_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backups, "AHEAD_S", 0.0)
+    peer = Peer(engine := Engine(set()))
+    append, _ = backup(peer)
+    caller = Caller(THERE.peer, THERE.incarnation)
+    shard, ops = stores.store(replicas=2), list[Op]()
+    shard.emit = ops.append
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, [], shard.definition)]))
+    ranges, ones = np.zeros(2, RANGE), np.ones(2, U4).tobytes()
+    ranges["range"], ranges["generation"] = np.arange(2), 1
+    sizes = np.full(2, VALUE_BYTES, U8).tobytes()
+    body = Duplicate("step-1", 1, ranges.tobytes(), ones, sizes)
+    assert await peer.mesh.handlers[Duplicate](caller, body) == Done()
+    assert engine.reads == [[0, 1]]
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    column = Column("tokens", records.tobytes())
+    shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    await append(caller, Append(5, 1, [Shipment("step-1", 1, ops)]))
+    assert engine.reads == [[0, 1]], "it was there"
+    await asyncio.sleep(0.01)
+    assert peer.space.stats()["used_bytes"] == VALUE_BYTES
 
 
 def backup(peer: Peer) -> tuple[Any, Replicas]:

@@ -41,14 +41,17 @@ class Copies:
     def __repr__(self) -> str:
         return f"<Copies of {len(self)} ranges of {len(self._known)} peers>"
 
-    def note(self, owner: Owner, ranges: Array, counts: Array, reach: Array) -> None:
-        """More references to ranges of an owner, `reach` bytes into each."""
-        known = self._known.setdefault(owner, {})
+    def note(self, owner: Owner, ranges: Array, counts: Array, reach: Array) -> bool:
+        """More references to ranges of an owner, `reach` bytes into each. Whether there are copies
+        of all of these."""
+        known, there = self._known.setdefault(owner, {}), True
         columns = (ids_of(ranges).tolist(), counts.tolist(), reach.tolist())
         for id_, count, nbytes in zip(*columns, strict=True):
             copy = known.setdefault(id_, _Copy())
             copy.refs += count
             copy.reach = max(copy.reach, nbytes)
+            there &= copy.held >= copy.reach
+        return there
 
     def freed(self, owner: Owner, ranges: Array, counts: Array) -> Array:
         """References went. Returns the local ranges that nobody needs any more."""
@@ -64,9 +67,13 @@ class Copies:
                 spare += [copy.local] if copy.held else []
         return np.array(spare, RANGE)
 
-    def missing(self, owner: Owner) -> tuple[Array, Array]:
-        """(RANGE, u8 how many bytes of each) that have no copy, or too short a one."""
-        short = [(id_, c) for id_, c in self._known.get(owner, {}).items() if c.held < c.reach]
+    def missing(self, owner: Owner, among: Array | None = None) -> tuple[Array, Array]:
+        """(RANGE, u8 how many bytes of each) that have no copy, or too short a one; of all, or of
+        those `among` these."""
+        known = self._known.get(owner, {})
+        asked = known if among is None else dict.fromkeys(ids_of(among).tolist())
+        found = [(id_, known[id_]) for id_ in asked if id_ in known]
+        short = [(id_, copy) for id_, copy in found if copy.held < copy.reach]
         ranges = ranges_of(np.array([id_ for id_, _ in short], U8))
         return ranges, np.array([copy.reach for _, copy in short], U8)
 

@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
     def _answer_confirmed(self, request: Request, body: Body, began: float) -> None:
         """As soon as the backup has all that was done."""
         until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
-        confirmed = asyncio.ensure_future(self._door.host.progress.confirmation(until))
+        confirmed = self._door.host.progress.reached(until)
         self._runs(request, confirmed, self._confirmed, body, began)
 
     def _confirmed(

@@ -117,7 +117,7 @@ class Leaving:
         until = self.host.now() + QUIET_S
         while self.mesh.door.under_way and self.host.now() < until:
             await asyncio.sleep(POLL_S / 10)
-        await self.host.progress.settled(self.host.now() + LEAVE_S)
+        await self.host.progress.reached(self.host.now() + LEAVE_S)
 
     # at every peer
 

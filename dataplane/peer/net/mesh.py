@@ -166,7 +166,7 @@ class Mesh:
         one before broke and that does no harm, until the peer is away."""
         until, kind = self._until(asked.address, timeout_s), type(asked.body)
         if kind not in UNHELD and not self.host.progress.is_settled:
-            await self.host.progress.settled(until)
+            await self.host.progress.reached(until)
         broken: LinkBroken | None = None
         while True:
             try:

@@ -34,6 +34,7 @@ from dataplane.wire.messages import Admit, Body, Claim, Define, Done, Failed, Lo
 from dataplane.wire.peering import (
     Append,
     Beat,
+    Duplicate,
     Inherited,
     PeerHello,
     PeerReply,
@@ -60,7 +61,7 @@ ANY_EPOCH = frozenset({Inherited, Release, Sample, Pull, Void})
 ONLY_WAITS = frozenset({Claim, Wait, Losses, Admit, Define})
 """What changes nothing of itself while it is not answered."""
 WHENEVER = ANYBODY | ANY_EPOCH
-UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Stats, Sample, Pull})
+UNHELD = frozenset({PeerHello, Beat, Rostered, Append, Duplicate, Stats, Sample, Pull})
 """What is sent and answered although the backup has not caught up: it tells of no change, or is how
 the backup catches up."""
 
@@ -225,7 +226,7 @@ class PeerDoor:
             self._answer(stream, request, reply, append)
             return
         until = self.host.now() + request.deadline_ms / 1000
-        confirmed = progress.confirmation(until)
+        confirmed = progress.reached(until)
         self._later(nbytes, confirmed, self._confirmed, stream, request, reply)
 
     def _confirmed(

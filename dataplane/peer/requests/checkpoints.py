@@ -49,6 +49,7 @@ class Checkpoints:
         self.router = router
         self.grants = writing.grants
         self.references = writing.references
+        self.copying = writing.copying
         self.share = writing.share
         self.settle = writing.settle
         self.reading = reading
@@ -131,8 +132,10 @@ class Checkpoints:
         entry = self.host.shard(body.partition, body.generation)
         if body.rows.keys:
             self.share.check_rows()
-        entry.store.restore(body)
-        self.settle(entry)
+        async with self.copying.beforehand(entry, body):
+            self.host.shard(body.partition, body.generation)  # it may have been dropped meanwhile
+            entry.store.restore(body)
+            self.settle(entry)
         return PutDone()
 
 

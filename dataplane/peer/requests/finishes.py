@@ -63,7 +63,7 @@ class Finishing:
             raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        if self.host.serves(lease.partition):
+        if self.host.serves(lease.partition) and not self._makes_copies(lease, body):
             return self._finish_local(session, lease, body, committed)
         return self._finish_routed(session, request, lease, body, committed)
 
@@ -137,6 +137,10 @@ class Finishing:
     async def _finish_with_copies(self, entry: Entry, body: Finish) -> Body:
         async with self.copying.beforehand(entry, body):
             return self._finish_at(body)
+
+    def _makes_copies(self, lease: Lease, body: Finish) -> bool:
+        entry = self.host.entry(lease.partition, lease.generation)
+        return entry is not None and entry.copies is not None and bool(body.columns)
 
     def release_all(self, session: Session) -> None:
         """The session ended: its rows go back to their stages, as they were claimed."""

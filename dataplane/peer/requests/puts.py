@@ -40,9 +40,9 @@ class Writing:
         self.mesh.handlers[Put] = self._put_here
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
-        """At once where the shard is here, and has room."""
+        """At once where the shard is here, and has room, and no second copies are made."""
         entry = self.host.entry(body.partition, body.generation)
-        if entry is None:
+        if entry is None or entry.copies is not None:
             return self._put_routed(session, request, body)
         try:
             plan = _checked(entry, body)

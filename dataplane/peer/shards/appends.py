@@ -292,7 +292,7 @@ class Shipping:
         backup: all that it does not have, so that the answer need not wait. None where it must.
 
         What comes on one connection comes in order, so what went before is not sent again there."""
-        if to != self.backup or not self.synced or self._under_way or self.progress.is_held:
+        if to != self.backup or not self.synced or self._under_way:
             return None
         if self._first < self._with_values:
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -27,11 +28,11 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import Shipping
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import BATCH_BYTES
+from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import Append, Inherited, Shipment
-from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.peering import Append, Duplicate, Inherited, Shipment
+from dataplane.wire.records import RANGE, U4, U8, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Replicas:
         self._named: set[Owner] = set()
         """whose values the rows name that were taken over just now"""
         self.mesh.handlers[Append] = self._append
+        self.mesh.handlers[Duplicate] = self._duplicate
         self.mesh.has = self.has
         self.mesh.handlers[Inherited] = self.references.inherited
 
@@ -124,9 +126,29 @@ class Replicas:
                 for piece, named in _pieces(shipment, caller.owner):
                     async with self._beforehand(caller.owner, origin, copy.values, named):
                         self._replay(caller.owner, origin, [piece])
-            for copy in list(origin.copies.values()):
-                if copy.values is not None:
-                    await self.copying.bring(copy.values, caller.owner)
+            if not self.host.roster.backup_of(caller.address)[1]:
+                for copy in list(origin.copies.values()):  # it is no backup before it has them all
+                    if copy.values is not None:
+                        await self.copying.bring(copy.values, caller.owner)
+        return Done()
+
+    async def _duplicate(self, caller: Caller, body: Duplicate) -> Body:
+        """Copies of what rows are about to name. BackPressure where there is no room for them."""
+        ranges = column(body.ranges, RANGE)
+        counts = column(body.counts, U4, len(ranges))
+        reach = column(body.sizes, U8, len(ranges))
+        origin = self._origins.get(caller.owner)
+        copy = origin.copies.get((body.partition, body.generation)) if origin else None
+        if copy is None or copy.values is None:
+            return Done()  # of a partition that only begins here, it is no copy yet
+        held = contextlib.ExitStack()
+        held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, counts, reach)]))
+        try:
+            await self.copying.bring(copy.values, caller.owner, ranges)
+        except BaseException:
+            held.close()
+            raise
+        asyncio.get_running_loop().call_later(AHEAD_S, held.close)
         return Done()
 
     @contextlib.asynccontextmanager
@@ -134,14 +156,18 @@ class Replicas:
         self, owner: Owner, origin: _Origin, values: Copies, named: list[Named]
     ) -> AsyncIterator[None]:
         """Second copies of what the primary wrote are here before its operations are replayed."""
-        async with self.copying.held(values, named):
-            await self.copying.bring(values, owner)
+        with self.copying.held(values, named):
+            if named:
+                await self.copying.bring(values, owner, np.concatenate([one[1] for one in named]))
             self._check_backs_up(owner, origin)
             yield
 
+    def _backs_up(self, owner: Owner, origin: _Origin) -> bool:
+        return self._origins.get(owner) is origin
+
     def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
         """StaleEpoch where its shards were taken over meanwhile."""
-        if self._origins.get(owner) is not origin:
+        if not self._backs_up(owner, origin):
             raise StaleEpoch(f"{self.host.address} does not back {owner.peer} up any more")
 
     def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> None:
@@ -171,14 +197,15 @@ class Replicas:
             raise ProtocolError(f"operations of a partition {key} that was not declared")
         for op in shipment.ops:
             apply(copy.store, op, self.host.now())
-            self._follow(owner, copy, op)
+            self._follow(owner, origin, copy, op)
             if isinstance(op, Ended):
                 del origin.copies[key]
                 origin.valued -= copy.values is not None
             origin.next += 1
 
-    def _follow(self, owner: Owner, copy: _Copy, op: Op) -> None:
-        """Values that the primary wrote get second copies here, for as long as rows name them."""
+    def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, op: Op) -> None:
+        """Values that the primary wrote get second copies here, for as long as rows name them. So
+        do those that it got from an owner that is gone: nobody waits for these."""
         freed = copy.store.freed()
         if copy.values is None:
             return
@@ -186,7 +213,10 @@ class Replicas:
             if one == owner:
                 copy.values.note(one, *named)
         if isinstance(op, Relocated) and op.to_owner == owner:
-            copy.values.note(owner, *_those(copy.store, owner, column(op.to_ranges, RANGE)))
+            those = _those(copy.store, owner, column(op.to_ranges, RANGE))
+            if not copy.values.note(owner, *those):
+                here = functools.partial(self._backs_up, owner, origin)
+                self.copying.bring_later(copy.values, copy.store.partition, owner, here)
         for gone in freed:
             self.copying.release(copy.values.freed(*gone))
 

@@ -141,7 +141,7 @@ class References:
         progress = self.host.progress
         while (telling := self._telling.get(owner)) or not progress.is_settled:
             # More may be taken over, and let go of, in each of these waits.
-            await (asyncio.wait(telling) if telling else progress.settled(math.inf))
+            await (asyncio.wait(telling) if telling else progress.reached(math.inf))
         ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
         most = MOST_FREED * RANGE.itemsize, MOST_FREED * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]

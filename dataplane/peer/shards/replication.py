@@ -1,29 +1,34 @@
 """replicas=2: the bytes of every value lie at two peers.
 
 The second copy is at the peer whose shard has the row, or, where the value was written there, at
-its backup. Neither answers before it has it, nor carries out what was asked: were the writer lost
-on the way, rows would lose values that nobody was promised, and go with all their others.
+its backup. Both have it before a row names the value: were the writer lost on the way, rows would
+lose values that nobody was promised, and go with all their others. Only who writes waits for that,
+where there is no room: what others ask is what makes some. Nor does anybody wait where a peer died
+with the second copies of rows that are there: they are made anew as there is room.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import numpy as np
 
-from dataplane.errors import BackPressure, DataplaneError, RowsLost, StaleEpoch
+from dataplane.errors import BackPressure, DataplaneError, RowsLost, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_deadline
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.net.mesh import RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import PULLER, Room
+from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Finish, Put
+from dataplane.wire.peering import Duplicate
 from dataplane.wire.records import U4, U8
 from dataplane.wire.tables import Owner
 
@@ -34,6 +39,8 @@ BATCH_BYTES = 16 << 20
 primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB/s left."""
 PATIENCE_S = 4.0
 """How long room for copies is awaited before the asker is told."""
+AHEAD_S = 30.0
+"""For so long a backup keeps copies that no row names: what names them is on its way."""
 
 
 class Copying:
@@ -42,53 +49,69 @@ class Copying:
         self.mesh = mesh
         self.pulls = pulls
         self.room = room
+        self._coming: dict[tuple[int, Owner], bool] = {}
+        """copies that are made while nobody waits; whether more are missing since that began"""
 
     # at the peer whose shard has the rows
 
     def note(self, entry: Entry, op: Op) -> None:
-        """Values that another peer wrote are brought here before the call is answered."""
+        """What names values that another peer wrote: where it comes from a peer that died, copies
+        are yet to be made."""
         assert entry.copies is not None
         for owner, *named in named_by(op):
-            if owner != self.host.owner:
-                entry.copies.note(owner, *named)
-                self.host.progress.hold(self.mesh.spawn(self._bring_until_here(entry, owner)))
+            if owner != self.host.owner and not entry.copies.note(owner, *named):
+                here = functools.partial(self._serves, entry)
+                self.bring_later(entry.copies, entry.name, owner, here)
 
-    async def _bring_until_here(self, entry: Entry, owner: Owner) -> None:
-        assert entry.copies is not None
-        while self.host.roster.has(owner) and self.host.entries.get(entry.name) is entry:
-            try:
-                await self.bring(entry.copies, owner)
-                return
-            except RowsLost:
-                return  # the roster will say so, and the rows
-            except DataplaneError as exc:
-                log.warning("second copies of %r wait: %s", entry.name, exc)
-                await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
+    def _serves(self, entry: Entry) -> bool:
+        return self.host.entries.get(entry.name) is entry
 
     @contextlib.asynccontextmanager
-    async def beforehand(self, entry: Entry, body: Put | Finish) -> AsyncIterator[None]:
-        """Second copies of what another peer wrote are here while its message is carried out.
+    async def beforehand(self, entry: Entry, body: Put | Finish | Restore) -> AsyncIterator[None]:
+        """Second copies of what is written are where they belong while its message is carried out.
         BackPressure, RowsLost; StaleEpoch where the roster changed meanwhile."""
-        named = [one for one in named_by(body) if one[0] != self.host.owner]
         copies, roster = entry.copies, self.host.roster
+        named = named_by(body) if copies is not None else []
         if copies is None or not named:
             yield
             return
-        async with self.held(copies, named):
-            for owner, *_ in named:
-                await self._bring_in_time(copies, owner)
+        others = [one for one in named if one[0] != self.host.owner]
+        with self.held(copies, others):
+            for owner, ranges, *_ in others:
+                await self._in_time(functools.partial(self.bring, copies, owner, ranges))
+            for owner, *mine in named:
+                if owner == self.host.owner:
+                    await self._in_time(functools.partial(self._bring_there, entry, *mine))
             if self.host.roster is not roster:
                 raise StaleEpoch("the roster changed while second copies were made: call again")
             yield
 
-    async def _bring_in_time(self, copies: Copies, owner: Owner) -> None:
+    async def _in_time(self, bring: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.bring(copies, owner)
+                await bring()
                 return
             except BackPressure:
                 if self.host.now() + PATIENCE_S > call_deadline.get():
                     raise
+
+    async def _bring_there(self, entry: Entry, ranges: Array, counts: Array, reach: Array) -> None:
+        """The backup has copies of these before it hears of rows that name them: there everything
+        else that is done here would wait behind."""
+        told = ranges.tobytes(), counts.astype(U4).tobytes(), reach.astype(U8).tobytes()
+        body = Duplicate(entry.name, entry.generation, *told)
+        while self.host.progress.required:
+            roster = self.host.roster
+            address, _ = roster.backup_of(self.host.address)
+            if address is None:
+                return
+            try:
+                await self.mesh.call(address, body)
+                return
+            except (StaleEpoch, Unavailable):
+                if self.host.now() >= call_deadline.get():
+                    raise
+                await self.host.another_roster(roster, self.host.now() + RETRY_S)
 
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         """References of this entry's rows ended."""
@@ -102,8 +125,8 @@ class Copying:
 
     # at either
 
-    @contextlib.asynccontextmanager
-    async def held(self, copies: Copies, named: list[Named]) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def held(self, copies: Copies, named: list[Named]) -> Iterator[None]:
         """What is named counts as needed meanwhile, before any row names it and whether or not one
         will."""
         for owner, ranges, counts, reach in named:
@@ -113,6 +136,33 @@ class Copying:
         finally:
             for owner, ranges, counts, _ in named:
                 self.release(copies.freed(owner, ranges, counts))
+
+    def bring_later(
+        self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
+    ) -> None:
+        """What is missing of an owner's, for as long as it is needed and the owner lives."""
+        key = id(copies), owner
+        if key not in self._coming:
+            self.mesh.spawn(self._bring_in_the_end(key, copies, name, needed))
+        self._coming[key] = True
+
+    async def _bring_in_the_end(
+        self, key: tuple[int, Owner], copies: Copies, name: str, needed: Callable[[], bool]
+    ) -> None:
+        owner = key[1]
+        try:
+            while self._coming[key] and self.host.roster.has(owner) and needed():
+                self._coming[key] = False
+                try:
+                    await self.bring(copies, owner)
+                except RowsLost:
+                    return  # the roster will say so, and the rows
+                except DataplaneError as exc:
+                    log.warning("second copies of %r wait: %s", name, exc)
+                    self._coming[key] = True
+                    await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
+        finally:
+            del self._coming[key]
 
     def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
         """Values of an owner that is no more are those that lie here, as far as they reach. Others
@@ -131,11 +181,11 @@ class Copying:
         self.release(local)
         log.info("%d values of %r are read here now", int(moved.sum()), entry.name)
 
-    async def bring(self, copies: Copies, owner: Owner) -> None:
-        """Copy what is missing of an owner's; what it has freed meanwhile is passed over.
-        BackPressure where there is no room for it."""
+    async def bring(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
+        """Copy what is missing of an owner's, of all or of these; what it has freed meanwhile is
+        passed over. BackPressure where there is no room for it."""
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
-        ranges, nbytes = copies.missing(owner)
+        ranges, nbytes = copies.missing(owner, among)
         while len(ranges):
             upto = max(1, int(np.searchsorted(np.cumsum(nbytes), limit, "right")))
             try:
@@ -155,7 +205,9 @@ class Copying:
         been freed meanwhile; copies of these, held once each). BackPressure when there is no room
         in time."""
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
-        count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, PATIENCE_S)
+        left_s = max(0.0, call_deadline.get() - self.host.now())
+        patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
+        count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
         ones = np.ones(count, U4)
         local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents, ones)
         here = local["generation"] != 0

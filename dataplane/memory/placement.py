@@ -39,12 +39,12 @@ def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
 
 def remainder(sizes: npt.ArrayLike, offsets: Bytes, extents: Records) -> Records:
     """What is left of the extents once these ranges lie at these offsets: EXTENT records."""
-    ends = offsets + padded(np.asarray(sizes, U8))
-    if len(extents) == 1 and len(ends):  # as placed, the last range ends last
+    if len(extents) == 1 and len(offsets):  # as placed, the last range ends last
         offset, length = extents.item()
-        used = ends.item(-1) - offset
+        used = offsets.item(-1) + padded(np.asarray(sizes, U8)[-1:]).item() - offset
         left = np.array([(offset + used, length - used)], EXTENT)
         return left if used < length else left[:0]
+    ends = offsets + padded(np.asarray(sizes, U8))
     ends.sort()
     starts, limits = extents["offset"], extents["offset"] + extents["length"]
     at = np.searchsorted(ends, limits, "right")

@@ -301,14 +301,14 @@ def write_few(
         reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
         extents = column(reserved.extents, EXTENT)
     offsets = few.offsets(extents)
-
+    written = few.written(offsets)  # and what is left: the copy empties the caches
+    left = remainder(written.ranges["length"], written.ranges["offset"], extents)
     try:
         yield Offload(lambda: few.copy(offsets, extents, session.writes), few.nbytes)
     except BaseException:
         session.keep(extents)
         raise
-    written = few.written(offsets)
-    session.keep(remainder(written.ranges["length"], written.ranges["offset"], extents))
+    session.keep(left)
     return written
 
 

@@ -73,8 +73,10 @@ class Leftovers:
         enough = [e for e in self._extents if e[1] >= nbytes]
         if enough:
             return [min(enough, key=lambda e: e[1])]
+        if not sizes or self.nbytes < nbytes:
+            return None
         largest_first = sorted(self._extents, key=lambda e: e[1], reverse=True)
-        if sizes and fitting(sizes, np.array(largest_first, EXTENT)) == len(sizes):
+        if fitting(sizes, np.array(largest_first, EXTENT)) == len(sizes):
             return largest_first
         return None
 

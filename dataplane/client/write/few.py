@@ -79,7 +79,8 @@ class Few(msgspec.Struct, frozen=True, eq=False):
         """As the parts of a message."""
         if not offsets:
             return Written(self.columns, self.specs, inline=self.inline)
-        ranges = np.array(list(zip(offsets, self.sizes, strict=True)), EXTENT)
+        ranges = np.empty(len(offsets), EXTENT)
+        ranges["offset"], ranges["length"] = offsets, self.sizes
         return Written(self.columns, self.specs, ranges, inline=self.inline)
 
 

@@ -45,7 +45,8 @@ _OBJECT, _LOOSE_OBJECT = Spec("object"), Spec("object", loose=True)
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _ANY_LENGTH = (1,)
 """Whatever the length of a row of one dimension, its spec is the same."""
-_nbytes, _dtype, _shape = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("shape")
+_nbytes, _ndim = attrgetter("nbytes"), attrgetter("ndim")
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 class Strip(msgspec.Struct, eq=False):
@@ -389,6 +390,10 @@ def _loose(arrays: list[Array], specs: Specs, ragged: int | None = None) -> Stri
         shape = one.shape if ragged or one.ndim != 1 else _ANY_LENGTH
         spec = specs.number(spec_of(one.dtype, shape, True, ragged or 0))
         return Strip(1, [raw(one)], one.nbytes, spec)
+    if ragged is None and set(map(_ndim, arrays)) == {1} and len(set(map(_dtype, arrays))) == 1:
+        sizes = np.fromiter(map(_nbytes, arrays), np.int64, len(arrays))
+        spec = specs.number(spec_of(arrays[0].dtype, _ANY_LENGTH, True))
+        return Strip(len(arrays), [raw(array) for array in arrays], sizes, spec)
     if ragged is None:
         shapes = set(map(_shape, arrays))
         lengths = list(map(set, zip(*shapes, strict=False)))

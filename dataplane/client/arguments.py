@@ -5,6 +5,7 @@ Only what types and names alone tell; whether rows fit together is told in `rows
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from operator import index
@@ -45,12 +46,7 @@ def optional_texts(values: object, what: str) -> list[str] | None:
 
 def count(value: object, what: str) -> int:
     """How many: a positive int, numpy's too."""
-    if type(value) is int:
-        number = value
-    else:
-        number = 0
-        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-            number = index(value)
+    number = value if type(value) is int else _number(value)
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={value!r:.80}: it must be a positive int")
     return number
@@ -58,12 +54,24 @@ def count(value: object, what: str) -> int:
 
 def whole(value: object, what: str) -> int:
     """A number from 0 on: an int, numpy's too."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) == 0:
-        return 0
-    try:
-        return count(value, what)
-    except InvalidCall:
-        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more") from None
+    number = _number(value)
+    if not 0 <= number <= _MAX_COUNT:
+        raise InvalidCall(f"{what}={value!r:.80}: it must be an int of 0 or more")
+    return number
+
+
+def _number(value: object) -> int:
+    """-1 for what is no int; an array of one has a way to be one, and refuses."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return index(value)
+    return -1
+
+
+def flag(value: object, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidCall(f"{what}={value!r:.80}: it is True or False")
+    return value
 
 
 def seconds(value: object, what: str) -> float | None:

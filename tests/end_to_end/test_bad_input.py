@@ -71,6 +71,16 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "no column.*at least one field",
     ),
     "no row": (lambda p: p.put({"x": []}), dataplane.InvalidRows, "nothing to write.*at least one"),
+    "neither yes nor no": (
+        lambda p: p.put({"x": [1]}, replace="no"),  # type: ignore[arg-type]
+        dataplane.InvalidCall,
+        "replace='no': it is True or False",
+    ),
+    "an array of one as a number": (
+        lambda p: p.close("g", np.array([1])),  # type: ignore[arg-type]
+        dataplane.InvalidCall,
+        r"n=array\(\[1\]\): it must be a positive int",
+    ),
     "no mapping": (lambda p: p.put([1]), dataplane.InvalidRows, "mapping of field names"),  # type: ignore[arg-type]
     "one number": (lambda p: p.put({"x": 5}), dataplane.InvalidRows, "x: a column is a sequence"),
     "a text as column": (lambda p: p.put({"x": "ab"}), dataplane.InvalidRows, "one entry a row"),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dataplane.client.arguments import texts
+from dataplane.client.arguments import flag, texts
 from dataplane.client.core import Deadline, Handle, Offload, Operation
 from dataplane.client.operations.on_device import DevicePart, OnDevice, take_located
 from dataplane.client.operations.write import Putting, row_cost
@@ -55,6 +55,7 @@ def put(
     if isinstance(columns, (dict, Mapping)):
         columns = dict(columns.items())  # its own way to iterate may be another one
     dedup = texts(dedup, "dedup")
+    replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")
     n = None if names is None else len(names)
     prepared, on_devices = _prepare(handle, columns, n, dedup)

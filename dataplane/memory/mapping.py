@@ -43,6 +43,11 @@ class _Mapping:
         end = weakref.finalize(self, unmap, self.address, length, os.getpid())
         end.atexit = False
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For who writes; who reads has it from a pin."""
+        return _bytes_at(self, read_only=False)
+
 
 def _bytes_at(mapping: _Mapping, *, read_only: bool) -> dict[str, Any]:
     """All of it, as numpy's array interface (version 3) tells it."""
@@ -109,18 +114,15 @@ class ReadMap:
 class _Writable:
     """The whole arena, of which only what is open can be touched; arrays from it keep it mapped."""
 
-    __slots__ = ("__weakref__", "mapping", "open", "present", "stretches")
+    __slots__ = ("address", "bytes", "open", "present", "stretches")
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        self.mapping = _Mapping(map_to_write, fd, size_bytes)
+        mapping = _Mapping(map_to_write, fd, size_bytes)
+        self.address, self.bytes = mapping.address, np.asarray(mapping)
         self.open = np.zeros(-(-size_bytes // MAP_UNIT_BYTES), np.bool_)
         self.present = np.zeros(len(self.open), np.bool_)
         """Pages brought in once; asking the kernel again costs 20 us a MiB."""
         self.stretches = 0
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return _bytes_at(self.mapping, read_only=False)
 
 
 class WriteMaps:
@@ -147,15 +149,14 @@ class WriteMaps:
 
     def view(self, offset: int, length: int) -> ByteArray:
         """Writable bytes of a granted extent, or of a part. It stays mapped while held."""
-        base = np.asarray(self._opened(offset, length)[0])
-        return np.ndarray((length,), np.uint8, buffer=base, offset=offset)
+        return self._opened(offset, length)[0].bytes[offset : offset + length]
 
     def populate(self, offset: int, length: int) -> bool:
         """Bring the pages of a granted extent in before it is written, from any thread: Python
         goes on elsewhere. False where the kernel cannot, which costs speed only."""
         writable, first, last = self._opened(offset, length)
         if not writable.present[first:last].all():
-            address = writable.mapping.address + first * MAP_UNIT_BYTES
+            address = writable.address + first * MAP_UNIT_BYTES
             if not populate(address, (last - first) * MAP_UNIT_BYTES):
                 return False
             writable.present[first:last] = True
@@ -190,7 +191,7 @@ def _open(writable: _Writable, first: int, last: int) -> None:
     """These pages, of which some may be open."""
     around = writable.open[max(first - 1, 0) : last + 1]
     before = _runs(around)
-    address = writable.mapping.address + first * MAP_UNIT_BYTES
+    address = writable.address + first * MAP_UNIT_BYTES
     let_write(address, (last - first) * MAP_UNIT_BYTES)
     writable.open[first:last] = True
     writable.stretches += _runs(around) - before

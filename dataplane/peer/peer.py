@@ -149,6 +149,7 @@ class Peer:
         )
         begins_anew = bool(config.launch)
         self.membership = Membership(host, mesh, self.keeper, serving, self, begins_anew)
+        self.shipping.on_whole = self.membership.beat_now
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(host, mesh, self.membership, self.copying, self.door, self.settle)
         self.reporting = Reporting(self)

@@ -185,8 +185,13 @@ def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() ->
     made.lost(Owner(D, 4))
     assert shards(made, B)  # it has yet to follow the rosters since
     made.beat(Owner(B, 2), made.roster.epoch, synced=True, leaving=True)
-    assert not shards(made, B) and B in made.roster.members
+    assert shards(made, B)  # its heir has no backup in sync yet
     sync(made, C)
+    made.beat(Owner(B, 2), made.roster.epoch, synced=True, leaving=True)
+    assert shards(made, B)  # ... or has not passed on all
+    sync(made, C)
+    assert not shards(made, B) and B in made.roster.members
+    assert made.roster.backup_of(C) == (A, True)  # what it passed on is there
     for number, address in ((1, A), (3, C)):
         assert B in made.roster.members
         made.beat(Owner(address, number), made.roster.epoch, synced=address == C, clear=[B])

@@ -49,10 +49,13 @@ class Backup:
             lease_numbers=numbers,
             now=lambda: 0.0,
             heirs=Heirs(),
+            serves=lambda name: self.host.roster.home(name) == BACKUP.peer,
         )
         mesh: Any = SimpleNamespace(handlers={})
         partitions: Any = SimpleNamespace(serve=self._serve, heard=lambda generation: None)
-        shipping: Any = SimpleNamespace(take_over=lambda entry: None, copying=None)
+        shipping: Any = SimpleNamespace(
+            take_over=lambda entry: None, happened=lambda key, op: None, copying=None
+        )
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
         self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)
         self.append = mesh.handlers[Append]
@@ -141,6 +144,43 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     for roster in later:
         backup.turn(roster)
     assert (backup.taken, backup.stages) == (["p"], ["late"])
+
+
+def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
+    """The peer that leaves has its shards still."""
+    first, *between, last = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    shipped = [Shipment(name, 1, [], Definition()) for name in "pq"]
+    assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
+    leaves = last.members + ("tcp://10.0.0.3:7101",)
+    primaries = last.primaries.copy()
+    primaries[last.bucket("p")] = leaves.index("tcp://10.0.0.3:7101")
+    last = dataclasses.replace(
+        last, members=leaves, incarnations=(*last.incarnations, 3), primaries=primaries
+    )
+    for roster in (*between, last):
+        backup.turn(roster)
+    assert backup.taken == ["q"]
+
+
+def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
+    first, *_ = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    passed: list[str] = []
+    shipping: Any = backup.replicas.shipping
+    shipping.passed_on = {}
+    shipping.pass_on = lambda store: passed.append(store.partition)
+    shipping.happened = lambda key, op: passed.append(type(op).__name__)
+    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
+    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
+    assert not passed and backup.replicas.has(PRIMARY.peer)
+    backup.turn(dataclasses.replace(first, leaving=frozenset({PRIMARY.peer})))
+    assert passed == ["p"] and not backup.replicas.has(PRIMARY.peer)
+    shipping.passed_on["p", 1] = None
+    backup.append(caller, Append(7, 1, [Shipment("p", 1, [Declared("t", ["x"])])]))
+    assert passed == ["p", "Declared"]
+    backup.append(caller, Append(8, 0, []))  # its stream begins anew
+    assert passed == ["p", "Declared", "Ended"]
 
 
 def test_the_beginning_of_a_copy_is_not_served() -> None:

@@ -36,7 +36,8 @@ class Plane:
     """Of three, as the peer that leaves sees it."""
 
     def __init__(self) -> None:
-        self.authority = Authority(Roster.from_seeds([o.peer for o in (HERE, HEIR, DEAD)]), 77)
+        seeds = [owner.peer for owner in (HERE, HEIR, DEAD)]
+        self.authority = Authority(Roster.from_seeds(seeds, keeps=False), 77)
         for owner in (HERE, HEIR, DEAD):
             self.authority.beat(owner, self.authority.roster.epoch)
         self.now = 100.0
@@ -55,7 +56,7 @@ class Plane:
             self.meet(owner)
         door: Any = SimpleNamespace(close=self._done, under_way=0)
         membership: Any = SimpleNamespace(
-            may_leave=lambda: True, leave=self._leave, left=self.left, clear=None
+            may_leave=lambda: True, leave=self._leave, left=self.left, beat_now=self.left.set
         )
         nothing: Any = None
         self.leaving = Leaving(self.host, mesh, membership, nothing, door, nothing)
@@ -74,7 +75,10 @@ class Plane:
 
     def _leave(self) -> None:
         self.said = True
-        self.left.set()
+        self.authority.beat(HERE, self.authority.roster.epoch, synced=True, leaving=True)
+        for heir in {HEIR, DEAD} & {*self.authority.roster.owners}:
+            self.authority.beat(heir, self.authority.roster.epoch, synced=True)
+        self.turn()
 
     def turn(self) -> None:
         """The next roster is in force here, and this peer's backup has all."""
@@ -138,6 +142,32 @@ async def test_where_all_live_it_goes_at_once() -> None:
     assert plane.said
 
 
+async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of the heir was the peer that leaves; the next one gets its copy first."""
+    monkeypatch.setattr(leaving, "POLL_S", 0.0)
+    plane = Plane()
+    leave = plane.leaving.membership.leave
+
+    def unsynced() -> None:
+        leave()
+        for heir in (HEIR, DEAD):
+            plane.authority.beat(heir, plane.authority.roster.epoch, synced=False)
+        plane.turn()
+
+    plane.leaving.membership.leave = unsynced  # type: ignore[method-assign]
+    plane.told.set()
+    leaves = asyncio.create_task(plane.leaving.leave(plane.told))
+    await _turns()
+    assert plane.said and not plane.host.silent
+    for heir in (HEIR, DEAD):
+        plane.authority.beat(heir, plane.authority.roster.epoch, synced=True)
+    plane.turn()
+    await asyncio.wait_for(leaves, 10)
+    assert plane.host.silent
+
+
 async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> None:
     """They go with a member that is lost before the shards are handed over. Other rows have values
     in the same block."""
@@ -166,10 +196,9 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
         space.release(ranges[ranges["range"] == number], counts[ranges["range"] == number])
     assert len(store) == 1
 
-    for _ in range(2):  # it wants to leave, and is ready to
-        old = plane.host.roster
-        plane.authority.beat(HERE, old.epoch, synced=True, leaving=True)
-        plane.turn()
+    old = plane.host.roster
+    plane.authority.beat(HERE, old.epoch, synced=True, leaving=True)
+    plane.turn()
     assert not len(plane.host.roster.shards_of(HERE.peer))
     plane.leaving.turned(old, plane.host.roster)
     _, ranges, counts = next(one for one in store.holdings() if one[0] == HERE)

@@ -22,7 +22,7 @@ from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
-from dataplane.wire.peering import Inherited, PeerHello, PeerReply, PeerRequest
+from dataplane.wire.peering import Append, Inherited, PeerHello, PeerReply, PeerRequest
 from dataplane.wire.tables import Owner
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
@@ -117,6 +117,23 @@ async def test_what_an_heir_holds_is_heard_once_it_is_known_whose_heir_it_is(
     door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
     said = await door.answer()
     assert isinstance(said, Failed if number > 0 else Done)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_a_peer_that_leaves_has_done_is_confirmed_when_it_is_passed_on(
+    door: Door, leaves: bool
+) -> None:
+    """Its heir may die as soon as it has the shards."""
+    roster = dataclasses.replace(FIRST, leaving=frozenset([THERE] if leaves else []))
+    has_it = asyncio.get_running_loop().create_future()
+    door.host.roster, door.host.silent = roster, False
+    door.host.progress = SimpleNamespace(is_settled=False, reached=lambda until: has_it)
+    door.door.handlers[Append] = lambda caller, body: Done()
+    request = PeerRequest(1, THERE, 2, 0, 0, 0, roster.epoch, 1000, Append(1, 0, []))
+    door.door._arrived(door, peering.encode(request))  # type: ignore[arg-type]
+    assert door.answered.empty() == leaves
+    has_it.set_result(None)
+    assert isinstance(await door.answer(), Done)
 
 
 async def test_over_zmq_a_peer_only_greets(door: Door) -> None:

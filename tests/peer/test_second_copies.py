@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -197,10 +198,31 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     assert peer.space.stats()["used_bytes"] == VALUE_BYTES
 
 
+async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_the_end() -> None:
+    """Which began just now, or is passed on because it will be the primary's."""
+    peer = Peer(engine := Engine(set()))
+    append, _ = backup(peer)
+    spawned: list[asyncio.Task[None]] = []
+    peer.mesh.spawn = lambda work: spawned.append(asyncio.ensure_future(work))
+    roster = peer.host.roster
+    peer.host.roster = dataclasses.replace(roster, in_sync=np.ones_like(roster.in_sync))
+    shard, ops = stores.store(replicas=2), list[Op]()
+    shard.emit = ops.append
+    records = np.zeros(1, VALUE)
+    records["generation"], records["nbytes"] = 1, VALUE_BYTES
+    column = Column("tokens", records.tobytes())
+    shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
+    caller = Caller(THERE.peer, THERE.incarnation)
+    await append(caller, Append(5, 0, [Shipment("step-1", 1, ops, shard.definition)]))
+    assert not engine.reads
+    await asyncio.gather(*spawned)
+    assert engine.reads == [[0]]
+
+
 def backup(peer: Peer) -> tuple[Any, Replicas]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda generation: None)
-    shipping: Any = SimpleNamespace(copying=peer.copying)
+    shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda key, op: None)
     references: Any = SimpleNamespace(inherited=None)
     replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
     return peer.mesh.handlers[Append], replicas

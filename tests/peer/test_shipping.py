@@ -20,6 +20,7 @@ from dataplane.peer.host import Entry
 from dataplane.peer.progress import Progress
 from dataplane.peer.shards import appends
 from dataplane.peer.shards.appends import Shipping
+from dataplane.wire.journal import Ended, Sealed, encode, encoded
 from dataplane.wire.peering import Append
 from dataplane.wire.tables import Definition
 from tests.metadata.stores import put
@@ -151,12 +152,53 @@ async def test_a_peer_says_in_sync_only_when_what_it_took_over_is_at_its_backup_
     put(taken.store, ["a"])
     primary.host.entries["q"] = taken
     primary.shipping.take_over(taken)
+    primary.shipping.turned(primary.roster)
     while len(backup.got) < 4:
         assert primary.shipping.has_all is None, "it would be called in sync, and risen to primary"
         await asyncio.sleep(0)
     while not primary.shipping.has_all:
         await asyncio.sleep(0)
     assert len(backup.got) == 5 and primary.host.progress.is_settled
+    await primary.end()
+
+
+async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_primary_leaves() -> (
+    None
+):
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    put(copy.store, ["a"])
+    primary.shipping.pass_on(copy.store)
+    primary.shipping.turned(primary.roster)
+    assert primary.shipping.has_all is None
+    primary.shipping.happened(copy.key, Sealed(True))
+    primary.shipping.happened(("p", 1), Sealed(True))  # which was not passed on
+    whole = len(backup.got)
+    while not primary.shipping.has_all:
+        await asyncio.sleep(0)
+    shipped = [one for body in backup.got[whole:] for one in body.shipments]
+    assert {one.partition for one in shipped} == {"q"} and shipped[0].definition
+    assert shipped[-1].ops[-1] == encoded(encode(Sealed(True)))
+    primary.host.entries["q"] = copy
+    primary.shipping.take_over(copy)
+    assert primary.shipping.has_all and not primary.shipping.passed_on
+    put(copy.store, ["b"])
+    assert primary.shipping._end == sum(len(one.ops) for one in shipped) + 2
+    await primary.end()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1, itertools.count(1)))
+    primary.shipping.pass_on(copy.store)
+    if ended:
+        primary.shipping.happened(copy.key, Ended())
+    await primary.begin()
+    assert [one.partition for one in backup.got[0].shipments] == ["q"] * (not ended)
     await primary.end()
 
 

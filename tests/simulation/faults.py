@@ -40,6 +40,7 @@ class Faults:
             self._join,
         ]
         self._kinds = rng.sample(kinds, rng.randint(1, 4))
+        self.heirs = random.Random(f"heirs of {rng.random()}")
 
     def note(self, what: str) -> None:
         self.story.append(f"{self.cluster.loop.now - 1000:.2f} {what}")
@@ -77,14 +78,21 @@ class Faults:
 
     async def _leave(self, place: Place | None = None) -> None:
         """As on SIGTERM: what it has moves out, and it ends; later it comes again, as a new one."""
-        place = place or self._place()
+        dies = self.heirs.random() < 0.5
+        busy = [
+            p for p in self.cluster.places if dies and p.serves and p.peer and p.peer.host.entries
+        ]
+        place = place or (self.heirs.choice(busy) if busy else self._place())
         peer, machine = place.peer, place.machine
         if peer is None or place.leave is None or not place.serves or not machine.runs:
             return
         self.note(f"{place.name} is told to leave")
         place.leave.set()
+        heir = asyncio.ensure_future(self._heir_dies(place)) if dies else None
         while place.peer is peer:
             await asyncio.sleep(0.2)
+        if heir is not None:
+            await heir
         if place.machine is not machine:
             return  # it crashed meanwhile, and is started by that fault
         self.note(f"{place.name} has ended")
@@ -92,6 +100,27 @@ class Faults:
         if place.machine is machine and place.peer is None:
             self.note(f"{place.name} starts again")
             self.cluster.start(place)
+
+    async def _heir_dies(self, place: Place) -> None:
+        """Just before it has the shards of one that leaves, or as it gets them, or soon after."""
+        peer = place.peer
+        assert peer is not None
+        host = peer.host
+        while not host.silent:
+            if place.peer is not peer or not place.machine.runs:
+                return
+            await asyncio.sleep(0.001)
+        address, _ = host.roster.backup_of(host.address)
+        heir = next((p for p in self.cluster.places if p.address == address), None)
+        if self.heirs.random() < 0.3:
+            self.cluster.network.byte_s = 1 / 100e3
+            self.cluster.loop.call_later(2.0, setattr, self.cluster.network, "byte_s", 0.0)
+        await asyncio.sleep(
+            self.heirs.choice((0.0, 0.005, 0.05, 0.3)) * self.heirs.uniform(0.5, 1.5)
+        )
+        if heir is not None:
+            self.note(f"{heir.name} inherits from {place.name}")
+            await self._crash(heir)
 
     async def _join(self) -> None:
         if len(self.cluster.places) < MAX_PLACES:

@@ -215,13 +215,15 @@ class Ledger:
             if alone or left < self._standing(known.values()):
                 self.beginnings += 1
             if alone:  # also where it died before it heard that it was
+                if now - self.handed_over < TOGETHER_S and len(together) == 1 and hosts:
+                    self.wrong(f"{owner.peer} was given the shard, and was lost with it alone")
                 self._excuse_all(f"{owner.peer} had the shard alone")
         if self.replicas == 2:
             for peer in together.values():
                 self._excuse_copies(peer, together)
             for group in self.groups if now - self.handed_over < TOGETHER_S else ():
                 if owner in group.owners:  # as with two at once: see docs/guarantees.md
-                    group.excused = group.excused or f"{owner.peer} died as the shard moved"
+                    group.excused = group.excused or "its second copies were made anew"
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:
         """Values of rows there move from one arena to another."""

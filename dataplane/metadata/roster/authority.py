@@ -55,6 +55,8 @@ class Authority:
         self._ready: set[str] = set()
         """members that want to leave and said so under the roster in force: what followed from it
         is done there, and their backups have it"""
+        self._backed_up: set[str] = set()
+        """members whose backups have all of theirs, as they said under the roster in force"""
 
     def __repr__(self) -> str:
         return f"<Authority {self._incarnation} of {self.roster!r}>"
@@ -108,6 +110,8 @@ class Authority:
             self._clear[peer.peer] = set(clear)
             if leaving:
                 self._ready.add(peer.peer)
+            if synced:
+                self._backed_up.add(peer.peer)
             if spare and len(spare) * 8 == self.roster.shards:
                 self._spare[peer.peer] = np.unpackbits(np.frombuffer(spare, np.uint8)) > 0
                 self._give()
@@ -227,13 +231,13 @@ class Authority:
         self._publish(self._with_backups(self._taken_over(address, without)))
 
     def _retire(self) -> None:
-        """Whoever leaves hands its shards over when its backup is in sync, and it has done itself
-        what the last roster asked of it; it is let go when no member holds a value that lies
-        there."""
+        """Whoever leaves hands its shards over when its backup is in sync, it has done itself what
+        the last roster asked of it, and the backup of its heir has all as well, which may die as
+        soon as the shards are there; it is let go when no member holds a value that lies there."""
         for address in sorted(self.roster.leaving):
             backup, in_sync = self.roster.backup_of(address)
             if backup is not None and in_sync:
-                if address not in self._ready:
+                if address not in self._ready or not self._may_inherit(backup):
                     continue
                 log.info("%s leaves: %s takes its shards over", address, backup)
                 moved = self._taken_over(address, self._moved(address, backup))
@@ -242,12 +246,21 @@ class Authority:
                 log.info("%s has left", address)
                 self._remove(address)
 
-    def _moved(self, address: str, backup: str) -> Roster:
+    def _may_inherit(self, heir: str) -> bool:
+        _, in_sync = self.roster.backup_of(heir)
+        return heir in self._backed_up if in_sync else not self.roster.may_be_backed_up(heir)
+
+    def _moved(self, address: str, heir: str) -> Roster:
+        """The heir has passed on to its own backup what it has of the shards."""
         primaries, backups = self.roster.primaries.copy(), self.roster.backups.copy()
-        mine = self.roster.shards_of(address)
-        primaries[mine] = self.roster.members.index(backup)
-        backups[mine] = NO_BACKUP
-        return dataclasses.replace(self.roster, primaries=primaries, backups=backups)
+        in_sync = self.roster.in_sync.copy()
+        mine, theirs = self.roster.shards_of(address), self.roster.shards_of(heir)
+        primaries[mine] = self.roster.members.index(heir)
+        backups[mine] = backups[theirs[0]] if len(theirs) else NO_BACKUP
+        in_sync[mine] = self.roster.backup_of(heir)[1]
+        return dataclasses.replace(
+            self.roster, primaries=primaries, backups=backups, in_sync=in_sync
+        )
 
     def _taken_over(self, address: str, then: Roster) -> Roster:
         """It tells as well whose a member's shards are, and whether with what they hold."""
@@ -290,6 +303,7 @@ class Authority:
         self._number += 1
         self._clear.clear()
         self._ready.clear()
+        self._backed_up.clear()
         self._spare.clear()
         self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))
 

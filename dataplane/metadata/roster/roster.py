@@ -182,6 +182,11 @@ class Roster:
             return None, False
         return self.members[int(self.backups[shards[0]])], bool(self.in_sync[shards].all())
 
+    def may_be_backed_up(self, address: str) -> bool:
+        """Whether a process was seen that is this member's backup, in sync or on its way there."""
+        backup, _ = self.backup_of(address)
+        return backup is not None and self.incarnations[self.members.index(backup)] > 0
+
     def has(self, owner: Owner) -> bool:
         """Whether this very process is a member, or one that was never seen has its address."""
         if owner.peer not in self.members:

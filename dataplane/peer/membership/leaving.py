@@ -1,8 +1,10 @@
 """A peer leaves a plane that goes on: what it has moves out first.
 
-The one that leaves ends its clients, lets its backup catch up, carries nothing more out, and says
-so to the authority, which gives its shards to that backup. Every member that stays then takes the
-values that its rows name there into its own arena, and tells the authority when there are none.
+The one that leaves ends its clients, lets its backup catch up, and says to the authority that it
+leaves. From then on its backup passes what it gets on to its own: whose shards move twice loses
+nothing either. When that one has all, the peer that leaves carries nothing more out, and its shards
+are given to its backup. Every member that stays then takes the values that its rows name there into
+its own arena, and tells the authority when there are none.
 """
 
 from __future__ import annotations
@@ -69,8 +71,10 @@ class Leaving:
                 await self._calls_end()
                 until = self.host.now() + FATE_S
                 await self._until(lambda: self._is_backed_up() and self._knows_who_lives(until))
-                await self._fall_silent()
                 self.membership.leave()
+                await self._until(self._may_move)
+                await self._fall_silent()
+                self.membership.beat_now()
                 await self._until(self.membership.left.is_set)
         except (TimeoutError, Unavailable) as exc:
             log.error(
@@ -88,6 +92,15 @@ class Leaving:
     def _is_backed_up(self) -> bool:
         _, in_sync = self.host.roster.backup_of(self.host.address)
         return in_sync or not len(self.host.roster.shards_of(self.host.address))
+
+    def _may_move(self) -> bool:
+        """Whether it is known that this peer leaves, and the backup has one itself. Until then the
+        shards are served here."""
+        roster = self.host.roster
+        if self.host.address not in roster.leaving or not self._is_backed_up():
+            return False
+        heir, _ = roster.backup_of(self.host.address)
+        return heir is None or roster.backup_of(heir)[1] or not roster.may_be_backed_up(heir)
 
     def _knows_who_lives(self, until: float) -> bool:
         """Whether no member may have died unnoticed. What lies here of one may be all that is left:

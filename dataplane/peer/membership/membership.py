@@ -107,7 +107,7 @@ class Membership:
                 log.info("waits to be let in by %s", asks)
 
     async def _say(self) -> None:
-        leaving = self._leaving and self.host.progress.is_settled
+        leaving = self._leaving and self._is_ready() and self.host.progress.is_settled
         body = self.peer.says(leaving, self._spare())
         epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
         asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
@@ -168,6 +168,10 @@ class Membership:
         self._leaving = True
         self.beat_now()
 
+    def _is_ready(self) -> bool:
+        """To be known as one that leaves, or, where it is, to give its shards away."""
+        return self.host.silent or self.host.address not in self.host.roster.leaving
+
     def beat_now(self) -> None:
         self._beat_now.set()
 
@@ -219,5 +223,5 @@ class Membership:
         for owner in dict.fromkeys([*gone, *self.peer.replicas.lost_before()]):
             self.keeper.gone(owner)
             self.peer.gone(owner)
-        if self._leaving or newcomers(new, self.keeper.apart):
-            self.beat_now()  # it goes when it has followed this roster; who came gets shards
+        if new.leaving or newcomers(new, self.keeper.apart):
+            self.beat_now()  # who leaves goes when others follow this roster; who came gets shards

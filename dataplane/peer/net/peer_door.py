@@ -218,7 +218,8 @@ class PeerDoor:
         """The answer goes out when the backup has all that it may tell of."""
         progress = self.host.progress
         refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
-        if type(request.body) in UNHELD or refused or progress.is_settled:
+        unheld = type(request.body) in UNHELD and not self._is_passed_on(request)
+        if unheld or refused or progress.is_settled:
             self._answer(stream, request, reply)
             return
         append = self.carry(sender, stream.id)
@@ -228,6 +229,12 @@ class PeerDoor:
         until = self.host.now() + request.deadline_ms / 1000
         confirmed = progress.reached(until)
         self._later(nbytes, confirmed, self._confirmed, stream, request, reply)
+
+    def _is_passed_on(self, request: PeerRequest) -> bool:
+        """Whether the sender relies on the backup of this peer as well, whose its shards will be:
+        it leaves."""
+        leaving = self.host.roster.leaving
+        return type(request.body) is Append and request.sender in leaving - {self.host.address}
 
     def _confirmed(
         self,

@@ -2,7 +2,8 @@
 
 A new backup first gets a dump of every store, then each operation. While the roster calls it in
 sync, no answer and no message leaves this peer before the backup has all that was done up to then:
-whoever hears of a change finds it again after this peer's death.
+whoever hears of a change finds it again after this peer's death. What this peer has copies of goes
+along once their primary leaves: its shards move here, and then the backup has them already.
 
 An answer to the backup itself does not wait: it brings along what the backup does not have yet. The
 backup says in its requests how far it is; where somebody else waits for that, it is asked.
@@ -15,16 +16,18 @@ import functools
 import logging
 import secrets
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
 from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.replication import Copying
-from dataplane.wire.journal import Op, encode, encoded
+from dataplane.wire.journal import Ended, Op, encode, encoded
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Append, Shipment
 from dataplane.wire.tables import Definition, Owner
@@ -78,6 +81,10 @@ class Shipping:
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._task: asyncio.Task[object] | None = None
+        self.passed_on: dict[tuple[str, int], Entry] = {}
+        """copies of partitions that are this peer's soon"""
+        self.on_whole: Callable[[], None] = lambda: None
+        """called when the backup has what it must to be called in sync"""
         mesh.door.carry, mesh.door.heard = self.carry, self.heard
         self.progress.on_awaited = self._send_soon
 
@@ -85,18 +92,42 @@ class Shipping:
 
     def watch(self, entry: Entry) -> None:
         """A partition is new here: from now on its operations are shipped."""
+        self._record(entry)
+        self._declare(entry)
+
+    def _record(self, entry: Entry) -> None:
         if self.backup is not None or entry.copies is not None:
             entry.store.emit = functools.partial(self._emit, entry)
+
+    def _declare(self, entry: Entry) -> None:
         if self.backup is not None:
             self._push(_Pending(entry, b"", entry.store.declared))
 
+    def _ship_all(self, entry: Entry) -> None:
+        """With all its rows."""
+        self._declare(entry)
+        for op in dump(entry.store) if self.backup is not None else ():
+            self._ship_op(entry, op)
+
     def take_over(self, entry: Entry) -> None:
-        """A partition that another peer served is this one's, with all its rows."""
-        self.watch(entry)
-        if entry.store.emit is not None:
-            for op in dump(entry.store):
-                entry.store.emit(op)
-            self._whole = self._end
+        """A partition that another peer served is this one's."""
+        if self.passed_on.pop(entry.key, None) is None:
+            self._ship_all(entry)
+        self._record(entry)
+
+    def pass_on(self, store: Store) -> None:
+        """A partition that is this peer's soon."""
+        entry = Entry(store)
+        self.passed_on[entry.key] = entry
+        self._ship_all(entry)
+
+    def happened(self, key: tuple[str, int], op: Op) -> None:
+        """To a copy that is here, which may have been passed on; it may end with that."""
+        entry = self.passed_on.get(key)
+        if entry is not None:
+            self._ship_op(entry, op)
+            if isinstance(op, Ended):
+                del self.passed_on[key]
 
     def _emit(self, entry: Entry, op: Op) -> None:
         if entry.copies is not None:
@@ -131,6 +162,7 @@ class Shipping:
             self.backup = owner
             self._stop()
             self._begin()
+        self._whole = self._end
         self._require()
 
     @property
@@ -174,9 +206,9 @@ class Shipping:
                     entry.store.emit = None
             return
         for entry in self.host.entries.values():
-            self.watch(entry)
-            for op in dump(entry.store):
-                self._ship_op(entry, op)
+            self._record(entry)
+        for entry in (*self.host.entries.values(), *self.passed_on.values()):
+            self._ship_all(entry)
         self._task = self.mesh.spawn(self._ship(self.backup))
 
     async def _ship(self, backup: Owner) -> None:
@@ -241,6 +273,8 @@ class Shipping:
             # What was answered up to now did not wait for it.
             self.synced, self._whole = True, self._end
             self._require()
+            if not self._queue:
+                self.on_whole()
 
     @property
     def _end(self) -> int:
@@ -284,6 +318,8 @@ class Shipping:
             self._queued_bytes -= len(self._queue.popleft().op)
         self._first = end
         self.progress.move(self.progress.confirmed + count)
+        if self.synced and end - count < self._whole <= end:
+            self.on_whole()
 
     # along with answers
 

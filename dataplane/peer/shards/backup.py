@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.journal import apply
+from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.references import Array, ids_of
@@ -84,9 +84,10 @@ class Replicas:
 
     def has(self, address: str) -> tuple[int, int] | None:
         """(stream, operations of it that are here) of what a peer ships; None where that is not
-        known, as with second copies, whose bytes have to be here as well."""
+        known, as with second copies, whose bytes have to be here as well, or not all, as with what
+        has to be passed on."""
         for owner, origin in self._origins.items():
-            if owner.peer == address and not origin.valued:
+            if owner.peer == address and not origin.valued and not self._passes_on(address):
                 return origin.stream, origin.next
         return None
 
@@ -177,6 +178,17 @@ class Replicas:
         except ProtocolError:
             self._forget(owner)
             raise
+        self._pass_on(owner, origin)
+
+    def _passes_on(self, address: str) -> bool:
+        """Whether the shards of that peer are this one's soon: it leaves."""
+        leaving = self.host.roster.leaving
+        return address in leaving and self.host.address not in leaving
+
+    def _pass_on(self, owner: Owner, origin: _Origin) -> None:
+        for key, copy in origin.copies.items() if self._passes_on(owner.peer) else ():
+            if key not in self.shipping.passed_on:
+                self.shipping.pass_on(copy.store)
 
     def _carry_out(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
         key = shipment.partition, shipment.generation
@@ -197,6 +209,7 @@ class Replicas:
             raise ProtocolError(f"operations of a partition {key} that was not declared")
         for op in shipment.ops:
             apply(copy.store, op, self.host.now())
+            self.shipping.happened(key, op)
             self._follow(owner, origin, copy, op)
             if isinstance(op, Ended):
                 del origin.copies[key]
@@ -205,25 +218,29 @@ class Replicas:
 
     def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, op: Op) -> None:
         """Values that the primary wrote get second copies here, for as long as rows name them. So
-        do those that it got from an owner that is gone: nobody waits for these."""
+        do those that it got from an owner that is gone, or has of rows that it passes on: nobody
+        waits for these."""
         freed = copy.store.freed()
         if copy.values is None:
             return
-        for one, *named in named_by(op):
-            if one == owner:
-                copy.values.note(one, *named)
+        named = [one[1:] for one in named_by(op) if one[0] == owner]
         if isinstance(op, Relocated) and op.to_owner == owner:
-            those = _those(copy.store, owner, column(op.to_ranges, RANGE))
-            if not copy.values.note(owner, *those):
-                here = functools.partial(self._backs_up, owner, origin)
-                self.copying.bring_later(copy.values, copy.store.partition, owner, here)
+            named.append(_those(copy.store, owner, column(op.to_ranges, RANGE)))
+        there = [copy.values.note(owner, *one) for one in named]
+        if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
+            here = functools.partial(self._backs_up, owner, origin)
+            self.copying.bring_later(copy.values, copy.store.partition, owner, here)
         for gone in freed:
             self.copying.release(copy.values.freed(*gone))
 
     def _forget(self, owner: Owner) -> None:
         origin = self._origins.pop(owner, None)
         for copy in origin.copies.values() if origin is not None else ():
-            self._release(copy)
+            self._drop(copy)
+
+    def _drop(self, copy: _Copy) -> None:
+        self.shipping.happened((copy.store.partition, copy.store.generation), Ended())
+        self._release(copy)
 
     def _release(self, copy: _Copy) -> None:
         """Second copies of values that are not needed, or not whole."""
@@ -252,9 +269,11 @@ class Replicas:
                 self._take_over(owner, origin or _Origin(0), new.lost_since(old))
             else:
                 self._forget(owner)
-        for owner in list(self._origins):
+        for owner, origin in list(self._origins.items()):
             if not new.has(owner) or new.backup_of(owner.peer)[0] != self.host.address:
                 self._forget(owner)
+            else:
+                self._pass_on(owner, origin)
 
     def _is_spoken_for(self, owner: Owner, old: Roster) -> bool:
         """Whether one that had its shards meanwhile, unknown to this peer, was lost after it: what
@@ -279,19 +298,23 @@ class Replicas:
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
     def _take_over(self, owner: Owner, origin: _Origin, empty: set[int]) -> None:
-        """empty: shards that begin so, of which there may be the beginning of a copy."""
+        """empty: shards that begin so, of which there may be the beginning of a copy. What was only
+        passed on stays with the peer that has it."""
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         for copy in origin.copies.values():
-            if self.host.roster.bucket(copy.store.partition) in empty:
-                self._release(copy)
+            name = copy.store.partition
+            if self.host.roster.bucket(name) in empty or not self.host.serves(name):
+                self._drop(copy)
                 continue
             for values, ranges, counts in copy.store.holdings():
                 held.setdefault(values, []).append((ranges, counts))
             entry = self.partitions.serve(copy.store)
+            self.shipping.take_over(entry)
             if copy.values is not None:
                 self.copying.succeed(entry, copy.values, owner)
                 self._release(copy)
-            self.shipping.take_over(entry)
+                for op in dump(copy.store):
+                    self.copying.note(entry, op)
             members = self.host.roster.owners
             for holder in entry.store.lessees:
                 if not any(one.has_session(holder) for one in members):

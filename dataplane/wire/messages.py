@@ -106,11 +106,12 @@ class Close(Body, tag=13):
 
 
 class Reset(Body, tag=14):
-    """Rows become claimable again for a stage, whatever it acked."""
+    """Rows become claimable again for a stage, whatever it acked. number: as in `Tag`."""
 
     partition: str
     generation: int
     stage: str
+    number: int = 0
 
 
 # memory
@@ -204,13 +205,15 @@ class PutDone(Body, tag=31):
 
 
 class Tag(Body, tag=32):
-    """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row."""
+    """tags: a list of n values, or of one for all. expect: compared first, all or nothing a row.
+    number: given by the peer that asks, so that a shard which has carried this out does it once."""
 
     partition: str
     generation: int
     rows: Rows
     tags: dict[str, list[Scalar]]
     expect: dict[str, Scalar] | None = None
+    number: int = 0
 
 
 class Drop(Body, tag=33):

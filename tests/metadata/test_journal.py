@@ -124,6 +124,24 @@ def test_a_copy_knows_which_claim_a_lease_met() -> None:
         assert copy.leases.of_claim(7) is None
 
 
+def test_what_was_changed_is_not_changed_again_at_the_store_nor_at_copies_of_it() -> None:
+    """Whoever asks again, because a peer died before it answered, may be behind others by then."""
+    store, ops = journaled(free="drop")
+    put(store, ["a"])
+    follower, rows = Store("step-1", store.definition, 1), named(["a"])
+    store.tag(rows, {"owner": ["me"]}, {}, number=5)
+    store.tag(rows, {"owner": ["you"]}, number=6)
+    store.reset("reward", 7)
+    finish(store, take(store, "reward", ROWS))
+    carried_over(follower, list(ops), 0.0)
+    for one in (store, follower, copy_of(store)):
+        one.tag(rows, {"owner": ["me"]}, {"owner": "nobody"}, number=5)
+        one.tag(rows, {"owner": ["me"]}, number=5)
+        assert one.reset("reward", 7) == 0
+        assert rows_out.tags_held(rows_out.find_rows(one, rows.keys, None))["owner"] == ["you"]
+        assert one.reset("reward", 8) == 1  # what was acked since
+
+
 def test_positions_of_a_lease_mean_the_same_rows_at_a_copy() -> None:
     s, _ = journaled()
     put(s, ["a", "b", "c", "d"])

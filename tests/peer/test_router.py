@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.errors import (
@@ -16,14 +18,13 @@ from dataplane.errors import (
     LeaseExpired,
     PartitionConflict,
     StaleEpoch,
-    TagConflict,
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import call_deadline
 from dataplane.peer.net.router import RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
-from dataplane.wire.messages import Admit, Body, Done, Request, Seal, Tag, Wait
+from dataplane.wire.messages import Admit, Body, Done, Request, Reset, Seal, Tag, Wait
 from dataplane.wire.tables import Rows
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
@@ -44,6 +45,7 @@ class Asked:
             address=HERE,
             incarnation=1,
             unanswered={},
+            lease_numbers=itertools.count(7),
             roster=at(first, THERE),
             now=lambda: self.time,
             another_roster=self.another_roster,
@@ -81,20 +83,22 @@ def at(roster: Roster, home: str) -> Roster:
     return dataclasses.replace(roster, epoch=epoch, primaries=primaries)
 
 
-@pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("went away")])
-async def test_tags_that_a_call_may_have_set_itself_are_not_called_somebody_elses(
-    why: DataplaneError,
+@pytest.mark.parametrize(
+    "change", [Tag("p", 1, Rows(bytes(16)), {"status": ["mine"]}), Reset("p", 1, "s")]
+)
+async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
+    change: Tag | Reset,
 ) -> None:
-    """A compare-and-set whose shard died before it answered finds its own tags at the heir."""
-    shards = Asked(why, TagConflict("1 row does not have the tags", keys=["k"], rows=1))
+    """By which a shard whose peer died before it answered knows that it was carried out."""
+    shards = Asked(Unavailable("went away"), Done())
     shards.moves_to = ELSEWHERE
     partitions: Any = None
     changes = Changes(shards.host, shards.mesh, shards.router, partitions, lambda entry: None)
-    tag = Tag("p", 1, Rows(bytes(16)), {"status": ["mine"]}, {"status": "free"})
     session: Any = SimpleNamespace(id=5, label="")
-    error = TagConflict if isinstance(why, StaleEpoch) else Unavailable
-    with pytest.raises(error, match="does not have the tags"):
-        await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, tag), tag)
+    for _ in range(2):
+        asked = msgspec.structs.replace(change)
+        await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
+    assert [body.number for _, body, _ in shards.asked] == [7, 7, 8]
 
 
 @pytest.mark.parametrize("why", [StaleEpoch("behind"), Unavailable("away")])

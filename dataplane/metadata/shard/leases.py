@@ -21,8 +21,8 @@ from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.wire.tables import Laid, Shape
 
 MAX_FINISHED = 16_384
-"""Finished leases that are known by number, for whoever asks again because a peer died before it
-answered."""
+"""Finished leases, and changes that were carried out, that are known by number, for whoever asks
+again because a peer died before it answered."""
 
 
 class Part:
@@ -176,7 +176,7 @@ class Leases:
         self.remember([lease.number])
 
     def remember(self, numbers: Iterable[int]) -> None:
-        """Leases that were finished; the oldest are forgotten."""
+        """Leases that were finished, changes that were made; the oldest are forgotten."""
         for number in numbers:
             self._finished[number] = None
         while len(self._finished) > MAX_FINISHED:

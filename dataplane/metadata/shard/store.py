@@ -157,9 +157,16 @@ class Store(State):
         return closed
 
     def tag(
-        self, rows: wire.Rows, tags: Tagging, expect: Mapping[str, Scalar] | None = None
+        self,
+        rows: wire.Rows,
+        tags: Tagging,
+        expect: Mapping[str, Scalar] | None = None,
+        number: int = 0,
     ) -> None:
-        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`."""
+        """Merge tags into rows. TagConflict, and nothing changed, unless all rows have `expect`.
+        Where this number was carried out before, nothing happens; 0 is none."""
+        if self.leases.was_finished(number):
+            return
         drops.check_keys(rows)
         found = rows_out.find_rows(self, rows.keys, rows.names)
         count = len(found)
@@ -183,7 +190,9 @@ class Store(State):
             at = places.stop
             self.set_tags(block, rows_of(bits), tagging.only(tags, places, count))
         self.retag([block for block, _ in found.parts])
-        self._tell(Tag(self.partition, self.generation, wire.Rows(rows.keys), _lists(tags)))
+        self.leases.remember([number] if number else ())
+        keys = wire.Rows(rows.keys)
+        self._tell(Tag(self.partition, self.generation, keys, _lists(tags), number=number))
 
     def seal(self, keep_short: bool = False) -> int:
         """No new rows from now on; new fields stay welcome. Open groups close at the size they
@@ -244,10 +253,14 @@ class Store(State):
         self.add_stage(name, list(fields))
         self._tell(Declared(name, list(fields)))
 
-    def reset(self, stage: str) -> int:
-        """Rows that a stage acked become claimable again; leased ones stay leased."""
+    def reset(self, stage: str, number: int = 0) -> int:
+        """Rows that a stage acked become claimable again; leased ones stay leased. number: see
+        `tag`."""
+        if self.leases.was_finished(number):
+            return 0
         rows = self.stage(stage).reset(list(self.blocks.values()), list(self.groups.values()))
-        self._tell(Reset(self.partition, self.generation, stage))
+        self.leases.remember([number] if number else ())
+        self._tell(Reset(self.partition, self.generation, stage, number))
         return rows
 
     def take(

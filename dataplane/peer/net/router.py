@@ -51,18 +51,10 @@ class Router:
         self.host = host
         self.mesh = mesh
 
-    async def ask(
-        self,
-        body: Any,
-        caller: Caller | None = None,
-        timeout_s: float = CALL_S,
-        hear: Hear = _unheard,
-    ) -> Any:
+    async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
         """What the shard answers, until the call's deadline."""
         end = min(self.host.now() + timeout_s, call_deadline.get())
-        return await self.reach(
-            lambda roster, left_s: self.at(roster, body, caller, left_s), end, hear=hear
-        )
+        return await self.reach(lambda roster, left_s: self.at(roster, body, caller, left_s), end)
 
     async def wait(
         self,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.errors import DataplaneError, TagConflict, Unavailable
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.names import hash_name
 from dataplane.peer.host import Caller, Entry, Host
@@ -45,25 +44,10 @@ class Changes:
     async def change(
         self, session: Session, request: Request, body: Tag | Drop | Close | Reset | Advance
     ) -> Body:
-        """At the partition's shard. Unavailable as well where rows do not have the tags that were
-        expected, and this call may be why: a shard that was lost had perhaps set them."""
-        caller = caller_of(self.host, request, session)
-        lost: list[Unavailable] = []
-
-        def hear(why: DataplaneError) -> None:
-            if isinstance(why, Unavailable):
-                lost.append(why)
-
-        try:
-            done: Body = await self.router.ask(body, caller, hear=hear)
-        except TagConflict as exc:
-            if not lost:
-                raise
-            raise Unavailable(
-                f"{lost[0].message}; what answered then does not find the tags that were expected "
-                f"({exc.message}), which this call may have set itself: read them",
-                **exc.details,
-            ) from exc
+        """At the partition's shard: once, also where another peer has it when it is asked again."""
+        if isinstance(body, Tag | Reset):
+            body.number = next(self.host.lease_numbers)
+        done: Body = await self.router.ask(body, caller_of(self.host, request, session))
         return done
 
     # at the shard
@@ -86,9 +70,9 @@ class Changes:
 
 
 _CHANGES: dict[type[Body], Callable[[Store, Any], object]] = {
-    Tag: lambda store, body: store.tag(body.rows, body.tags, body.expect),
+    Tag: lambda store, body: store.tag(body.rows, body.tags, body.expect, body.number),
     Close: lambda store, body: store.close(hash_name(body.group), body.n, body.group),
     Seal: lambda store, body: store.seal(body.keep_short),
-    Reset: lambda store, body: store.reset(body.stage),
+    Reset: lambda store, body: store.reset(body.stage, body.number),
     Advance: lambda store, body: store.advance(body.version),
 }

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -210,10 +210,13 @@ class Host:
         reason = "lost" if lost else "dropped"
         return PartitionGone(f"partition {partition!r} {why}", partition=partition, reason=reason)
 
+    def lose(self, shards: Iterable[int]) -> None:
+        """Nobody has what was in these: its callers hear that it was lost, and not dropped."""
+        self.lost_at |= dict.fromkeys(shards, time.time_ns())
+
     def turn(self, roster: Roster) -> None:
         """From now on this roster is in force here; who waits for another one goes on."""
-        for shard in roster.lost_since(self.roster):
-            self.lost_at[shard] = time.time_ns()
+        self.lose(roster.lost_since(self.roster))
         self.roster = roster
         self.spare = None
         self._turned.set()

@@ -216,7 +216,9 @@ def test_an_heir_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
     """Whoever took over from that one was lost as well, and what the heir has of it is all."""
     before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
     told: list[Inherited] = []
-    me: Any = SimpleNamespace(owner=heir, address=heir.peer, heirs=Heirs(), roster=before)
+    me: Any = SimpleNamespace(
+        owner=heir, address=heir.peer, heirs=Heirs(), roster=before, lose=lambda shards: None
+    )
     mesh: Any = SimpleNamespace(handlers={})
     shipping: Any = SimpleNamespace(copying=None)
     references: Any = SimpleNamespace(inherited=None, took_over=lambda to, body: told.append(body))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.errors import ProtocolError
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.heirs import Heirs
 from dataplane.metadata.roster.roster import Roster
@@ -41,6 +42,7 @@ class Backup:
     def __init__(self, roster: Roster) -> None:
         self.taken: list[str] = []
         self.told: list[Inherited] = []
+        self.lost: set[int] = set()
         numbers = iter(range(1, 100))
         self.host: Any = SimpleNamespace(
             owner=BACKUP,
@@ -49,6 +51,7 @@ class Backup:
             lease_numbers=numbers,
             now=lambda: 0.0,
             heirs=Heirs(),
+            lose=lambda shards: self.lost.update(shards),
             serves=lambda name: self.host.roster.home(name) == BACKUP.peer,
         )
         mesh: Any = SimpleNamespace(handlers={})
@@ -181,6 +184,18 @@ def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     assert passed == ["p", "Declared"]
     backup.append(caller, Append(8, 0, []))  # its stream begins anew
     assert passed == ["p", "Declared", "Ended"]
+
+
+def test_a_backup_that_had_forgotten_a_broken_copy_says_that_it_was_lost() -> None:
+    first, *later = rosters(in_sync=True, misses_that=False)
+    backup = Backup(first)
+    caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
+    backup.append(caller, Append(7, 0, [Shipment("p", 1, [], Definition())]))
+    with pytest.raises(ProtocolError):
+        backup.append(caller, Append(7, 1, [Shipment("q", 1, [Ended()])]))
+    for roster in later:
+        backup.turn(roster)
+    assert not backup.taken and backup.lost == set(first.shards_of(PRIMARY.peer).tolist())
 
 
 def test_the_beginning_of_a_copy_is_not_served() -> None:

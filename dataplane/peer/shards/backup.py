@@ -266,6 +266,8 @@ class Replicas:
                 continue
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
+                if origin is None and owner in whole:  # broken, and the authority had yet to hear
+                    self.host.lose(old.shards_of(owner.peer).tolist())
                 self._take_over(owner, origin or _Origin(0), new.lost_since(old))
             else:
                 self._forget(owner)

@@ -194,11 +194,15 @@ class Ranges:
         ids: Ids = ranges["range"].astype(np.intp)
         if len(ids) == 1:
             return ids, np.array([self._is_alive(*ranges.item())])
+        if np.maximum.reduce(ids, initial=0) < self._top:
+            return ids, self._are_alive(ids, ranges)
         known = ids < self._top
-        if not every(known):
-            ids = np.where(known, ids, 0)
-        same: Mask = (self._generation[ids] == ranges["generation"]) & (self._refs[ids] > 0)
-        return ids, same & known
+        ids = np.where(known, ids, 0)
+        return ids, self._are_alive(ids, ranges) & known
+
+    def _are_alive(self, ids: Ids, ranges: Records) -> Mask:
+        alive: Mask = (self._generation[ids] == ranges["generation"]) & (self._refs[ids] > 0)
+        return alive
 
     def _living(self, ranges: Records) -> Ids:
         ids, alive = self._look_up(ranges)

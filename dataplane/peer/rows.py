@@ -41,12 +41,13 @@ def flat_values(columns: Sequence[Column]) -> npt.NDArray[Any]:
     return np.frombuffer(raw_values(columns), VALUE)
 
 
-def with_records(columns: Sequence[Column], raw: bytes) -> list[Column]:
+def with_records(columns: Sequence[Column], raw: bytes | bytearray) -> list[Column]:
     """The columns with other records, in the order of `raw_values`."""
-    result, at = [], 0
+    result, at, records = [], 0, memoryview(raw)
     for one in columns:
         middle = at + len(one.values)
         end = middle + len(one.leaves)
-        result.append(Column(one.field, raw[at:middle], one.leaf_counts, raw[middle:end]))
+        values, leaves = bytes(records[at:middle]), bytes(records[middle:end])
+        result.append(Column(one.field, values, one.leaf_counts, leaves))
         at = end
     return result

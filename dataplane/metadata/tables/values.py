@@ -323,13 +323,20 @@ def joined(parts: Sequence[Values]) -> Values:
         parts = _alike(parts, inline=False)
         first = parts[0]
     counts, width = [one.count for one in parts], len(first.fields)
-    raw = np.frombuffer(b"".join([one.records for one in parts]), _RAW)
     if len(set(counts)) == 1:
-        raw = raw.reshape(len(parts), width, counts[0]).transpose(1, 0, 2)
+        raw = np.frombuffer(b"".join([one.records for one in parts]), _RAW)
+        records = raw.reshape(len(parts), width, counts[0]).transpose(1, 0, 2).tobytes()
     else:
-        ends = np.cumsum([width * count for count in counts])[:-1]
-        raw = np.concatenate([one.reshape(width, -1) for one in np.split(raw, ends)], axis=1)
-    records = raw.tobytes()
+        sizes = [one.count * _SIZE for one in parts]
+        records = b"".join(
+            [
+                one.records[at * size : (at + 1) * size]
+                for at in range(width)
+                for one, size in zip(parts, sizes, strict=True)
+            ]
+        )
+    if not any([one.inline or one.holes or one.leaves for one in parts]):
+        return replace(first, count=sum(counts), records=records)
     inline = b""
     if any(one.inline for one in parts):
         pieces = [_padded(one.inline) for one in parts]

@@ -240,7 +240,7 @@ def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> lis
     the message has the first owner."""
     if len(raw) <= rowset.FEW_BYTES:
         names, inline = ranges.tolist(), min(1, len(ranges))
-        made = b"".join(
+        few = b"".join(
             [
                 ONE_VALUE.pack(*one[:5], inline)
                 if one[5]
@@ -248,15 +248,16 @@ def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> lis
                 for one in ONE_VALUE.iter_unpack(raw)
             ]
         )
-        return rowset.with_records(columns, made)
-    flat = np.frombuffer(bytearray(raw), VALUE)
+        return rowset.with_records(columns, few)
+    made = bytearray(raw)
+    flat = np.frombuffer(made, VALUE)
     if not len(ranges):
         flat["owner"] = 0
     else:
         here = (flat["owner"] == 0).nonzero()[0]
         to = ranges[flat["range"][here]]
         flat["range"][here], flat["generation"][here] = to["range"], to["generation"]
-    return rowset.with_records(columns, flat.tobytes())
+    return rowset.with_records(columns, made)
 
 
 def _admission(body: Reserve) -> Admission:

@@ -123,7 +123,8 @@ class Reading:
         """pinned: the pin that all of them have already. It is taken out."""
         # A PLACE has bytes and spec where a VALUE has them, and of what lies in the message the
         # offset where that has its range, of generation 0.
-        places, whole, pin = np.frombuffer(bytearray(flat), PLACE), every(here), 0
+        made, whole, pin = bytearray(flat), every(here), 0
+        places = np.frombuffer(made, PLACE)
         if not whole:
             places["flags"] = PLACE_INLINE
             places["flags"][flat["owner"] == ABSENT] = PLACE_ABSENT
@@ -139,7 +140,7 @@ class Reading:
             at = slice(None) if whole else here
             places["offset"][at] = starts + values["delta"]
             places["flags"][at] = 0
-        columns = rowset.with_records(table.columns, places.tobytes())
+        columns = rowset.with_records(table.columns, made)
         return Table(table.rows, columns, table.specs, [], table.tags, table.inline), pin
 
     async def _pull(

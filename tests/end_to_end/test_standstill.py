@@ -95,9 +95,17 @@ def test_where_a_backup_has_no_room_for_second_copies_only_who_writes_some_waits
                 there.partition(full.name).put({"x": [np.full(MIB, i, np.uint8)]}, timeout=2)
         with pytest.raises(dataplane.BackPressure, match="'a' has no room"):
             twice.put({"x": [np.zeros(MIB, np.uint8)]}, key="k", timeout=2)
-        for plane in (here, there, here):
+        for plane in (here, there, here, there):
             plane.partition(full.name).claim("train", rows=1, timeout=20).ack(timeout=20)
         twice.put({"x": [np.zeros(MIB, np.uint8)]}, key="k", timeout=20)
+        twice.put({"x": [np.zeros(MIB, np.uint8)]}, key="gone", timeout=20)
+        used = there.stats()["arena"]["used_bytes"]
+        twice.drop(["gone"])
+        until(
+            lambda: there.stats()["arena"]["used_bytes"] <= used - MIB,
+            "the second copy goes with its row",
+            10,
+        )
         cluster.peers["b"].kill()
         assert not there.partition(twice.name).get(["k"])["x"][0].any()
 

@@ -177,7 +177,7 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
 ) -> None:
     monkeypatch.setattr(backups, "AHEAD_S", 0.0)
     peer = Peer(engine := Engine(set()))
-    append, _ = backup(peer)
+    append, replicas = backup(peer)
     caller = Caller(THERE.peer, THERE.incarnation)
     shard, ops = stores.store(replicas=2), list[Op]()
     shard.emit = ops.append
@@ -188,12 +188,16 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     body = Duplicate("step-1", 1, ranges.tobytes(), ones, sizes)
     assert await peer.mesh.handlers[Duplicate](caller, body) == Done()
     assert engine.reads == [[0, 1]]
+    alone = Duplicate("step-1", 1, ranges[:1].tobytes(), ones[:4], sizes[:8])
+    for _ in range(2):
+        assert await peer.mesh.handlers[Duplicate](caller, alone) == Done()
     records = np.zeros(1, VALUE)
     records["generation"], records["nbytes"] = 1, VALUE_BYTES
     column = Column("tokens", records.tobytes())
     shard.put(stores.Wrote(stores.named(["k0"]), [column], stores.SPECS, [THERE], {}))
     await append(caller, Append(5, 1, [Shipment("step-1", 1, ops)]))
     assert engine.reads == [[0, 1]], "it was there"
+    assert [len(one.ahead) for one in replicas._origins.values()] == [1]
     await asyncio.sleep(0.01)
     assert peer.space.stats()["used_bytes"] == VALUE_BYTES
 

@@ -58,6 +58,8 @@ class _Origin:
     valued: int = 0
     """of the copies, those of which second copies of values are kept here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    ahead: dict[tuple[Key, bytes], contextlib.ExitStack] = field(default_factory=dict)
+    """what has copies that no row names yet, by partition and ranges"""
 
 
 @dataclass(eq=False, repr=False)
@@ -138,9 +140,9 @@ class Replicas:
         ranges = column(body.ranges, RANGE)
         counts = column(body.counts, U4, len(ranges))
         reach = column(body.sizes, U8, len(ranges))
-        origin = self._origins.get(caller.owner)
-        copy = origin.copies.get((body.partition, body.generation)) if origin else None
-        if copy is None or copy.values is None:
+        key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
+        copy = origin.copies.get(key) if origin is not None else None
+        if origin is None or copy is None or copy.values is None:
             return Done()  # of a partition that only begins here, it is no copy yet
         held = contextlib.ExitStack()
         held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, counts, reach)]))
@@ -149,7 +151,12 @@ class Replicas:
         except BaseException:
             held.close()
             raise
-        asyncio.get_running_loop().call_later(AHEAD_S, held.close)
+        before = origin.ahead.get((key, body.ranges))
+        origin.ahead[key, body.ranges] = held
+        if before is not None:  # asked again
+            before.close()
+        loop = asyncio.get_running_loop()
+        loop.call_later(AHEAD_S, _named, origin, (key, body.ranges), held)
         return Done()
 
     @contextlib.asynccontextmanager
@@ -227,6 +234,8 @@ class Replicas:
         if isinstance(op, Relocated) and op.to_owner == owner:
             named.append(_those(copy.store, owner, column(op.to_ranges, RANGE)))
         there = [copy.values.note(owner, *one) for one in named]
+        for ranges, *_ in named:
+            _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
         if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
             here = functools.partial(self._backs_up, owner, origin)
             self.copying.bring_later(copy.values, copy.store.partition, owner, here)
@@ -327,6 +336,16 @@ class Replicas:
             ranges, counts = _joined(held.get(other, []))
             body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
             self.references.took_over(other, body)
+
+
+def _named(
+    origin: _Origin, ahead: tuple[Key, bytes], held: contextlib.ExitStack | None = None
+) -> None:
+    """These copies need be held no longer: rows name them, or nothing has come that does."""
+    found = origin.ahead.get(ahead)
+    if found is not None and held in (None, found):
+        del origin.ahead[ahead]
+        found.close()
 
 
 def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array, Array]:

@@ -222,6 +222,35 @@ async def test_whose_backup_may_be_called_in_sync_answers_nothing_that_it_does_n
     await primary.end()
 
 
+async def test_nor_while_the_roster_may_be_on_its_way_that_calls_it_in_sync() -> None:
+    """Its primary said so, and then the copy broke."""
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    comes = asyncio.Event()
+
+    async def another_roster(*_: object) -> None:
+        await comes.wait()
+        await asyncio.sleep(0)
+
+    primary.host.another_roster = another_roster
+    backup.refusals = [ProtocolError("broken")] * 2
+    primary.declare()
+    told = primary.host.progress.reached(time.monotonic() + 30)
+    while primary.shipping.has_all:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not told.done()
+    in_sync = dataclasses.replace(primary.roster, in_sync=np.ones_like(primary.roster.in_sync))
+    primary.host.roster = in_sync
+    primary.shipping.turned(in_sync)
+    comes.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not told.done() and primary.shipping.has_all is False
+    await primary.end()
+
+
 async def test_nobody_hears_of_what_is_at_no_backup_while_one_that_begins_anew_may_be_promoted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

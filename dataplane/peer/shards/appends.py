@@ -256,9 +256,12 @@ class Shipping:
             except DataplaneError as exc:  # it cannot be reached, or has no room for second copies
                 if isinstance(exc, ProtocolError) and not isinstance(exc, StaleEpoch):
                     log.warning("the backup %s begins anew: %s", backup.peer, exc)
+                    self.synced = False
+                    # A roster that calls it in sync may be on its way: nobody hears of more.
+                    await self.host.another_roster(roster, self.host.now() + RETRY_S)
                     self._task = None
                     self._stop()
-                    asyncio.get_running_loop().call_later(RETRY_S, self._begin)
+                    self._begin()
                     return
                 log.info("the backup %s is asked again: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)

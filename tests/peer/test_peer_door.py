@@ -178,13 +178,13 @@ def seal(rid: int) -> bytes:
 async def test_a_request_that_cannot_be_taken_takes_nobody_elses_along(
     door: Door, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carry_out = door.door._carried_out
+    answers = door.door._answers_now
 
-    def fails_once(*what: Any) -> None:
-        monkeypatch.setattr(door.door, "_carried_out", carry_out)
+    def fails_once(*what: Any) -> bool:
+        monkeypatch.setattr(door.door, "_answers_now", answers)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(door.door, "_carried_out", fails_once)
+    monkeypatch.setattr(door.door, "_answers_now", fails_once)
     door.door.handlers[Seal] = lambda caller, body: Done()
     stream.post(seal(1))
     stream.post(seal(2))

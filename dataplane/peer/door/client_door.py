@@ -17,7 +17,6 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -43,7 +42,6 @@ from dataplane.wire.messages import (
     Body,
     Claim,
     Define,
-    Done,
     Failed,
     Hello,
     HelloDone,
@@ -312,68 +310,43 @@ class Connection(asyncio.Protocol):
                 outcome = self._later(handler, request, began)
         except Exception as exc:
             outcome = failed(exc)
-        if not isinstance(outcome, Body):
-            # A task where something is to be carried out, and none of our own where one is already.
-            self._runs(request, asyncio.ensure_future(outcome), self._carried_out, began)
-        elif self._door.host.progress.is_settled:
+        if isinstance(outcome, Body) and self._door.host.progress.is_settled:
             self._answer_call(request, outcome, began)
-        else:
-            self._answer_confirmed(request, outcome, began)
-
-    def _runs(
-        self,
-        request: Request,
-        call: asyncio.Future[Any],
-        then: Callable[..., None],
-        *what: Any,
-    ) -> None:
-        """then: called with the request, `what` and the call, as soon as that is done."""
+            return
+        work = self._to_its_end(request, outcome, began)
+        call = asyncio.get_running_loop().create_task(work)
         self._running[call] = isinstance(request.body, WAITING)
         self._door.under_way.add(call)
-        call.add_done_callback(partial(self._ran, then, request, *what))
+        call.add_done_callback(self._ended)
 
-    def _ran(self, then: Callable[..., None], *what: Any) -> None:
-        call = what[-1]
+    def _ended(self, call: asyncio.Task[None]) -> None:
         self._door.under_way.discard(call)
         del self._running[call]
-        then(*what)
 
-    def _carried_out(self, request: Request, began: float, call: asyncio.Future[Body]) -> None:
-        assert self._session is not None
-        if call.cancelled():  # what its handler took it gave back
-            self._door.sessions.sweep(self._session)
-            return
-        failure = call.exception()
-        body = failed(failure) if isinstance(failure, Exception) else call.result()
-        if self._door.host.progress.is_settled:
-            self._end(request, body, began)
-        else:
-            self._answer_confirmed(request, body, began)
-
-    def _answer_confirmed(self, request: Request, body: Body, began: float) -> None:
-        """As soon as the backup has all that was done."""
-        until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
-        confirmed = self._door.host.progress.reached(until)
-        self._runs(request, confirmed, self._confirmed, body, began)
-
-    def _confirmed(
-        self, request: Request, body: Body, began: float, confirmed: asyncio.Future[None]
+    async def _to_its_end(
+        self, request: Request, outcome: Body | Awaitable[Body], began: float
     ) -> None:
-        failure = None if confirmed.cancelled() else confirmed.exception()
-        if confirmed.cancelled() or failure is not None:
-            assert self._session is not None
-            self._door.unsent(self._session, request, body)
-            body = failed(failure) if isinstance(failure, Exception) else Done()
-        self._end(request, body, began, answers=not confirmed.cancelled())
-
-    def _end(self, request: Request, body: Body, began: float, answers: bool = True) -> None:
-        """The last of a call that was not answered at once."""
-        assert self._session is not None
-        if self._transport is None or self._transport.is_closing():
-            self._door.unsent(self._session, request, body)
-        elif answers:
-            self._answer_call(request, body, began)
-        self._door.sessions.sweep(self._session)
+        """Answered as soon as it is carried out, and the backup has all that was done. Where it is
+        cancelled before that, its handler gives back what it took."""
+        session, progress = self._session, self._door.host.progress
+        assert session is not None
+        try:
+            body = outcome if isinstance(outcome, Body) else await _answer_of(outcome)
+            try:
+                if not progress.is_settled:
+                    until = min(call_deadline.get(), self._door.host.now() + CONFIRM_S)
+                    await progress.reached(until)
+            except BaseException as exc:
+                self._door.unsent(session, request, body)
+                if not isinstance(exc, Exception):
+                    raise
+                body = failed(exc)
+            if self._transport is None or self._transport.is_closing():
+                self._door.unsent(session, request, body)
+            else:
+                self._answer_call(request, body, began)
+        finally:
+            self._door.sessions.sweep(session)
 
     async def _later(self, handler: Handler, request: Request, began: float) -> Body:
         """As soon as it is sure that nobody else serves what this peer does. What a call waits
@@ -453,6 +426,13 @@ class Connection(asyncio.Protocol):
             return False
         self._transport.write(frame)
         return True
+
+
+async def _answer_of(outcome: Awaitable[Body]) -> Body:
+    try:
+        return await outcome
+    except Exception as exc:
+        return failed(exc)
 
 
 def _limit_s(request: Request) -> float:

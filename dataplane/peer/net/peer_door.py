@@ -9,7 +9,6 @@ message that is no request is answered and forgotten; the connection stays.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -175,77 +174,59 @@ class PeerDoor:
                 outcome = self._in_step(request, sender)
         except Exception as exc:
             outcome = failed(exc)
+        if isinstance(outcome, Body) and self._answers_now(stream, request, sender, outcome):
+            return
         nbytes = max(len(frame), REQUEST_BYTES)
-        if isinstance(outcome, Body):
-            self._carried_out(stream, request, sender, nbytes, outcome)
-        else:
-            self._later(nbytes, outcome, self._ended, stream, request, sender, nbytes)
-
-    def _later(
-        self, nbytes: int, work: Awaitable[Any], then: Callable[..., None], *what: Any
-    ) -> None:
-        """then: called with `what` and the work, when that is done; until then the request takes
-        room."""
         self._waiting_bytes += nbytes
         if self._waiting_bytes >= self.limit_bytes:
             self.streams.pause()
-        call = self._hold(asyncio.ensure_future(work))
-        call.add_done_callback(functools.partial(self._over, nbytes, then, *what))
+        call = self._hold(asyncio.ensure_future(self._to_its_end(stream, request, sender, outcome)))
+        call.add_done_callback(lambda _: self._over(nbytes))
 
-    def _over(self, nbytes: int, then: Callable[..., None], *what: Any) -> None:
+    def _over(self, nbytes: int) -> None:
         was_full = self._waiting_bytes >= self.limit_bytes
         self._waiting_bytes -= nbytes
         if was_full and self._waiting_bytes < self.limit_bytes:
             self.streams.resume()
-        if not what[-1].cancelled():  # this peer ends
-            then(*what)
 
-    def _ended(
+    async def _to_its_end(
         self,
         stream: Stream,
         request: PeerRequest,
         sender: Owner,
-        nbytes: int,
-        call: asyncio.Future[Body],
+        outcome: Body | Awaitable[Body],
     ) -> None:
-        failure = call.exception()
-        reply = failed(failure) if isinstance(failure, Exception) else call.result()
-        self._carried_out(stream, request, sender, nbytes, reply)
+        try:
+            reply = outcome if isinstance(outcome, Body) else await outcome
+        except Exception as exc:
+            reply = failed(exc)
+        if self._answers_now(stream, request, sender, reply):
+            return
+        try:
+            await self.host.progress.reached(self.host.now() + request.deadline_ms / 1000)
+        except Exception as exc:
+            reply = failed(exc)
+        self._answer(stream, request, reply)
 
-    def _carried_out(
-        self, stream: Stream, request: PeerRequest, sender: Owner, nbytes: int, reply: Body
-    ) -> None:
-        """The answer goes out when the backup has all that it may tell of."""
-        progress = self.host.progress
+    def _answers_now(
+        self, stream: Stream, request: PeerRequest, sender: Owner, reply: Body
+    ) -> bool:
+        """The answer goes out, unless the backup has yet to get what it may tell of."""
         refused = type(reply) is Failed and reply.code == StaleEpoch.__name__
         unheld = type(request.body) in UNHELD and not self._is_passed_on(request)
-        if unheld or refused or progress.is_settled:
-            self._answer(stream, request, reply)
-            return
-        append = self.carry(sender, stream.id)
-        if append is not None:
-            self._answer(stream, request, reply, append)
-            return
-        until = self.host.now() + request.deadline_ms / 1000
-        confirmed = progress.reached(until)
-        self._later(nbytes, confirmed, self._confirmed, stream, request, reply)
+        append = None
+        if not (unheld or refused or self.host.progress.is_settled):
+            append = self.carry(sender, stream.id)
+            if append is None:
+                return False
+        self._answer(stream, request, reply, append)
+        return True
 
     def _is_passed_on(self, request: PeerRequest) -> bool:
         """Whether the sender relies on the backup of this peer as well, whose its shards will be:
         it leaves."""
         leaving = self.host.roster.leaving
         return type(request.body) is Append and request.sender in leaving - {self.host.address}
-
-    def _confirmed(
-        self,
-        stream: Stream,
-        request: PeerRequest,
-        reply: Body,
-        confirmed: asyncio.Future[None],
-    ) -> None:
-        failure = confirmed.exception()
-        answer = failed(failure) if isinstance(failure, Exception) else reply
-        self._answer(stream, request, answer)
 
     def _answer(
         self, stream: Stream, request: PeerRequest, reply: Body, append: Append | None = None

@@ -20,9 +20,9 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.wire.tables import Laid, Shape
 
-MAX_FINISHED = 16_384
-"""Finished leases, and changes that were carried out, that are known by number, for whoever asks
-again because a peer died before it answered."""
+MAX_OVER = 16_384
+"""Leases that ended for good, and changes that were carried out, that are known by number, for
+whoever asks again because a peer died before it answered."""
 
 
 class Part:
@@ -146,11 +146,10 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
-        self._finished: OrderedDict[int, None] = OrderedDict()
+        self._over: OrderedDict[int, str] = OrderedDict()
+        """finished, or of members of a plan that ended before its time, with why it did"""
         self._plans: dict[str, Plan] = {}
         self._members: dict[int, Member] = {}
-        self._ended: dict[int, str] = {}
-        """members of plans that ended before their time, and why"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -175,20 +174,21 @@ class Leases:
         self.end(lease)
         self.remember([lease.number])
 
-    def remember(self, numbers: Iterable[int]) -> None:
-        """Leases that were finished, changes that were made; the oldest are forgotten."""
+    def remember(self, numbers: Iterable[int], why: str = "") -> None:
+        """Leases that were finished, or ended for this reason, and changes that were made; the
+        oldest are forgotten."""
         for number in numbers:
-            self._finished[number] = None
-        while len(self._finished) > MAX_FINISHED:
-            self._finished.popitem(last=False)
+            self._over[number] = why
+        while len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
 
     @property
     def finished(self) -> list[int]:
         """Those that are remembered, oldest first."""
-        return list(self._finished)
+        return [number for number, why in self._over.items() if not why]
 
     def was_finished(self, number: int) -> bool:
-        return number in self._finished
+        return self._over.get(number) == ""
 
     def end(self, lease: Lease) -> None:
         del self._leases[lease.number]
@@ -239,14 +239,12 @@ class Leases:
         del self._plans[plan.lease.stage.name]
         for number in plan.members:
             del self._members[number]
-            if why:
-                self._ended[number] = why
-        while len(self._ended) > MAX_FINISHED:
-            del self._ended[next(iter(self._ended))]
+        if why:
+            self.remember(plan.members, why)
 
     def why_ended(self, number: int) -> str:
         """What a member of a plan that ended before its time is told; "" for all others."""
-        return self._ended.get(number, "")
+        return self._over.get(number, "")
 
     @property
     def holders(self) -> set[int]:

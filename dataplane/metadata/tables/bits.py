@@ -6,9 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-Mask = npt.NDArray[np.bool_]
 
 
 def all_of(count: int) -> int:
@@ -52,12 +49,6 @@ def picked(bits: int, rows: Sequence[int]) -> int:
 def of_mask(mask: Any) -> int:
     """The set of rows where a mask holds."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
-
-
-def to_mask(bits: int, count: int) -> Mask:
-    """A mask of `count` rows."""
-    raw = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), np.uint8)
-    return np.unpackbits(raw, count=count, bitorder="little").astype(np.bool_)
 
 
 def bytes_of(bits: int) -> bytes:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.errors import LimitExceeded, ProtocolError
+from dataplane.errors import (
+    DataplaneError,
+    LimitExceeded,
+    ProtocolError,
+    StreamEnd,
+    ValueTooLarge,
+)
 from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import (
     NEAR_TURNS,
     ClaimQueue,
-    Joined,
-    Met,
     Outcome,
-    Over,
     Waiting,
 )
+from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.store import Store
+from dataplane.metadata.shard.takes import Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape
@@ -63,10 +68,11 @@ class Shard:
         return [self.shown(one) for one in self.queue.serve(0.0, self.sealed, self.keep)]
 
     def shown(self, outcome: Outcome) -> object:
-        number = outcome.claim.number
-        if isinstance(outcome, Over):
-            return number, outcome.why
-        return number, keys_of(self.store, outcome.taken)
+        claim, what = outcome
+        if isinstance(what, DataplaneError):
+            return claim.number, type(what)
+        assert isinstance(what, Taken)
+        return claim.number, keys_of(self.store, what)
 
 
 def test_a_claim_is_met_only_in_full_and_holds_nothing_before() -> None:
@@ -103,8 +109,8 @@ def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
     assert (met, keys) == (1, [0, 1, 2, 3])
     (lease,) = shard.store.leases
     shard.store.finish(Finish(lease.number, "ack"))
-    assert shard.serve() == [(2, "ended")]
-    assert shard.claim(3, rows(1)) == [(3, "ended")]
+    assert shard.serve() == [(2, StreamEnd)]
+    assert shard.claim(3, rows(1)) == [(3, StreamEnd)]
 
 
 def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
@@ -159,7 +165,7 @@ def test_a_budget_also_ends_with_its_count() -> None:
 def test_what_its_host_can_never_pull_fails_at_once() -> None:
     shard = Shard()
     shard.put(0, 4)
-    assert shard.claim(1, rows(4), "b", most_bytes=30_000) == [(1, "too_large")]
+    assert shard.claim(1, rows(4), "b", most_bytes=30_000) == [(1, ValueTooLarge)]
     assert shard.claim(2, rows(4, minimum=1), "b", most_bytes=30_000) == [(2, [0, 1])]
     assert shard.claim(3, rows(2), "a", most_bytes=30_000) == [(3, [2, 3])]
 
@@ -206,7 +212,7 @@ def test_a_claim_whose_units_cannot_be_looked_for_is_over_and_others_are_met() -
     take, shard.store.take = shard.store.take, fail  # type: ignore[method-assign,assignment]
     shard.claim(1, rows(1))
     shard.claim(2, rows(1))
-    assert shard.put(0, 1) == [(1, "failed"), (2, [0])]
+    assert shard.put(0, 1) == [(1, ProtocolError), (2, [0])]
 
 
 def test_repr_shows_how_many_wait() -> None:
@@ -312,10 +318,10 @@ def test_finished_rows_leave_the_queue_as_it_is() -> None:
     shard = Shard()
     shard.put(0, 2)
     shard.queue.add(Waiting(1, rows(1), 1, "a", None, 0, 0.0))
-    (met,) = shard.queue.serve(0.0, False)
-    assert isinstance(met, Met)
+    ((_, met),) = shard.queue.serve(0.0, False)
+    assert isinstance(met, Taken)
     shard.claim(2, rows(2))
-    finish(shard.store, met.taken, "release")
+    finish(shard.store, met, "release")
     assert shard.serve() == [(2, [0, 1])]
 
 
@@ -347,11 +353,11 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     with monkeypatch.context() as small:
         small.setattr(plans, "MAX_PLAN_ROWS", 3)
         told = shard.queue.serve(0.0, True)
-        assert [type(one.error) for one in told if isinstance(one, Over)] == [LimitExceeded] * 3
+        assert [type(what) for _, what in told] == [LimitExceeded] * 3
     for rank in range(3):
         shard.queue.add(Waiting(rank, rows(0), rank, "a", None, 0, 0.0, shape, rank))
     joined = shard.queue.serve(0.0, True)
-    assert [one.member.rank for one in joined if isinstance(one, Joined)] == [0, 1, 2]
+    assert [what.rank for _, what in joined if isinstance(what, Member)] == [0, 1, 2]
     with pytest.raises(ProtocolError, match="rank 3 of 3"):
         shard.queue.add(Waiting(9, rows(0), 1, "a", None, 0, 0.0, shape, 3))
     with pytest.raises(ProtocolError, match="mini-batches, whose product"):

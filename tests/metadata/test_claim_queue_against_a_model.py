@@ -10,7 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Over, Waiting
+from dataplane.errors import StreamEnd
+from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
+from dataplane.metadata.shard.takes import Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner
@@ -113,13 +115,13 @@ class Queue(RuleBasedStateMachine):
     def serve(self, keep: bool = True) -> None:
         """Both do, and agree."""
         told: list[tuple[int, Any]] = []
-        for one in self.queue.serve(0.0, self.naive.sealed, keep):
-            if isinstance(one, Over):
-                told.append((one.claim.number, one.why))
+        for claim, what in self.queue.serve(0.0, self.naive.sealed, keep):
+            if isinstance(what, StreamEnd):
+                told.append((claim.number, "ended"))
                 continue
-            assert one.taken.lease is not None
-            self.numbered[one.claim.number] = one.taken.lease
-            told.append((one.claim.number, keys_of(self.store, one.taken)))
+            assert isinstance(what, Taken) and what.lease is not None
+            self.numbered[claim.number] = what.lease
+            told.append((claim.number, keys_of(self.store, what)))
         assert told == self.naive.serve(keep)
 
     @rule(count=st.integers(1, 5))

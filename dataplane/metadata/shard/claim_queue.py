@@ -14,11 +14,17 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Literal
 
 import msgspec
 
-from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.errors import (
+    DataplaneError,
+    ProtocolError,
+    RowsLost,
+    StreamEnd,
+    ValueTooLarge,
+    counted,
+)
 from dataplane.metadata.shard import plans, takes
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.pull_credit import PullCredit
@@ -67,29 +73,8 @@ class Waiting(msgspec.Struct, eq=False):
         return want.minimum if 0 < want.minimum < want.count else want.count
 
 
-class Met(msgspec.Struct, eq=False, frozen=True):
-    claim: Waiting
-    taken: Taken
-
-
-class Joined(msgspec.Struct, eq=False, frozen=True):
-    """It takes part in the plan."""
-
-    claim: Waiting
-    member: Member
-
-
-class Over(msgspec.Struct, eq=False, frozen=True):
-    """A claim that never can be met. ended: no row can come any more. too_large: what is next needs
-    more bytes at its host than can be. failed: so did looking for its units, with this error."""
-
-    claim: Waiting
-    why: Literal["ended", "too_large", "failed"]
-    needed_bytes: int = 0
-    error: DataplaneError | None = None
-
-
-Outcome = Met | Joined | Over
+Outcome = tuple[Waiting, Taken | Member | DataplaneError]
+"""A claim with its rows, or its part in the plan, or why it never can be met."""
 
 
 class ClaimQueue:
@@ -191,7 +176,7 @@ class ClaimQueue:
     def _joined(self, now: float, sealed: bool) -> list[Outcome]:
         """Who now takes part in the plan, or never will."""
         if sealed and not self.store.counts(self.stage).outstanding:
-            return [self._over(claim, "ended") for claim in list(self._joining.values())]
+            return [self._ended(claim) for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
         if not plans.may_join(self.store, self.stage):  # as at every put, however many wait
             return outcomes
@@ -202,18 +187,18 @@ class ClaimQueue:
                     self.stage, claim.plan, claim.rank, claim.holder, now, claim.number
                 )
             except DataplaneError as exc:
-                outcomes.append(self._over(claim, "failed", error=exc))
+                outcomes.append(self._over(claim, exc))
                 continue
             if member is not None:
                 self.withdraw(claim.number)
-                outcomes.append(Joined(claim, member))
+                outcomes.append((claim, member))
         return outcomes
 
     def _advance(self, head: Waiting, now: float, sealed: bool, kept: list[Kept]) -> Outcome | None:
         """Meet a lane's head, or a claim that goes before it."""
         queue, counts = self._lanes[head.lane], self._counts(head)
         if sealed and not counts.outstanding:
-            return self._over(head, "ended")
+            return self._ended(head)
         if not counts.ready:
             return None
         near = self._near(head, queue, counts) if len(queue) > 1 else None
@@ -243,23 +228,54 @@ class ClaimQueue:
                 self.stage, want, claim.holder, now, claim.number, credit, last, kept
             )
         except DataplaneError as exc:  # it would at every turn, and whoever put something be told
-            return self._over(claim, "failed", error=exc)
+            return self._over(claim, exc)
         if taken.lease is not None:
             self.withdraw(claim.number)
-            return Met(claim, taken)
+            return claim, taken
         if taken.needed_bytes:
-            return self._over(claim, "too_large", taken.needed_bytes)
+            return self._too_large(claim, taken.needed_bytes)
         return None
 
-    def _over(
-        self,
-        claim: Waiting,
-        why: Literal["ended", "too_large", "failed"],
-        needed_bytes: int = 0,
-        error: DataplaneError | None = None,
-    ) -> Over:
+    def _over(self, claim: Waiting, why: DataplaneError) -> Outcome:
         self.withdraw(claim.number)
-        return Over(claim, why, needed_bytes, error)
+        return claim, why
+
+    def _ended(self, claim: Waiting) -> Outcome:
+        """No row can come any more."""
+        store, stage = self.store, self.stage
+        had = f"partition {store.partition!r} is sealed and stage {stage!r} has had every row"
+        if store.stage(stage).lost:
+            total, keys = store.losses.total, store.losses.latest()
+            lost = RowsLost(
+                f"{had} that is left, but {counted(total, 'row was', 'rows were')} lost with their "
+                f"peer, such as {keys[:3]}: part.lost() names them all; put them into a new "
+                "partition",
+                partition=store.partition,
+                rows=total,
+                keys=keys,
+            )
+            return self._over(claim, lost)
+        unit = claim.want.unit
+        left = store.counts(stage, unit).remaining
+        if left:
+            one, many = f"{unit[:-1]} that does not is", f"{unit} that do not are"
+            had += f" that matches; {counted(left, one, many)} left"
+        return self._over(claim, StreamEnd(had, remaining=left))
+
+    def _too_large(self, claim: Waiting, needed_bytes: int) -> Outcome:
+        """What is next needs more bytes at its host than can be."""
+        return self._over(
+            claim,
+            ValueTooLarge(
+                f"a claim of stage {self.stage!r} of {self.store.partition!r} needs {needed_bytes} "
+                "bytes of other hosts at its own at once, where pulls may use "
+                f"{claim.most_bytes}: claim fewer rows at a time (or with min=), or make that "
+                "arena larger (--arena, DATAPLANE_ARENA)",
+                needed_bytes=needed_bytes,
+                cap_bytes=claim.most_bytes,
+                admission="pull",
+            ),
+        )
 
     # who goes before whom
 

@@ -35,6 +35,7 @@ from dataplane.peer.notices import Telling, Why
 from dataplane.peer.sessions import Held, Session
 from dataplane.peer.shards.claim_queues import MAX_PAST, MAX_WAITING
 from dataplane.peer.shards.partitions import Partitions
+from dataplane.peer.tasks import in_time
 from dataplane.wire.messages import Admit, Admitted, Body, Done, Request, Unadmit
 from dataplane.wire.tables import Owner
 
@@ -146,7 +147,7 @@ class Admissions:
 
     # at the shard
 
-    def _admit_here(self, caller: Caller, body: Admit) -> Body | asyncio.Future[Body]:
+    def _admit_here(self, caller: Caller, body: Admit) -> Body | Answer:
         entry = self.host.shard(body.partition, body.generation)
         known = entry.store.permits.given.get(body.number)
         if known is not None:
@@ -171,24 +172,16 @@ class Admissions:
         by_age = sorted(waiting.items(), key=lambda item: item[1].since)
         self._waiting[entry.key] = dict(by_age)
         self.look(entry)
-        if one.answer.done():
-            return one.answer
-        self.on_wait()
-        return asyncio.ensure_future(self._wait(entry, one))
+        if not one.answer.done():
+            self.on_wait()
+            until = self.host.now() + waits_s(body.timeout_ms)
+            in_time(one.answer, until, lambda: self._late(entry, one))
+            one.answer.add_done_callback(lambda _: self._waits_no_more(entry, one))
+        return one.answer
 
-    async def _wait(self, entry: Entry, one: _Waiting) -> Body:
-        try:
-            async with asyncio.timeout(waits_s(one.asked.timeout_ms)):
-                return await one.answer
-        except TimeoutError:
-            if one.answer.done() and not one.answer.cancelled():
-                return one.answer.result()  # in the same moment
-            why, details = self._why(entry, one)
-            raise ClaimTimeout(why, **details) from None
-        finally:
-            one.answer.cancel()
-            self._withdraw(entry.key, one)
-            self.look(entry)
+    def _waits_no_more(self, entry: Entry, one: _Waiting) -> None:
+        self._withdraw(entry.key, one)
+        self.look(entry)
 
     def _withdraw(self, key: tuple[str, int], one: _Waiting) -> None:
         waiting = self._waiting.get(key, {})
@@ -235,7 +228,8 @@ class Admissions:
                 one.answer.set_result(Admitted(asked.number, version))
             self._withdraw(entry.key, one)
 
-    def _why(self, entry: Entry, one: _Waiting) -> Why:
+    def _late(self, entry: Entry, one: _Waiting) -> ClaimTimeout:
+        """With what it waits for."""
         waiting = list(self._waiting.get(entry.key, {}).values())
         permits = entry.store.permits
         told = permits.stats(entry.store)
@@ -247,7 +241,7 @@ class Admissions:
         who = {self.host.who(h): n for h, n in holders.items()}
         me = one.asked.label
         told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
-        return reasons.of_admission(told, one.asked.count, who, me), told
+        return ClaimTimeout(reasons.of_admission(told, one.asked.count, who, me), **told)
 
     # whoever waits must go
 

@@ -20,15 +20,13 @@ from dataplane.errors import (
     LeaseExpired,
     LimitExceeded,
     RowsGone,
-    RowsLost,
     StaleEpoch,
     StreamEnd,
-    ValueTooLarge,
-    counted,
 )
 from dataplane.metadata.shard import inspection, rows_out
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Joined, Outcome, Over, Waiting
+from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
 from dataplane.metadata.shard.leases import Member
+from dataplane.metadata.shard.takes import Taken
 from dataplane.peer import rows as rowset
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
@@ -36,6 +34,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
+from dataplane.peer.tasks import in_time
 from dataplane.wire.messages import Body, Claim, Done, Finish, StatsDone, Wait
 from dataplane.wire.peering import Granted, Missing, Withdraw
 from dataplane.wire.tables import Owner, Rows, Table
@@ -238,27 +237,28 @@ class ClaimQueues:
         mine: Granted | DataplaneError | None = None
         now, sealed = self.host.now(), stage.entry.sealed
         keep = now >= self._yields_until and not self.producers()
-        for outcome in stage.queue.serve(now, sealed, keep):
-            told = self._told(stage.entry, stage.queue.stage, outcome)
-            if outcome.claim.number == number:
+        for claim, outcome in stage.queue.serve(now, sealed, keep):
+            self._remember(claim.number)
+            told = self._told(stage.entry, outcome)
+            if claim.number == number:
                 mine = told
             else:
-                self._answer(outcome.claim.number, told)
+                self._answer(claim.number, told)
         return mine
 
-    def _told(self, entry: Entry, stage: str, outcome: Outcome) -> Granted | DataplaneError:
-        self._remember(outcome.claim.number)
-        if isinstance(outcome, Over):
-            return _over(entry, stage, outcome)
-        if isinstance(outcome, Joined):
-            return _part(outcome.member)
-        taken = outcome.taken
-        assert taken.lease is not None and taken.rows is not None and taken.values is not None
-        return Granted(taken.lease, rows_out.table_of(entry.store, taken.rows, taken.values))
+    def _told(
+        self, entry: Entry, outcome: Taken | Member | DataplaneError
+    ) -> Granted | DataplaneError:
+        if isinstance(outcome, Taken):
+            assert outcome.lease is not None
+            assert outcome.rows is not None and outcome.values is not None
+            table = rows_out.table_of(entry.store, outcome.rows, outcome.values)
+            return Granted(outcome.lease, table)
+        return _part(outcome) if isinstance(outcome, Member) else outcome
 
     # waiting without claiming
 
-    async def _wait(self, caller: Caller, body: Wait) -> Body:
+    def _wait(self, caller: Caller, body: Wait) -> Answer:
         """Until the figures satisfy it; StreamEnd when they never can.
 
         ClaimTimeout when its time is up: the asker says why, or asks again.
@@ -267,18 +267,13 @@ class ClaimQueues:
         stage = self._stage(entry, body.stage)
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
-        try:
-            if body.below:
-                self.producers_wait()
-            self._look(stage)
-            async with asyncio.timeout(waits_s(body.timeout_ms)):
-                return await answer
-        except TimeoutError:
-            raise ClaimTimeout(f"stage {body.stage!r} is not there yet") from None
-        finally:
-            del stage.waits[answer]
-            if answer.done() and not answer.cancelled():
-                answer.exception()
+        answer.add_done_callback(stage.waits.pop)
+        if body.below:
+            self.producers_wait()
+        self._look(stage)
+        late = ClaimTimeout(f"stage {body.stage!r} is not there yet")
+        in_time(answer, self.host.now() + waits_s(body.timeout_ms), lambda: late)
+        return answer
 
     # why
 
@@ -348,51 +343,18 @@ def _part(member: Member) -> Granted:
     return Granted(member.number, Table(Rows(b"")), member.plan.laid)
 
 
-def _over(entry: Entry, stage: str, over: Over) -> DataplaneError:
-    """What is told of a claim that can never be met."""
-    if over.error is not None:
-        return over.error
-    if over.why == "too_large":
-        return ValueTooLarge(
-            f"a claim of stage {stage!r} of {entry.name!r} needs {over.needed_bytes} bytes of "
-            f"other hosts at its own at once, where pulls may use {over.claim.most_bytes}: claim "
-            "fewer rows at a time (or with min=), or make that arena larger (--arena, "
-            "DATAPLANE_ARENA)",
-            needed_bytes=over.needed_bytes,
-            cap_bytes=over.claim.most_bytes,
-            admission="pull",
-        )
-    if entry.store.stage(stage).lost:
-        lost = entry.store.losses
-        keys = lost.latest()
-        return RowsLost(
-            f"partition {entry.name!r} is sealed and stage {stage!r} has had every row that is "
-            f"left, but {counted(lost.total, 'row was', 'rows were')} lost with their "
-            f"peer, such as {keys[:3]}: part.lost() names them all; put them into a new partition",
-            partition=entry.name,
-            rows=lost.total,
-            keys=keys,
-        )
-    want = over.claim.want
-    left = entry.store.counts(stage, want.unit).remaining
-    had = f"partition {entry.name!r} is sealed and stage {stage!r} has had every row"
-    if left:
-        one, many = f"{want.unit[:-1]} that does not is", f"{want.unit} that do not are"
-        had += f" that matches; {counted(left, one, many)} left"
-    return StreamEnd(had, remaining=left)
-
-
 def _look_at_wait(entry: Entry, answer: Answer, body: Wait) -> None:
     ready, remaining, outstanding = entry.store.counts(body.stage, body.unit, body.where)
     enough = body.count and ready >= body.count
     if enough or (body.below and outstanding < body.below):
         answer.set_result(Done())
     elif body.count and entry.sealed and outstanding < body.count:
-        answer.set_exception(
+        fail(
+            answer,
             StreamEnd(
                 f"partition {body.partition!r} is sealed: stage {body.stage!r} has {remaining} "
                 f"{body.unit} left{' that match' if body.where else ''}, {body.count} will never "
                 "be ready",
                 remaining=remaining,
-            )
+            ),
         )

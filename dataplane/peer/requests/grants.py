@@ -20,7 +20,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import every
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Host
-from dataplane.peer.room.admission import Room
+from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.devices import Devices
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import (
@@ -74,23 +74,25 @@ class Grants:
 
     def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
         """Room for a put's next units. At once where there is some and nobody waits for it."""
-        if body.device:
-            return self._reserve_on_device(session, request, body)
-        if self.host.serves(body.partition):
+        if not body.device and self.host.serves(body.partition):
             self.host.shard(body.partition, body.generation)
-        if not body.digests:
-            units = [column(unit, U8) for unit in body.units]
-            granted = self.room.at_once(session.id, _admission(body), units)
+        kind = Admission.CONTINUE if body.continuing else Admission.OPEN
+        units = [column(unit, U8) for unit in body.units]
+        if not body.device and not body.digests:
+            granted = self.room.at_once(session.id, kind, units)
             if granted is not None:
                 return Reserved(granted[0], granted[1].tobytes())
-        return self._reserve_in_turn(session, request, body)
+        return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
 
-    async def _reserve_in_turn(self, session: Session, request: Request, body: Reserve) -> Body:
+    async def _reserve_in_turn(
+        self, session: Session, body: Reserve, kind: Admission, units: Units, timeout_s: float
+    ) -> Body:
         """Known digests come back pinned, for comparison."""
-        units = [column(unit, U8) for unit in body.units]
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
+        if body.device and body.digests:
+            raise ProtocolError("nothing is compared on a device")
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
             known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
@@ -98,34 +100,19 @@ class Grants:
             pin = space.pin(session.id, known[found])
             places = np.zeros(len(known), EXTENT)
             places[found] = space.ranges.extents(known[found])
+        asked = session.id, kind, units, timeout_s
+        reserve = (
+            self.devices.reserve(body.device, *asked) if body.device else self.room.reserve(*asked)
+        )
         session.waiting += 1
         try:
-            count, extents = await self.room.reserve(
-                session.id, _admission(body), units, request.deadline_ms / 1000
-            )
+            count, extents = await reserve
         except BaseException:
             space.unpin(session.id, [pin])
             raise
         finally:
             session.waiting -= 1
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
-
-    async def _reserve_on_device(self, session: Session, request: Request, body: Reserve) -> Body:
-        if body.digests:
-            raise ProtocolError("nothing is compared on a device")
-        units = [column(unit, U8) for unit in body.units]
-        session.waiting += 1
-        try:
-            count, extents = await self.devices.reserve(
-                body.device,
-                session.id,
-                _admission(body),
-                units,
-                request.deadline_ms / 1000,
-            )
-        finally:
-            session.waiting -= 1
-        return Reserved(count, extents.tobytes())
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
         self.host.space.give_back(session.id, column(body.extents, EXTENT))
@@ -258,7 +245,3 @@ def _renamed(columns: list[Column], raw: bytes, ranges: npt.NDArray[Any]) -> lis
         to = ranges[flat["range"][here]]
         flat["range"][here], flat["generation"][here] = to["range"], to["generation"]
     return rowset.with_records(columns, made)
-
-
-def _admission(body: Reserve) -> Admission:
-    return Admission.CONTINUE if body.continuing else Admission.OPEN

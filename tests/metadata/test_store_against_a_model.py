@@ -26,6 +26,7 @@ from dataplane.errors import (
     TagConflict,
 )
 from dataplane.metadata.shard import inspection, puts, rows_out
+from dataplane.metadata.tables.names import parse_minted
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
@@ -42,6 +43,7 @@ from tests.metadata.store_model import (
     Row,
     group_key,
     is_inline,
+    row_key,
 )
 
 KEYS = st.integers(0, 9)
@@ -260,9 +262,8 @@ class StoreMachine(Model, RuleBasedStateMachine):
                 self.store.finish(op)
             assert inspection.stats(self.store) == before
             return
-        done = self.store.finish(op)
+        kept = self.store.finish(op)
         there = [i for i in positions if self.is_live(lease.rows[i])]
-        assert (done.rows, done.gone) == (len(there), len(positions) - len(there))
         rows = [lease.rows[i] for i in there]
         columns_there = {
             name: [ranges[positions.index(i)] for i in there] for name, (_, ranges) in made.items()
@@ -270,7 +271,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         if released:
             self.note_progress(rows, columns_there, lease.stage)
         else:
-            assert done.kept == self.write(rows, columns_there, "keep", lease.stage)
+            assert kept == self.write(rows, columns_there, "keep", lease.stage)
         for row in rows if outcome in ("ack", "keep") else ():
             self.end_progress(row, lease.stage, None if outcome == "ack" else adds)
         for row in rows:
@@ -439,8 +440,10 @@ class StoreMachine(Model, RuleBasedStateMachine):
         hit = [key for key, row in self.rows.items() if any(map(are_there, row.values.values()))]
         groups = {self.rows[key].group for key in hit} - {None}
         gone = [k for k, row in self.rows.items() if k in hit or row.group in groups]
-        lost = self.store.lost(OWNERS[1])
-        assert sorted(self.keys_of(lost.rows)) == sorted(gone)
+        before = self.store.losses.total
+        assert self.store.lost(OWNERS[1]) == len(gone)
+        named = {parse_minted(str(name)) for name in self.store.losses.after(before)[0]}
+        assert named == set(map(row_key, gone))
         for number in groups:
             assert number is not None
             group = self.groups.pop(number)

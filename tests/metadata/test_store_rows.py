@@ -89,8 +89,8 @@ def test_a_group_that_lost_a_row_is_reported_and_may_be_put_again() -> None:
     far = Owner("far", 3)
     put(s, [1, 3], ["p", "q"])
     s.put(Wrote(named([2], ["p"]), [Column("tokens", values(1))], SPECS, [far], {}))
-    lost = s.lost(far)
-    assert (sorted(lost.rows.names or []), lost.groups) == ([1, 2], 1)
+    assert s.lost(far) == 2 and sorted(s.losses.latest()) == [1, 2]
+    assert len(s.groups) == 1
     assert s.closed_groups == 0
     put(s, [1, 2], ["p", "p"])
     assert s.counts("reward", "groups").ready == 1
@@ -103,8 +103,8 @@ def test_values_that_a_stage_added_before_stay_and_are_counted() -> None:
     put(s, [2])
     s.reset("reward")
     added = [Column("reward", values(2, 4, first=9))]
-    done = finish(s, take(s, "reward", Want("rows", 2, 2)), columns=added)
-    assert done.kept == {"reward": 1}
+    kept = finish(s, take(s, "reward", Want("rows", 2, 2)), columns=added)
+    assert kept == {"reward": 1}
     ((_, ranges, _),) = s.freed()
     assert len(ranges) == 1 and int(ranges["range"][0]) in (9, 10)
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 from dataplane.errors import DataplaneError
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.shard.drops import Lost
 from dataplane.metadata.shard.store import Store
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
@@ -176,11 +175,13 @@ class Run:
                     ledger.extinct()
             return away
 
-        def losing(store: Store, owner: Owner) -> Lost:
-            gone = lost(store, owner)
+        def losing(store: Store, owner: Owner) -> int:
+            before = list(store.index)
+            rows = lost(store, owner)
+            gone = [key for key in before if key not in store.index]
             for ledger in run.ledgers:
-                ledger.reported(gone.rows.keys)
-            return gone
+                ledger.reported(b"".join(gone))
+            return rows
 
         def relocating(store: Store, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
             for ledger in run.ledgers:

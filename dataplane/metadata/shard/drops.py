@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dataplane.errors import (
     GroupClosed,
@@ -13,22 +12,13 @@ from dataplane.errors import (
     RowsDropped,
     counted,
 )
-from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows
-from dataplane.metadata.shard.rows_out import told
+from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, Rows, names_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.incoming import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted, format_minted_many
 from dataplane.metadata.tables.tombstones import of_group
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import Name, Owner
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """What went with a peer: the rows, as they were named, and how many groups."""
-
-    rows: wire.Rows
-    groups: int
 
 
 def drop_rows(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
@@ -54,19 +44,20 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     return many, nbytes
 
 
-def lose(state: State, owner: Owner) -> Lost:
+def lose(state: State, owner: Owner) -> int:
     """A peer is no more: rows with bytes there go, and with them their groups, whole.
 
-    They leave no tombstones, so all of them may be put again.
+    They leave no tombstones, so all of them may be put again. Returns how many.
     """
     state.lose_progress(owner)
     hit = state.at(owner)
     groups = state.groups_of(hit.parts)
     parts = [(block, bits) for block, bits in hit.parts if not block.group]
     parts += [(block, block.live) for group in groups for block in group.blocks]
-    lost = Lost(told(state, Rows(parts)), len(groups))
-    given = lost.rows.names
-    state.losses.note(format_minted_many(lost.rows.keys) if given is None else given)
+    rows = Rows(parts)
+    keys = rows.keys
+    names = names_of(rows, keys)
+    state.losses.note(format_minted_many(keys) if names is None else names)
     state.closed_groups -= sum([one.closed and not one.all_dropped for one in groups])
     still_open = [group for group in groups if not group.closed]
     for stage in state.stages.values():
@@ -74,7 +65,7 @@ def lose(state: State, owner: Owner) -> Lost:
     state.remove(parts)
     state.remove_groups(still_open)
     state.forget_owner(owner)
-    return lost
+    return len(keys) // KEY_BYTES
 
 
 def close(state: State, key: bytes, size: int, name: Name | None) -> int:

@@ -1,14 +1,12 @@
 """The end of leases: ack, release, drop, and the holder's death.
 
 An ack and what was added to its rows are one step. Rows that were dropped while they were leased
-are passed over; their holder learns how many there were.
+are passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
 
 from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard.leases import Lease, Part
@@ -20,16 +18,6 @@ from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
 
 OUTCOMES = ("ack", "release", "drop", "keep")
-
-
-class FinishOutcome(msgspec.Struct):
-    """rows: how many were finished. gone: leased rows that had been dropped or lost meanwhile.
-    kept: per field, rows whose value was there already and stayed. bytes: freed by a drop."""
-
-    kept: dict[str, int] = {}
-    rows: int = 0
-    gone: int = 0
-    bytes: int = 0
 
 
 def lease_of(state: State, number: int) -> Lease:
@@ -47,7 +35,7 @@ def lease_of(state: State, number: int) -> Lease:
     return lease
 
 
-def finish(state: State, lease: Lease, asked_for: Finish) -> FinishOutcome:
+def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     """See `Store.finish`."""
     outcome, columns, tags = asked_for.outcome, asked_for.columns, asked_for.tags
     if outcome not in OUTCOMES:
@@ -60,7 +48,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> FinishOutcome:
     if not count:
         if columns:
             raise InvalidRows("fields for no rows of the lease")
-        return FinishOutcome()
+        return {}
     parts = [there for part in asked if (there := part.there()).rows]
     rows = sum([len(part.rows) for part in parts])
     added: list[tuple[Part, Values]] = []
@@ -89,8 +77,8 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> FinishOutcome:
         done = None if outcome == "ack" else [one.field for one in columns]
         for part in parts:
             state.end_progress(part.block, lease.stage.name, part.rows, done)
-    freed = _end(state, lease, outcome, asked, parts, bool(columns or tags))
-    return FinishOutcome(kept, rows, count - rows, freed)
+    _end(state, lease, outcome, asked, parts, bool(columns or tags))
+    return kept
 
 
 def _added(values: Values, parts: Sequence[Part]) -> list[tuple[Part, Values]]:
@@ -144,14 +132,13 @@ def _end(
     asked: Sequence[Part],
     parts: Sequence[Part],
     told: bool,
-) -> int:
+) -> None:
     """told: whether something came with it, by which a release is its holder's own."""
-    freed = 0
     rows = [(part.block, part.bits) for part in parts]
     if outcome == "release":
         state.come_back(lease, parts)
     elif outcome == "drop" and rows:
-        freed = state.remove(rows, dropped=True)
+        state.remove(rows, dropped=True)
     elif outcome == "ack" and rows:
         for block, bits in rows:
             lease.stage.ack(block, bits)
@@ -168,4 +155,3 @@ def _end(
             # What comes again, after the rows went back, must not pass for something that is in.
             returned = outcome == "release" and not told
             (state.leases.end if returned else state.leases.finish)(lease)
-    return freed

@@ -24,7 +24,6 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import finishes
 from dataplane.metadata.shard.blocks import Block, Rows
-from dataplane.metadata.shard.finishes import FinishOutcome
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
@@ -114,7 +113,7 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
     return "" if state.sealed else "the partition is not sealed yet"
 
 
-def finish(state: State, member: Member, asked: Finish) -> FinishOutcome:
+def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     """`Store.finish` of one who takes part in a plan: fields for some of its rows (`keep`), the ack
     of all that its rank has to do, or the end of the plan for everybody (`release`)."""
     plan = member.plan
@@ -129,7 +128,8 @@ def finish(state: State, member: Member, asked: Finish) -> FinishOutcome:
             "part.drop(keys=…) drops rows"
         )
     if asked.outcome == "release":
-        return FinishOutcome(rows=end(state, member))
+        end(state, member)
+        return {}
     member.acked = True
     return _finish_if_done(state, plan)
 
@@ -242,9 +242,9 @@ def _weighed(block: Block, tag: str) -> int:
     return block.tags.compare(tag, operator.ge, 0) & ~infinite
 
 
-def _finish_if_done(state: State, plan: Plan) -> FinishOutcome:
+def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
     if plan.working or len({one.rank for one in plan.members.values()}) < plan.shape.ranks:
-        return FinishOutcome()
+        return {}
     state.leases.end_plan(plan)
     state.leases.remember(plan.members)
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))

@@ -33,8 +33,6 @@ from dataplane.metadata.shard import (
     takes,
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS
-from dataplane.metadata.shard.drops import Lost
-from dataplane.metadata.shard.finishes import FinishOutcome
 from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.permits import Permit
 from dataplane.metadata.shard.pull_credit import PullCredit
@@ -65,6 +63,7 @@ from dataplane.wire.journal import (
     Joined,
     Leased,
     Left,
+    Lost,
     Op,
     Paced,
     Permitted,
@@ -74,7 +73,6 @@ from dataplane.wire.journal import (
     Unit,
     Wrote,
 )
-from dataplane.wire.journal import Lost as LostWith
 from dataplane.wire.limits import MAX_NAME_BYTES, PACK_LIMIT_BYTES
 from dataplane.wire.messages import Advance, Finish, Reset, Tag, Unadmit, Want
 from dataplane.wire.records import RANGE, U8
@@ -317,9 +315,10 @@ class Store(State):
         unit: Unit = lease.unit  # type: ignore[assignment]
         return Leased(lease.stage.name, unit, number, rows, lease.holder, lease.claim)
 
-    def finish(self, asked: Finish) -> FinishOutcome:
+    def finish(self, asked: Finish) -> dict[str, int]:
         """Ack, release, drop or keep the rows of a lease, with what was added, as one step. On a
         release it is progress, which only the stage itself gets, with the rows, until it acks them.
+        Returns per field the rows whose value was there already, and stayed.
 
         index: positions in the lease as it was granted; None: all that are left. columns name
         ranges of `owners`. LeaseExpired for a lease that has ended; InvalidRows for a row that was
@@ -327,14 +326,14 @@ class Store(State):
         """
         member = self.leases.member(asked.lease)
         if member is not None:
-            done = plans.finish(self, member, asked)
+            kept = plans.finish(self, member, asked)
         else:
-            done = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
+            kept = finishes.finish(self, finishes.lease_of(self, asked.lease), asked)
         if self.emit is not None:
             op = Finish(asked.lease, asked.outcome, asked.index, asked.columns, asked.specs)
             op.tags, op.owners, op.inline = asked.tags, asked.owners, asked.inline
             self.emit(op)
-        return done
+        return kept
 
     def has_finished(self, lease_id: int, index: bytes | None) -> bool:
         """Whether such a `finish` was carried out already: the lease ended by one that was no
@@ -422,10 +421,10 @@ class Store(State):
         self._tell(Ended())
         return rows
 
-    def lost(self, owner: Owner) -> Lost:
-        """A peer is no more: the rows with bytes there go, and their groups with them."""
+    def lost(self, owner: Owner) -> int:
+        """A peer is no more: the rows with bytes there go, and their groups with them. How many."""
         lost = drops.lose(self, owner)
-        self._tell(LostWith(owner))
+        self._tell(Lost(owner))
         return lost
 
     def relocate(

@@ -124,9 +124,9 @@ class Finishing:
                 self.references.let_go(*named)  # the first time they were taken
             return PutDone()
         self.share.check_values(body.inline)
-        outcome = entry.store.finish(body)
+        kept = entry.store.finish(body)
         self.settle(entry)
-        return PutDone(kept=outcome.kept)
+        return PutDone(kept=kept)
 
     def _finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self.host.entry(body.partition, body.generation)

@@ -27,7 +27,6 @@ from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, Waiting
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.takes import Taken
-from dataplane.peer import rows as rowset
 from dataplane.peer.failures import again, fail
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
@@ -325,15 +324,15 @@ class ClaimQueues:
             back = sum(entry.store.release_holder(holder) for holder in holders)
             self.copying.owner_gone(entry, gone)
             lost = entry.store.lost(gone)
-            if back or lost.rows.keys:
+            if back or lost:
                 log.warning(
                     "with peer %s partition %r lost %d rows, and %d were given back to it",
                     gone.peer,
                     entry.name,
-                    rowset.count(lost.rows),
+                    lost,
                     back,
                 )
-                self.host.lost_rows += rowset.count(lost.rows)
+                self.host.lost_rows += lost
             self.settle(entry)
             self.changed(entry, set(entry.definition.stages))
 

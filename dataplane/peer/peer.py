@@ -138,7 +138,7 @@ class Peer:
             answers.unsent,
             self.grants.let_go,
             serving,
-            self._is_over,
+            lambda: self.janitor.is_over(),
         )
         self._answers = answers
 
@@ -262,9 +262,6 @@ class Peer:
             self.queues.changed(entry, changed)
         self.admissions.look(entry)
         self.partitions.follow_phase(entry)
-
-    def _is_over(self) -> bool:
-        return self.janitor.is_over()
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

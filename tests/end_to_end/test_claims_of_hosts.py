@@ -14,7 +14,7 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane, tag
-from dataplane.metadata.shard.claim_queue import NEAR_TURNS
+from dataplane.metadata.shard.takes import NEAR_TURNS
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 Hosts = tuple[Plane, Plane]

@@ -13,14 +13,13 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans
 from dataplane.metadata.shard.claim_queue import (
-    NEAR_TURNS,
     ClaimQueue,
     Outcome,
     Waiting,
 )
 from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS, Taken
 from dataplane.wire.journal import Wrote
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Column, Owner, Shape

@@ -30,13 +30,10 @@ from dataplane.metadata.shard.leases import Member
 from dataplane.metadata.shard.pull_credit import PullCredit
 from dataplane.metadata.shard.stages import Counts
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import Kept, Taken
+from dataplane.metadata.shard.takes import NEAR_TURNS, Kept, Taken
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Shape
 
-NEAR_TURNS = 8
-"""How often a lane's head lets a claim go first that lies nearer: where whoever writes and whoever
-reads share hosts, rows then stay where they are."""
 NEAR_CLAIMS = 64
 """How far down the lane such a claim is looked for."""
 

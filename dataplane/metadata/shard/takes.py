@@ -32,7 +32,8 @@ NEAR_UNITS = 64
 GRANTED_BYTES = MAX_FRAME_BYTES * 3 // 4
 """Of records of values, and of values that live here, in one grant; names and tags come beside."""
 NEAR_TURNS = 8
-"""How often others may be taken past a lane's oldest unit."""
+"""How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
+before its head."""
 
 Kept = tuple[str, Where | None]
 """Unit and filter of units that are kept for a claim of theirs."""

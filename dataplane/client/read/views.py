@@ -331,7 +331,7 @@ class ColumnView(Sequence[Any]):
             bounds = [0, *((steps != step).nonzero()[0] + 1).tolist(), len(offsets)]
         if step < 0 or (len(bounds) > 2 and _ROWS_A_RUN * len(bounds) > len(offsets)):
             return None
-        strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = np.ndarray(shape, dtype, self._base, offsets.item(0)).strides
         return [
             np.ndarray(
                 (last - first, *shape), dtype, self._base, offsets.item(first), (step, *strides)

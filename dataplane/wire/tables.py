@@ -148,7 +148,8 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     primaries, backups: u2 a shard, index of a member; 0xFFFF: no backup. in_sync: one bit a shard,
     the first shard in the highest bit. leaving: members that hand over what they have.
     takeovers: the last ones, for whoever missed the roster of one. lost: u1 a shard, how often
-    both copies of it were lost, modulo 256; empty: never, of any.
+    both copies of it were lost, modulo 256; empty: never, of any. ancestors: of each authority
+    before, oldest first, the epoch of the roster from which the next one went on.
     """
 
     members: list[str]
@@ -160,6 +161,7 @@ class RosterTable(msgspec.Struct, array_like=True, frozen=True):
     leaving: list[str] = []
     takeovers: list[Takeover] = []
     lost: bytes = b""
+    ancestors: list[tuple[int, int]] = []
 
 
 class Column(msgspec.Struct, array_like=True):

@@ -239,7 +239,7 @@ def test_a_new_authority_goes_on_from_the_newest_roster() -> None:
     old = authority(A, B, C)
     sync(old, B, C)
     new = Authority(Roster.from_seeds([A, B, C]), 99)
-    new.outrank(old.roster)
+    new.go_on([old.roster])
     assert new.roster.epoch[0] == 99 and new.roster.epoch[1] > old.roster.epoch[1]
     assert (new.roster.primaries == old.roster.primaries).all() and new.roster.in_sync.any()
 
@@ -322,9 +322,48 @@ def test_a_keeper_that_was_not_told_of_the_newest_roster_notices_and_decides_not
     new.beat(Owner(B, 2), old.roster.epoch, synced=True)
     assert new.is_behind and new.roster is before
     again = Authority(Roster.from_seeds([A, B, C, D]), 99, keeper=A)
-    again.outrank(old.roster)
+    again.go_on([old.roster])
     again.beat(Owner(B, 2), old.roster.epoch)
     assert not again.is_behind
+
+
+def test_a_keeper_that_was_told_an_older_roster_lets_nobody_of_the_newer_plane_stay() -> None:
+    old = authority(A, B, C, D)
+    sync(old, B, C, D)
+    before = old.roster
+    old.lost(Owner(C, 3))
+    sync(old, B, D)
+    new = Authority(Roster.from_seeds([A, B, C, D]), 99, keeper=A)
+    new.go_on([before])  # C's, who has not heard that it was called lost
+    new.beat(Owner(C, 3), new.roster.epoch)
+    new.beat(Owner(D, 4), new.roster.epoch)
+    while new.roster.epoch[1] <= old.roster.epoch[1]:
+        new.beat(Owner(E, new.roster.epoch[1]), (5, 1))
+    assert new.roster.has(Owner(B, 2)) and not new.roster.follows(old.roster.epoch)
+    new.beat(Owner(B, 2), old.roster.epoch, synced=True)
+    assert not new.is_behind and not new.roster.has(Owner(B, 2))
+    assert new.roster.has(Owner(C, 3)) and new.roster.has(Owner(D, 4))
+
+
+def test_of_two_planes_the_one_goes_on_of_which_most_are() -> None:
+    old = authority(A, B, C, D)
+    sync(old, B, C, D)
+    forked = Authority(Roster.from_seeds([A, B, C, D]), 99, keeper=A)
+    forked.go_on([old.roster])
+    for number in range(20):
+        forked.beat(Owner(E, number), (5, 1))
+    theirs = [old.roster, old.roster]
+    old.lost(Owner(C, 3))
+    theirs[1] = old.roster
+    again = Authority(Roster.from_seeds([A, B, C, D]), 100, keeper=A)
+    again.go_on([theirs[0], forked.roster, theirs[1]])
+    assert again.roster.members == forked.roster.members  # it follows what the first knows
+    again = Authority(Roster.from_seeds([A, B, C, D]), 100, keeper=A)
+    again.go_on([theirs[1], forked.roster, theirs[1]])
+    assert again.roster.members == old.roster.members
+    assert again.roster.follows(old.roster.epoch) and not again.roster.follows(forked.roster.epoch)
+    again.beat(Owner(E, 19), forked.roster.epoch)
+    assert not again.is_behind and not again.roster.has(Owner(E, 19))
 
 
 def test_one_that_comes_from_a_forgotten_roster_is_outvoted_and_learns_of_it() -> None:

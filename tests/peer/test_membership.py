@@ -93,6 +93,38 @@ async def test_who_hears_that_the_plane_goes_on_without_it_does_not_serve_by_tha
     assert membership.deposed.is_set() and not serving.is_sure()
 
 
+async def test_a_roster_of_another_plane_counts_when_the_authority_has_heard_of_this_one() -> None:
+    made = Authority(Roster.from_seeds(SEEDS), 77, keeper=SEEDS[0])
+    for number, seed in enumerate(SEEDS, 1):
+        made.beat(Owner(seed, number), made.roster.epoch)
+    older = made.roster
+    made.beat(JOINER, (1, 1))
+    another = Authority(Roster.from_seeds(SEEDS), 88, keeper=SEEDS[0])
+    another.go_on([older])
+    for number in range(5):
+        another.beat(Owner(JOINER.peer, number), (1, 1))
+    answer = Rostered(another.roster.table)
+
+    async def call(*args: Any, **how: Any) -> Rostered:
+        return answer
+
+    host: Any = SimpleNamespace(
+        owner=Owner(SEEDS[1], 2), address=SEEDS[1], roster=made.roster, silent=True, now=lambda: 1.0
+    )
+    keeper: Any = SimpleNamespace(
+        commit=None, apart=SEEDS[0], sure=lambda: False, address=lambda: SEEDS[0]
+    )
+    mesh: Any = SimpleNamespace(handlers={}, call=call, others=SimpleNamespace(on_away=[]))
+    membership = Membership(host, mesh, keeper, Serving(host), says_nothing())
+    membership._admitted = True
+    caller: Any = None
+    membership._rostered(caller, answer)
+    assert another.roster.has(host.owner) and another.roster.epoch[1] > host.roster.epoch[1]
+    assert membership._beat_now.is_set() and not membership.deposed.is_set()
+    await membership._say()
+    assert membership.deposed.is_set() and host.roster is made.roster
+
+
 async def test_partitions_go_on_to_begin_where_who_joins_gets_nothing() -> None:
     """Also where the authority ends before it gave anything, or a plane is so large that a joiner
     has no shard by right: no other shard is kept free for it."""

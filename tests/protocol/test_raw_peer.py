@@ -300,7 +300,7 @@ def test_a_life_sign_is_answered_by_the_roster(link: Link, addresses: list[str])
     members, incarnations, (authority, number), *columns = in_force(link)
     assert members == addresses
     assert incarnations == [authority, 9] and number > 1
-    assert [len(column) for column in columns] == [8192, 8192, 512, 0, 0, 0]
+    assert [len(column) for column in columns] == [8192, 8192, 512, 0, 0, 0, 0]
 
 
 WHY = {"@": "Missing", "partition": "p", "generation": 1, "stage": "s", "unit": "rows"}

@@ -58,10 +58,12 @@ def _space(peer: Peer) -> list[str]:
 
 
 def members(peers: list[Peer]) -> dict[Owner, Peer]:
-    """Those that the newest roster has: what others still serve is undone."""
+    """Those that the newest roster has, and that are of its plane: what others serve is undone."""
     newest = max((peer.host.roster for peer in peers), key=lambda r: r.epoch[1], default=None)
-    owners = newest.owners if newest is not None else []
-    return {peer.host.owner: peer for peer in peers if peer.host.owner in owners}
+    if newest is None:
+        return {}
+    there = [peer for peer in peers if newest.follows(peer.host.roster.epoch)]
+    return {peer.host.owner: peer for peer in there if peer.host.owner in newest.owners}
 
 
 def dangling(peers: list[Peer]) -> list[str]:

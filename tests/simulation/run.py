@@ -14,7 +14,9 @@ from unittest import mock
 
 from dataplane.errors import DataplaneError
 from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
+from dataplane.peer.membership.authority import Office
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
@@ -34,6 +36,8 @@ LOOK_EVERY = 250
 """Steps from one look at all invariants to the next."""
 ENDS_S = 240.0
 """How long after the last fault everything must have come to its end."""
+SETTLES_S = 10.0
+"""How long after the last fault two planes are one again."""
 TIDY_S = 30.0
 MAX_STEPS = 3_000_000
 
@@ -85,6 +89,8 @@ class Run:
         self.cluster.gone = self.small.gone
         self.watch = Watch(self.cluster)
         self.faults = Faults(self.cluster, random.Random(rng.random()), rng.random() < 0.5)
+        self.forked = False
+        """there were two planes"""
         self.roles: list[Role] = []
         self.taggers: list[Tagger] = []
 
@@ -131,6 +137,7 @@ class Run:
         """The authority's decisions, and what stores report as lost."""
         remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
         moved, astray = Authority._moved, Authority._is_astray
+        opened = Office.open
         strays: set[Owner] = set()
         run = self
 
@@ -162,6 +169,18 @@ class Run:
                     ledger.handed_over = run.loop.now
             return moved(authority, address, backup)
 
+        async def opening(office: Office, roster: Roster, ask: bool) -> None:
+            """A keeper that begins and was not told of the newest roster, as who knows it is
+            stopped or cut off, makes another plane: with who was called lost before and has not
+            heard so, or with who starts as well."""
+            await opened(office, roster, ask)
+            authority = office._authority
+            assert authority is not None
+            told = [*authority._told.values(), authority.roster]
+            known = [place.peer.host.roster.epoch for place in run.cluster.places if place.peer]
+            if not all(any(one.follows(epoch) for one in told) for epoch in known):
+                run._forked(f"{office.host.name} keeps an older roster than others know")
+
         def straying(authority: Authority, peer: Owner, epoch: tuple[int, int]) -> bool:
             """A keeper that began again reached none who knew the roster before, as all others had
             died, were stopped or cut off. Then there are two planes, and one gives way: who comes
@@ -170,9 +189,7 @@ class Run:
             gives_way = authority._followers or not authority.is_behind
             if away and gives_way and peer not in strays:
                 strays.add(peer)
-                run.faults.note(f"{peer.peer[-4:]} comes back from another plane")
-                for ledger in run.ledgers:
-                    ledger.extinct()
+                run._forked(f"{peer.peer[-4:]} comes back from another plane")
             return away
 
         def losing(store: Store, owner: Owner) -> int:
@@ -192,6 +209,7 @@ class Run:
             mock.patch.object(Authority, "_remove", removing),
             mock.patch.object(Authority, "_moved", moving),
             mock.patch.object(Authority, "_is_astray", straying),
+            mock.patch.object(Office, "open", opening),
             mock.patch.object(Store, "lost", losing),
             mock.patch.object(Store, "relocate", relocating),
         ):
@@ -209,6 +227,9 @@ class Run:
         self._people()
         if self.rng.random() < 0.9:
             await self.faults.run(self.rng.uniform(5.0, 25.0))
+        if self.forked:
+            await asyncio.sleep(SETTLES_S)
+            self._consume_again()
         end = self.loop.now + ENDS_S
         while not all(role.done for role in self.roles):
             if self.loop.now > end:
@@ -281,6 +302,21 @@ class Run:
         if starts:
             self.loop.start_on(client.machine, role.run())
         return role
+
+    def _forked(self, how: str) -> None:
+        """What one of two planes has and answers will be gone, or is."""
+        self.faults.note(how)
+        self.forked = True
+        for ledger in self.ledgers:
+            ledger.extinct()
+
+    def _consume_again(self) -> None:
+        """Who was told that it has had everything, or that this is sealed, perhaps by the plane
+        that gave way."""
+        for role in self.roles:
+            if isinstance(role, Consumer | Sealer) and role.done:
+                role.done = False
+                self.loop.start_on(role.client.machine, role.run())
 
     async def _tidy(self) -> None:
         """Everybody leaves and the partition is dropped: nothing may be left of it anywhere."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from dataplane.errors import LimitExceeded
 from dataplane.metadata.roster.roster import (
+    FIRST,
+    MAX_ANCESTORS,
     MAX_TAKEOVERS,
     NO_BACKUP,
     Flags,
@@ -28,8 +31,6 @@ from dataplane.wire.tables import Owner, Takeover
 
 log = logging.getLogger(__name__)
 
-FIRST = 1
-"""Number of the roster that a peer works under before it was ever let in."""
 MAX_GONE = 10_000
 """Lost processes that are remembered, so that one which was only stopped is not let in again."""
 
@@ -44,10 +45,11 @@ class Authority:
         self._incarnation = incarnation
         self._number = roster.epoch[1]
         self._gone: dict[Owner, None] = {}
-        self._inherits = False
+        self._told: dict[tuple[int, int], Roster] = {}
+        """what members knew of authorities before this one when it began"""
         self._followers: set[Owner] = set()
         self._strays: set[Owner] = set()
-        """members that work under rosters of another authority, unknown to this one"""
+        """peers that work under rosters of which it was not told"""
         self._clear: dict[str, set[str]] = {}
         """what members said of the roster in force: another may have given them values to hold"""
         self._spare: dict[str, Flags] = {}
@@ -69,12 +71,22 @@ class Authority:
 
     # events
 
-    def outrank(self, other: Roster) -> None:
-        """A member has a roster of an authority before this one: go on from the newest."""
-        if other.epoch[0] != self._incarnation and other.epoch[1] >= self._number:
-            self._number = other.epoch[1]
-            self._inherits |= other.epoch[1] > FIRST
-            self._publish(other)
+    def go_on(self, told: Sequence[Roster]) -> None:
+        """From what members know of authorities before this one: from that of which most come,
+        where there are two planes, and then from the newest."""
+        self._told = {one.epoch: one for one in told if one.epoch[1] > FIRST}
+        if not self._told:
+            return
+        votes = Counter(one.epoch for one in told)
+
+        def standing(one: Roster) -> tuple[int, int]:
+            return sum(votes[e] for e in self._told if one.follows(e)), one.epoch[1]
+
+        before = max(self._told.values(), key=standing)
+        self._number = max(number for _, number in self._told)
+        if before.epoch[0] != self._incarnation:
+            ancestors = (*before.ancestors, before.epoch)[-MAX_ANCESTORS:]
+            self._publish(dataclasses.replace(before, ancestors=ancestors))
 
     def beat(
         self,
@@ -118,19 +130,23 @@ class Authority:
         self._retire()
 
     def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
-        """Few that went astray are outvoted: the next roster is newer than theirs."""
+        """Few that went astray are outvoted: the plane goes on without what they did, and the next
+        roster is newer than theirs."""
         if epoch[0] == self._incarnation and peer.peer != self._keeper:
             self._followers.add(peer)
-        ours = self.roster.epoch
-        known = epoch[0] == self._incarnation or epoch[1] <= FIRST
-        if known or (self._inherits and epoch[1] < ours[1]):
+        if self.roster.follows(epoch):
             self._strays.discard(peer)
             return False
-        self._strays.add(peer)
-        if not self.is_behind and epoch[1] >= ours[1]:
-            self._number = epoch[1]
-            self._publish(self.roster)
-        return peer not in self.roster.owners or self.is_behind
+        if not any(one.follows(epoch) for one in self._told.values()):
+            self._strays.add(peer)
+        if not self.is_behind:
+            self._strays.discard(peer)
+            if epoch[1] >= self._number:
+                self._number = epoch[1]
+                self._publish(self.roster)
+            if peer in self.roster.owners:
+                self.lost(peer)
+        return True
 
     def lost(self, peer: Owner) -> None:
         """The process is dead, or cut off: it is no member any more."""

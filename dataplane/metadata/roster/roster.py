@@ -20,9 +20,13 @@ from dataplane.wire.limits import MAX_MEMBERS, SHARDS
 from dataplane.wire.records import U2, column
 from dataplane.wire.tables import Owner, RosterTable, Takeover
 
+FIRST = 1
+"""Number of the roster that a peer works under before it was ever let in."""
 NO_BACKUP = 0xFFFF
 MAX_TAKEOVERS = 64
 """So many a roster tells again: more than happen while a peer is cut off and not called lost."""
+MAX_ANCESTORS = 64
+"""The same of authorities."""
 
 U1Column = npt.NDArray[np.uint8]
 U2Column = npt.NDArray[np.uint16]
@@ -54,7 +58,8 @@ class Roster:
     member, 0 where none was seen yet. primaries, backups: index of a member per shard. in_sync: the
     backup has all that the primary answered for. leaving: those that hand over what they have.
     takeovers: the last MAX_TAKEOVERS. lost: how often each shard began empty, because both copies
-    of what it held were lost, modulo 256."""
+    of what it held were lost, modulo 256. ancestors: of each of the last MAX_ANCESTORS authorities
+    before, the epoch of the roster from which the next one went on."""
 
     members: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -65,6 +70,7 @@ class Roster:
     lost: U1Column
     leaving: frozenset[str] = frozenset()
     takeovers: tuple[Takeover, ...] = ()
+    ancestors: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def from_seeds(
@@ -89,7 +95,7 @@ class Roster:
         authority = _hash("\n".join(founders)) & (2**53 - 1)
         unsynced, lost = np.zeros(shards, np.bool_), np.zeros(shards, np.uint8)
         nobody = (0,) * len(members)
-        return Roster(members, nobody, (authority, 1), primaries, backups, unsynced, lost)
+        return Roster(members, nobody, (authority, FIRST), primaries, backups, unsynced, lost)
 
     @staticmethod
     def from_table(table: RosterTable, shards: int = SHARDS) -> Roster:
@@ -113,7 +119,8 @@ class Roster:
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)
         takeovers = tuple(table.takeovers[-MAX_TAKEOVERS:])
-        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers)
+        ancestors = tuple(table.ancestors[-MAX_ANCESTORS:])
+        return Roster(members, incarnations, table.epoch, *columns, leaving, takeovers, ancestors)
 
     @property
     def table(self) -> RosterTable:
@@ -128,6 +135,7 @@ class Roster:
             sorted(self.leaving),
             list(self.takeovers),
             self.lost.tobytes() if self.lost.any() else b"",
+            list(self.ancestors),
         )
 
     def __repr__(self) -> str:
@@ -192,6 +200,13 @@ class Roster:
         if owner.peer not in self.members:
             return False
         return self.incarnations[self.members.index(owner.peer)] in (0, owner.incarnation)
+
+    def follows(self, epoch: tuple[int, int]) -> bool:
+        """Whether it came of the roster with this epoch. Where two authorities went on from one,
+        what was decided under the rosters of the one never happened under those of the other."""
+        by, number = epoch
+        known = (self.epoch, *self.ancestors)
+        return number <= FIRST or any(by == one and number <= last for one, last in known)
 
     def heir_of(self, old: Roster, owner: Owner) -> Owner:
         """Who serves now what a member served under an older roster: partitions never move but with

@@ -65,19 +65,18 @@ class Office:
         return self._authority is not None
 
     async def open(self, roster: Roster, ask: bool) -> None:
-        """Go on from this roster. ask: or from a newer one that a member has."""
+        """Go on from this roster. ask: or from what members know."""
         made = Authority(roster, self.host.incarnation, self._keeper.apart)
-        if roster.epoch[1] > 1:
-            made.outrank(roster)
+        told = [roster]
         if ask:
             others = [m for m in self.host.roster.members if m != self.host.address]
             answers = await asyncio.gather(
                 *(self.mesh.call(m, Beat(), timeout_s=ASK_S) for m in others),
                 return_exceptions=True,
             )
-            for reply in answers:
-                if isinstance(reply, Rostered) and reply.table is not None:
-                    made.outrank(Roster.from_table(reply.table))
+            tables = [reply.table for reply in answers if isinstance(reply, Rostered)]
+            told += [Roster.from_table(table) for table in tables if table is not None]
+        made.go_on(told)
         self._authority = made
         log.info("keeps the roster: %r", made)
         self._silence = Silence(self.host.address)

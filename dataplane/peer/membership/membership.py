@@ -187,6 +187,8 @@ class Membership:
     def _beat(self, caller: Caller, body: Beat) -> Body:
         if self.office.is_open and self.keeper.sure():
             self.office.note(caller.owner, body, caller.epoch)
+            if not self.office.is_open:
+                raise Unavailable(f"the authority at {self.host.address} begins anew")
         elif not self.keeper.apart:
             raise Unavailable(f"the authority is not at {self.host.address}")
         ours = self.host.roster
@@ -196,8 +198,11 @@ class Membership:
     # rosters
 
     def _rostered(self, caller: Caller, body: Rostered) -> Body:
-        if body.table is not None:
-            self.adopt(Roster.from_table(body.table))
+        new = Roster.from_table(body.table) if body.table is not None else self.host.roster
+        if new.follows(self.host.roster.epoch):
+            self.adopt(new)
+        else:  # of another plane: let its authority hear first how many there are of this one
+            self.beat_now()
         return Done()
 
     def adopt(self, new: Roster) -> None:
@@ -205,7 +210,7 @@ class Membership:
         old = self.host.roster
         if new.epoch[1] <= old.epoch[1]:
             return
-        if not new.has(self.host.owner):
+        if not new.has(self.host.owner) or not new.follows(old.epoch):
             if self._leaving:
                 self.left.set()
             elif self._admitted:

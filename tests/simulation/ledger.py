@@ -258,12 +258,16 @@ class Ledger:
         """Rows whose values were at one peer and whose second copies at another, both dead; also
         where these had become the values, and perhaps had no second copies of their own yet."""
         entry = peer.host.entries.get(self.partition)
-        if entry is not None:
-            keys = list(entry.store.index)
-            for other in together:
-                if other != peer.host.owner:
-                    theirs = b"".join(key for key in keys if self._came_from(other, key))
-                    self._excuse(theirs, f"{other.peer} died together with {peer.host.name}")
+        stores = [entry.store] if entry is not None else []
+        for origin in peer.replicas._origins.values():  # it was the backup of a third peer
+            stores += [
+                copy.store for (name, _), copy in origin.copies.items() if name == self.partition
+            ]
+        keys = dict.fromkeys(key for store in stores for key in store.index)
+        for other in together:
+            if other != peer.host.owner:
+                theirs = b"".join(key for key in keys if self._came_from(other, key))
+                self._excuse(theirs, f"{other.peer} died together with {peer.host.name}")
 
     def _came_from(self, owner: Owner, key: bytes) -> bool:
         return key in self.rows and owner in self.rows[key].group.owners

@@ -239,6 +239,7 @@ class Ledger:
         for group in self.groups:
             group.generation = None
         self.gone.clear()  # one that was frozen may bring the plane back as it knew it
+        self.handed_over = -math.inf
 
     def _excuse_all(self, why: str) -> None:
         for group in self.groups:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import TransferFailed
+from dataplane.errors import DeadlineExceeded, TransferFailed
 from dataplane.transport.bulk_frames import GONE
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
@@ -43,7 +43,7 @@ class SimulatedEngine:
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
     ) -> ReadOutcome:
-        """TransferFailed where the owner cannot be reached, or not to the end."""
+        """TransferFailed where the owner cannot be reached, or not to the end. DeadlineExceeded."""
         network, loop = self.network, self.network.loop
         found = network.peers.get((remote.owner.peer, remote.owner.incarnation))
         if found is None:
@@ -74,11 +74,13 @@ class SimulatedEngine:
 
         if not network.is_cut(self.machine, machine):
             loop.call_on(machine, network.delay(), serve)
+        silent_s = network.rng.uniform(*SILENT_S) + nbytes * network.byte_s
         try:
-            silent_s = network.rng.uniform(*SILENT_S) + nbytes * network.byte_s
             async with asyncio.timeout(min(timeout_s, silent_s)):
                 return await answer
         except TimeoutError:
+            if timeout_s < silent_s:
+                raise DeadlineExceeded(f"{nbytes} bytes did not come in {timeout_s:g} s") from None
             raise TransferFailed("the owner does not answer") from None
 
     def _copy(self, owner: Any, copies: Records, places: Records) -> None:

@@ -178,6 +178,21 @@ def test_what_was_spare_under_an_older_roster_counts_for_nothing() -> None:
     assert not shards(made, E)
 
 
+def test_who_has_just_come_is_nobodys_backup_until_it_has_shards() -> None:
+    """It would inherit from a peer that leaves, and have no backup that has all as well."""
+    made = authority(A, B, C, D)
+    made.beat(Owner(E, 5), (5, 1))
+    assert E not in {made.roster.backup_of(address)[0] for address in (B, C, D)}
+    sync(made, B, C, D)
+    for address in (B, C, D):
+        offer(made, address, set())
+    assert shards(made, E)
+    made.beat(Owner(B, 2), made.roster.epoch, synced=False)
+    made.beat(Owner(C, 3), made.roster.epoch, synced=False)
+    made.beat(Owner(D, 4), made.roster.epoch, leaving=True)
+    assert E in {made.roster.backup_of(address)[0] for address in (B, C)}
+
+
 def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)

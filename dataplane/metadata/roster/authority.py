@@ -299,18 +299,22 @@ class Authority:
         return hosts_of(roster, self._keeper)
 
     def _with_backups(self, roster: Roster) -> Roster:
-        """A backup for every host that has none in sync, among the peers that were seen."""
+        """A backup for every host that has none in sync, among the peers that were seen; not one
+        that has just come, where others are there: without shards it has no backup itself, and
+        would inherit from a peer that leaves what nobody else has then."""
         hosts = self._hosts(roster)
         seen = [h for h in hosts if roster.incarnations[h]]
+        serving = dict.fromkeys(np.unique(roster.primaries).tolist())
+        settled = [h for h in seen if h in serving]
         backups, in_sync = roster.backups.copy(), roster.in_sync.copy()
         in_sync &= backups != NO_BACKUP
-        for host in np.unique(roster.primaries).tolist():
+        for host in serving:
             mine = roster.primaries == host
             kept = np.unique(backups[mine & in_sync]).tolist()
             if len(kept) == 1 and kept[0] in hosts:
                 backups[mine] = kept[0]
                 continue
-            among = seen if set(seen) - {host} else hosts
+            among = next((some for some in (settled, seen) if set(some) - {host}), hosts)
             backups[mine] = buddy(roster.members, among, host)
             in_sync[mine] = False
         return dataclasses.replace(roster, backups=backups, in_sync=in_sync)

@@ -86,6 +86,8 @@ class Cluster:
         self.dead: list[Peer] = []
         self.known: dict[Owner, Peer] = {}
         """every peer that ever ran"""
+        self.died: dict[Owner, float] = {}
+        """when processes ended, however long nobody may have noticed"""
         self.lines: list[Line] = []
         self.answer_loss = 0.0
         """how likely it is that a local connection breaks instead of bringing an answer"""
@@ -175,6 +177,7 @@ class Cluster:
     def _retire(self, place: Place, peer: Peer) -> None:
         self.network.peers.pop((peer.host.address, peer.host.incarnation), None)
         self.dead.append(peer)
+        self.died.setdefault(peer.host.owner, self.loop.now)
 
     def join(self) -> Place:
         """A host more, whose peer joins the plane."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SMALL, LARGE = "step-1", "step-2"
 """Partitions."""
 TOGETHER_S = 10.0
-"""Peers that are lost so soon one after the other count as lost together: what one had the other
-could not take over yet."""
+"""A peer that died so soon after another one was called lost counts as lost together with it: what
+one had the other could not take over yet."""
 
 
 @dataclass(eq=False)
@@ -196,17 +196,18 @@ class Ledger:
         alone: bool,
         hosts: Set[Owner],
         now: float,
+        died: float,
     ) -> None:
         """A process is no member any more. known: all that ever ran, with what they had in memory
         when they died. alone: it was the partition's primary, without a backup in sync. hosts:
-        those with shards that are left."""
+        those with shards that are left. died: when it did, where nobody noticed until now."""
         self.gone[owner] = now
         if self.replicas == 1:
             for group in self.groups:
                 if owner in group.owners and not group.excused:
                     group.excused = f"its bytes were at {owner.peer}"
         together = {
-            o: known[o] for o, at in self.gone.items() if now - at < TOGETHER_S and o in known
+            o: known[o] for o, at in self.gone.items() if died - at < TOGETHER_S and o in known
         }
         if not in_sync:
             for peer in together.values():
@@ -215,13 +216,13 @@ class Ledger:
             if alone or left < self._standing(known.values()):
                 self.beginnings += 1
             if alone:  # also where it died before it heard that it was
-                if now - self.handed_over < TOGETHER_S and len(together) == 1 and hosts:
+                if died - self.handed_over < TOGETHER_S and len(together) == 1 and hosts:
                     self.wrong(f"{owner.peer} was given the shard, and was lost with it alone")
                 self._excuse_all(f"{owner.peer} had the shard alone")
         if self.replicas == 2:
             for peer in together.values():
                 self._excuse_copies(peer, together)
-            for group in self.groups if now - self.handed_over < TOGETHER_S else ():
+            for group in self.groups if died - self.handed_over < TOGETHER_S else ():
                 if owner in group.owners:  # as with two at once: see docs/guarantees.md
                     group.excused = group.excused or "its second copies were made anew"
 

@@ -159,8 +159,9 @@ class Run:
                     name = ledger.partition
                     alone = roster.home(name) == address
                     alone = alone and not roster.in_sync[roster.bucket(name)]
-                    now = run.loop.now
-                    ledger.removed(run.cluster.known, owner, in_sync, alone, hosts, now)
+                    now, known = run.loop.now, run.cluster.known
+                    died = run.cluster.died.get(owner, now)
+                    ledger.removed(known, owner, in_sync, alone, hosts, now, died)
             remove(authority, address)
 
         def moving(authority: Authority, address: str, backup: str) -> Any:

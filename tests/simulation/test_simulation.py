@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dataplane.wire.tables import Definition, Owner
+from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.loop import VirtualLoop
 
 SEEDS = 5
@@ -53,3 +57,27 @@ def test_a_frozen_machine_does_nothing_until_it_goes_on() -> None:
     while loop.step():
         pass
     assert seen == ["other", "one"]
+
+
+@pytest.mark.parametrize("died, excused", [(101.0, True), (115.0, False)])
+def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnoticed_at_once(
+    died: float, excused: bool
+) -> None:
+    backup, writer, heir = (Owner(f"tcp://127.0.0.1:{7001 + i}", i + 1) for i in range(3))
+    wrong: list[str] = []
+    ledger = Ledger("p", Definition({"train": ["x"]}, 1, replicas=2), wrong)
+    group = Group("g", acked=True, owners={writer})
+    group.rows = [Row(b"k" * 16, group)]
+    ledger.opened(group)
+    entry = SimpleNamespace(store=SimpleNamespace(index={b"k" * 16: 0}))
+    known: Any = {
+        one: SimpleNamespace(
+            host=SimpleNamespace(owner=one, name=one.peer, entries={"p": entry}),
+            replicas=SimpleNamespace(_origins={}),
+        )
+        for one in (backup, writer, heir)
+    }
+    ledger.removed(known, backup, True, False, {heir}, now=100.0, died=98.0)
+    ledger.removed(known, writer, True, False, {heir}, now=120.0, died=died)
+    ledger.reported(b"k" * 16)
+    assert (not wrong) == excused

@@ -305,7 +305,10 @@ def test_a_directory_that_is_there_is_not_written_over(
         plane.restore(tmp_path / "nothing")
     with pytest.raises(CheckpointFailed):
         plane.checkpoint(tmp_path / "no" / "such" / "parent")
-    for no_path in (None, 7, b"bytes", "a\0b"):
+    for call in (plane.checkpoint, plane.restore):
+        with pytest.raises(CheckpointFailed):
+            call(tmp_path / ("x" * 70_000))
+    for no_path in (None, 7, b"bytes", "a\0b", "\ud800"):
         with pytest.raises(dataplane.InvalidCall, match="give a path"):
             plane.checkpoint(no_path)
         with pytest.raises(dataplane.InvalidCall, match="give a path"):

@@ -214,7 +214,7 @@ def _names(partitions: int) -> list[str]:
 
 def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # `Path.is_dir` raises for a name that is too long
         raise CheckpointFailed(f"there is no checkpoint {directory}", path=str(directory))
     try:
         with open(path, "rb") as file:

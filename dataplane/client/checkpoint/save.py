@@ -49,7 +49,11 @@ _ROSTERS = 3
 def path_of(directory: Any) -> Path:
     """The directory that a user named."""
     given = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
-    if not isinstance(given, str) or "\0" in given:
+    try:
+        names_one = isinstance(given, str) and b"\0" not in os.fsencode(given)
+    except UnicodeEncodeError:
+        names_one = False
+    if not isinstance(given, str) or not names_one:
         raise InvalidCall(f"{directory!r:.80} is no directory: give a path")
     return Path(os.path.abspath(given))
 

@@ -140,7 +140,8 @@ class Found(Body, tag=121):
 
 
 class Beat(Body, tag=140):
-    """The sender lives; answered by `Rostered`. Any peer may be asked for its roster so.
+    """The sender lives; answered by `Rostered`. The first seed, as it begins, asks others for their
+    rosters so.
 
     synced: its backup, in the roster of this message's epoch, has all that it has; None: not what
     it took over last, or did just now, and all that it was called in sync with. leaving: it wants

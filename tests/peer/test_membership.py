@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from dataplane.errors import Unavailable
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster, proposed
+from dataplane.peer.host import Caller
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.serving import Serving
 from dataplane.wire.peering import Beat, Rostered
@@ -194,3 +197,21 @@ async def test_an_answer_of_the_authority_counts_from_when_it_was_asked() -> Non
     stopped_s[0] = 0.0
     await membership._say()
     assert serving.is_sure()
+
+
+async def test_a_keeper_that_only_begins_says_nothing_by_which_anybody_may_serve() -> None:
+    """It asks the others what they know, and one of them may have been called lost long ago."""
+    caller = Caller(SEEDS[1], 2)
+    nobody: Any = None
+
+    def at(address: str) -> Membership:
+        host: Any = SimpleNamespace(address=address, roster=Roster.from_seeds(SEEDS))
+        keeper: Any = SimpleNamespace(commit=None, apart=SEEDS[0], sure=lambda: True)
+        mesh: Any = SimpleNamespace(handlers={}, others=SimpleNamespace(on_away=[]))
+        return Membership(host, mesh, keeper, nobody, nobody)
+
+    begins = at(SEEDS[0])
+    assert not begins.office.is_open
+    with pytest.raises(Unavailable):
+        begins._beat(caller, Beat())
+    assert isinstance(at(SEEDS[1])._beat(Caller(SEEDS[0], 1), Beat()), Rostered)

@@ -189,8 +189,8 @@ class Membership:
             self.office.note(caller.owner, body, caller.epoch)
             if not self.office.is_open:
                 raise Unavailable(f"the authority at {self.host.address} begins anew")
-        elif not self.keeper.apart:
-            raise Unavailable(f"the authority is not at {self.host.address}")
+        elif caller.address != self.keeper.apart:  # which asks what others know as it begins
+            raise Unavailable(f"the authority is not at {self.host.address}, or only begins there")
         ours = self.host.roster
         known = ours.epoch == caller.epoch
         return Rostered(None if known else ours.table, self.office.wanted)

@@ -149,7 +149,7 @@ class Room:
     def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Piece] = ()) -> list[Piece]:
         """A piece that is not needed yet: only while half of the class's room stays free."""
         nbytes = page_up(nbytes)
-        if not nbytes or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
+        if nbytes <= 0 or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
             return []
         if not self._is_spread(nbytes):
             return self._take(admission, nbytes, prefer)

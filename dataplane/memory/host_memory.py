@@ -176,6 +176,7 @@ class PoolSpace(Space):
         self, size_bytes: int, shares: ShareOfEach, ranges: Ranges, base: int, number: int
     ) -> None:
         super().__init__(size_bytes, shares, ranges)
+        self._room.long_bytes = size_bytes  # what was never used is as quick to write
         self.base = base
         self._kind = number * DEVICE
 

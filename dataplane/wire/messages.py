@@ -172,6 +172,7 @@ class Put(Body, tag=30):
     digests: DIGEST per entry of `ranges` that later puts may share, `digest_index` (u4) says which.
     keep: between peers: values that are there already stay, this is perhaps a repetition.
     continuing: as in `Reserve`. reuse: names of rows and groups that are no more are new ones.
+    want_bytes: of the host arena, for the next put; want_on_devices: of each device arena.
     """
 
     partition: str
@@ -192,10 +193,11 @@ class Put(Body, tag=30):
     inline: bytes = b""
     continuing: bool = False
     reuse: bool = False
+    want_on_devices: list[int] = []
 
 
 class PutDone(Body, tag=31):
-    """extents: granted for the next put, at most `want_bytes`. kept: fields of rows that were
+    """extents: granted for the next put, at most what it wants. kept: fields of rows that were
     there already and stayed (redelivered adds). gone: rows of a put that were passed over, because
     they were there before and have been freed."""
 

@@ -129,6 +129,15 @@ def test_grants_come_back_to_the_memory_that_they_are_of(memory: HostMemory) -> 
     assert free_bytes(memory) == [HOST, SIZE, SIZE]
 
 
+def test_room_ahead_is_granted_on_a_device_while_half_of_it_is_free(memory: HostMemory) -> None:
+    space = memory.devices[1].space
+    granted = [space.grant(A, Admission.OPEN, 4 * MIB).tolist() for _ in range(3)]
+    assert granted == [[(HOST + SIZE, 4 * MIB)], [(HOST + SIZE + 4 * MIB, 4 * MIB)], []]
+    assert not len(space.grant(A, Admission.OPEN, -MIB))
+    memory.give_back(A, np.array(granted[0], EXTENT))
+    assert memory.forget(A) == 4 * MIB and free_bytes(memory) == [HOST, SIZE, SIZE]
+
+
 def test_classes_have_their_shares_of_a_device_too(devices: list[TwinDevice]) -> None:
     arena = DeviceArena(devices[0], SIZE, Ranges(), HOST, 1, (0.5, 0.5, 0.0))
     assert arena.space.reserve(A, Admission.OPEN, unit(SIZE // 2))[0] == 1

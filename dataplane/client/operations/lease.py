@@ -465,7 +465,7 @@ class Lease:
             specs=written.specs,
             ranges=written.ranges.tobytes(),
             shared=written.shared.tobytes(),
-            want_bytes=self.handle.session.leftovers.ahead(room_bytes),
+            want_bytes=self.handle.session.leftovers[0].ahead(room_bytes),
             inline=written.inline,
         )
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.core import Deadline, Handle, Offload, Operation, ask
-from dataplane.client.operations.write import Continuing
+from dataplane.client.core import Deadline, Handle, Offload, Operation
+from dataplane.client.operations.write import Continuing, room_for
 from dataplane.client.session.devices import Devices, Opened
 from dataplane.client.session.session import Session
 from dataplane.client.write import parcel as parcels_of
@@ -28,7 +28,6 @@ from dataplane.memory.device import Device, Located
 from dataplane.memory.placement import place, remainder
 from dataplane.wire.arrays import spec_of
 from dataplane.wire.limits import MAX_RANK, MAX_ROWS_PER_MESSAGE
-from dataplane.wire.messages import Reserve, Reserved
 from dataplane.wire.records import EXTENT, column
 
 POLL_S = 0.0002
@@ -122,6 +121,10 @@ class DevicePart:
     opened: Opened
     parcels: Sequence[Parcel]
 
+    @property
+    def memory(self) -> int:
+        return self.opened.number
+
     def upto(self, first: int, last: int) -> int:
         if last == first + 1:
             return 1
@@ -137,20 +140,14 @@ class DevicePart:
         done = 0
         try:
             while done < len(run):
-                units = parcels_of.join(run[done:]).units()
-                body = Reserve(
-                    handle.name,
-                    generation,
-                    units,
-                    continues(),
-                    device=self.opened.number,
+                rest = run[done:]
+                granted = yield from room_for(
+                    handle, generation, rest, continues, until, self.memory
                 )
-                reserved = yield from ask(body, Reserved, until, "waiting for room on the device")
-                some = parcels_of.join(run[done : done + reserved.units])
-                extents = column(reserved.extents, EXTENT)
-                copies = _Copies(session, self.opened, some, extents)
+                some = parcels_of.join(rest[: granted.units])
+                copies = _Copies(session, self.opened, some, column(granted.extents, EXTENT))
                 ranges.append((yield from copies.carry_out(until)))
-                done += reserved.units
+                done += granted.units
         except BaseException:
             for extents in ranges:
                 session.keep(extents)
@@ -199,7 +196,7 @@ class _Copies:
 
     def _address(self, target: int, nbytes: int) -> int:
         """Where an address of the peer's memory is in this process."""
-        if target >= self._session.arena_bytes:
+        if target >= self._opened.base:
             return self._opened.place(target)
         window = self._session.writes.view(target, max(1, nbytes))
         self._windows.append(window)

@@ -54,6 +54,14 @@ Continuing = Callable[[], bool]
 class Elsewhere(Protocol):
     """Fields of a put whose values go to other memory than the host arena, in the same parcels."""
 
+    @property
+    def memory(self) -> int:
+        """Its number in `Session.leftovers`."""
+
+    @property
+    def parcels(self) -> Sequence[Parcel]:
+        """Those of the put, with these fields."""
+
     def upto(self, first: int, last: int) -> int:
         """How many of these parcels may go together, at least one."""
 
@@ -81,13 +89,13 @@ class Putting(msgspec.Struct, eq=False):
     def put_few(self, few: Few) -> Operation[None]:
         """All in one message."""
         if not few.nbytes:
-            yield from self._send(few.written([]), None, 0)
+            yield from self._send(few.written([]), None)
             return
         written = yield from write_few(
             self.handle, self.generation, few, self._continues, self.deadline
         )
-        ahead = self.handle.session.leftovers.ahead(few.nbytes, few.sizes)
-        yield from self._send(written, None, ahead)
+        ahead = self.handle.session.leftovers[0].ahead(few.nbytes, few.sizes)
+        yield from self._send(written, None, (ahead,))
 
     def check_units(self, parcels: list[Parcel]) -> None:
         """ValueTooLarge where one of these can never be had, as the peer would say of the first."""
@@ -123,9 +131,14 @@ class Putting(msgspec.Struct, eq=False):
             self.handle, self.generation, run, self._continues, self.deadline
         )
         count, rows, written = filled.count, filled.parcel.rows, filled.written()
-        ahead = 0 if len(written.digests) else self._want(filled, parcels, done)
+        here = slice(done, done + count)
+        ahead = [0 if len(written.digests) else self._want(0, filled.nbytes, parcels, here)]
         if self.elsewhere:
-            written = yield from self._with_elsewhere(written, slice(done, done + count))
+            written = yield from self._with_elsewhere(written, here)
+            ahead += [0] * (len(self.handle.session.leftovers) - 1)
+            for other in self.elsewhere:
+                nbytes = parcels_of.join(other.parcels[here]).nbytes
+                ahead[other.memory] = self._want(other.memory, nbytes, other.parcels, here)
         yield from self._send(written, whole(rows, len(self.identity)), ahead)
         self.committed_rows.append(rows)
         return count
@@ -151,11 +164,13 @@ class Putting(msgspec.Struct, eq=False):
         familiar = self.identity.familiar_keys()[: KEY.itemsize]
         return self.handle.session.familiar.knows(familiar)
 
-    def _send(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
+    def _send(
+        self, written: Written, index: Index | None, ahead: Sequence[int] = (0,)
+    ) -> Operation[None]:
         """The message of the rows at `index`; once more where the shard has no room for what is
         inline."""
         try:
-            yield from self._tell(written, index, ahead_bytes)
+            yield from self._tell(written, index, ahead)
         except ShardFull as full:
             if not written.inline:
                 raise
@@ -164,11 +179,12 @@ class Putting(msgspec.Struct, eq=False):
             written = yield from landed(
                 self.handle, self.generation, written, self._continues, self.deadline, full
             )
-            yield from self._tell(written, index, ahead_bytes)
+            yield from self._tell(written, index, ahead)
             del pin  # what it holds has another holder now
 
-    def _tell(self, written: Written, index: Index | None, ahead_bytes: int) -> Operation[None]:
-        """The message of the rows at `index`, and what its answer grants."""
+    def _tell(self, written: Written, index: Index | None, ahead: Sequence[int]) -> Operation[None]:
+        """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
+        asked for, by memory."""
         session = self.handle.session
         body = Put(
             self.handle.name,
@@ -183,10 +199,11 @@ class Putting(msgspec.Struct, eq=False):
             self.replace,
             written.digests.tobytes(),
             written.digest_index.tobytes(),
-            ahead_bytes,
+            ahead[0],
             inline=written.inline,
             continuing=self._continues(),
             reuse=self.reuse,
+            want_on_devices=list(ahead[1:]),
         )
         try:
             reply = yield from ask(body, PutDone, self.deadline)
@@ -200,11 +217,11 @@ class Putting(msgspec.Struct, eq=False):
         session.tally.add("put", rows=rows, bytes=volume(body.columns))
         session.tally.add("copy", bytes=written.copied_bytes)
 
-    def _want(self, filled: Filled, parcels: list[Parcel], done: int) -> int:
+    def _want(self, memory: int, nbytes: int, parcels: Sequence[Parcel], here: slice) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
-        following = parcels[done + filled.count : done + 2 * filled.count]
-        nbytes = sum(p.nbytes for p in following) if following else filled.nbytes
-        return self.handle.session.leftovers.ahead(nbytes)
+        following = parcels[here.stop : 2 * here.stop - here.start]
+        nbytes = sum(p.nbytes for p in following) if following else nbytes
+        return self.handle.session.leftovers[memory].ahead(nbytes)
 
     def _incomplete(self, exc: Exception) -> PutIncomplete:
         rows = np.concatenate(self.committed_rows)
@@ -294,7 +311,7 @@ def write_few(
     if not few.nbytes:
         return few.written([])
     session = handle.session
-    extents = session.leftovers.take(few.nbytes, few.sizes)
+    extents = session.leftovers[0].take(few.nbytes, few.sizes)
     if extents is None:
         unit = np.array(few.sizes, U8).tobytes()
         body = Reserve(handle.name, generation, [unit], continuing())
@@ -322,21 +339,15 @@ def write_run(
     """Find room for the first of these parcels, share what is known, copy the rest."""
     session = handle.session
     joined = parcels_of.join(run)
-    digests, nbytes = joined.digests, joined.nbytes
-    extents, shared, pin = _NO_EXTENTS, _NO_RANGES, 0
-    found = None if len(digests) or not nbytes else session.leftovers.take(nbytes)
-    if found is not None:
-        extents = found
-    elif nbytes:
-        body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes())
-        reserved = yield from ask(body, Reserved, deadline, "waiting for room in the arena")
-        extents, pin = column(reserved.extents, EXTENT), reserved.pin
-        if reserved.units < len(run):
-            run = run[: reserved.units]
-            joined = parcels_of.join(run)
+    digests, nbytes, shared = joined.digests, joined.nbytes, _NO_RANGES
+    granted = yield from room_for(handle, generation, run, continuing, deadline)
+    extents, pin = column(granted.extents, EXTENT), granted.pin
+    if granted.units < len(run):
+        run = run[: granted.units]
+        joined = parcels_of.join(run)
     try:
         if len(digests):
-            shared = yield Offload(lambda: share(session, run, reserved, len(digests)), nbytes)
+            shared = yield Offload(lambda: share(session, run, granted, len(digests)), nbytes)
             joined = parcels_of.join(run)
         offsets = place(joined.sizes, extents)
         copied = joined.nbytes + joined.inline_bytes
@@ -347,6 +358,30 @@ def write_run(
         raise
     session.keep(remainder(joined.sizes, offsets, extents))
     return Filled(len(run), joined, offsets, shared, pin, nbytes, inline)
+
+
+def room_for(
+    handle: Handle,
+    generation: int,
+    run: Sequence[Parcel],
+    continuing: Continuing,
+    deadline: Deadline,
+    memory: int = 0,
+) -> Operation[Reserved]:
+    """Room for the first of these parcels, at least one: of what was granted ahead, else asked
+    for. memory: a device's number, or the host arena, where that too may be given."""
+    joined, leftovers = parcels_of.join(run), handle.session.leftovers[memory]
+    digests, nbytes = joined.digests, joined.nbytes
+    if not nbytes:
+        return Reserved(len(run), b"")
+    found = None if len(digests) else leftovers.take(nbytes)
+    if found is not None:
+        return Reserved(len(run), found.tobytes())
+    if memory:  # nobody waits there for what is kept here: it goes back before the others' is taken
+        handle.session.give_back(leftovers.take_idle(0))
+    body = Reserve(handle.name, generation, joined.units(), continuing(), digests.tobytes(), memory)
+    where = "on the device" if memory else "in the arena"
+    return (yield from ask(body, Reserved, deadline, f"waiting for room {where}"))
 
 
 def _copy(session: Session, parcel: Parcel, offsets: Records, extents: Records) -> bytes:

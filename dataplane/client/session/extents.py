@@ -1,4 +1,4 @@
-"""Stretches of the arena that were granted to this client and are not written yet.
+"""Stretches of the peer's memories that were granted to this client and are not written yet.
 
 The reply to a put grants room for the next one, so that a steady producer needs one round trip.
 What stays unused for a second goes back to the peer. Thread-safe; never waits.
@@ -21,9 +21,11 @@ MAX_LEFTOVERS = 16
 KEPT_LEFTOVERS = 4
 """So many of the largest stay where there are more than that: small ends serve no put, and to give
 back one with each would be a message for each."""
-MAX_LEFTOVER_BYTES = 32 << 20
 AHEAD_BYTES = 16 << 20
-"""The most that is asked for ahead; for larger puts a round trip is no cost."""
+"""The most that is asked for ahead in the host arena; for larger puts a round trip is no cost.
+Twice as much is kept."""
+DEVICE_AHEAD = 8
+"""Of a device arena that is one part of so many: a GPU writes 1 GiB in less than a round trip."""
 LEAST_AHEAD_BYTES = 64 << 10
 """Small rows are granted room for many at once: a grant costs as much as what else a put does."""
 PUTS_LOOKED_BACK = 8
@@ -38,9 +40,10 @@ def no_extents() -> Extents:
 
 
 class Leftovers:
-    """The granted, unwritten extents of one session."""
+    """The granted, unwritten extents of one session in one memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead_bytes: int = AHEAD_BYTES) -> None:
+        self._ahead_bytes = ahead_bytes
         self._lock = threading.Lock()
         self._extents: list[tuple[int, int]] = []
         self._late: deque[tuple[int, Sequence[int]]] = deque(maxlen=PUTS_LOOKED_BACK)
@@ -51,7 +54,7 @@ class Leftovers:
         """How much to ask for with a message that brings so many bytes, so that the next one of as
         much finds room: as the largest of late, since groups differ in size. 0 where `take` would
         find that here, or nothing came. sizes: as `take` has them."""
-        if not nbytes or nbytes > AHEAD_BYTES:
+        if not nbytes or nbytes > self._ahead_bytes:
             return 0
         with self._lock:
             self._late.append((nbytes, sizes))
@@ -96,7 +99,7 @@ class Leftovers:
             kept: list[tuple[int, int]] = []
             total = 0
             for extent in merged:
-                if len(kept) < most and total + extent[1] <= MAX_LEFTOVER_BYTES:
+                if len(kept) < most and total + extent[1] <= 2 * self._ahead_bytes:
                     kept.append(extent)
                     total += extent[1]
             self._extents = kept
@@ -106,7 +109,7 @@ class Leftovers:
     def _stands_alone(self, offset: int, length: int) -> bool:
         """Whether there is room for it, and nothing that it is to be joined with."""
         others = self._extents
-        if len(others) == MAX_LEFTOVERS or self.nbytes + length > MAX_LEFTOVER_BYTES:
+        if len(others) == MAX_LEFTOVERS or self.nbytes + length > 2 * self._ahead_bytes:
             return False
         return all([first + many != offset and offset + length != first for first, many in others])
 

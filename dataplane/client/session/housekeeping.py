@@ -86,11 +86,7 @@ class Housekeeper:
                 self.close("nothing refers to this client any more")
             session.settle_devices()
             with self._undoing:
-                due = self._undone() + self._parting()
-                idle = session.leftovers.take_idle()
-                if len(idle):
-                    due.append(GiveBack(idle.tobytes()))
-                self.tell(due)
+                self.tell([*self._undone(), *self._parting(), *session.idle_grants()])
             if not woken:
                 self._look()
         if self._closing.is_set():  # no view is left, or no peer
@@ -209,11 +205,7 @@ class Housekeeper:
         session.settle_devices(_CLOSE_S)
         due = self._undone()
         due += [Finish(lease, "release") for lease in leases]
-        due += self._parting()
-        grants = session.leftovers.take_idle(0)
-        if len(grants):
-            due.append(GiveBack(grants.tobytes()))
-        self.tell(due, _CLOSE_S)
+        self.tell([*due, *self._parting(), *session.idle_grants(0)], _CLOSE_S)
 
     def _drop_anchor(self) -> None:
         with self._sending:

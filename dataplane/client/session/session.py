@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.devices import Devices
 from dataplane.client.session.direct import DirectCopies
-from dataplane.client.session.extents import Leftovers
+from dataplane.client.session.extents import DEVICE_AHEAD, IDLE_S, Leftovers
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
@@ -37,7 +37,7 @@ from dataplane.wire.messages import (
     Wait,
     Welcome,
 )
-from dataplane.wire.records import KEY
+from dataplane.wire.records import KEY, U8
 
 MAX_FAMILIAR = 65_536
 WAITING = (Claim, Wait, Losses, Admit)
@@ -104,10 +104,12 @@ class Session:
         connections.orphaned = self._orphaned
         self.reads = reads
         self.writes = writes
-        self.arena_bytes = welcome.arena_bytes
         self.devices = devices
         """the device arenas of the peer, where it has some and this client looks at them"""
-        self.leftovers = Leftovers()
+        sizes = [pool.nbytes for pool in welcome.pools]
+        self._device_bases = np.cumsum([welcome.arena_bytes, *sizes], dtype=U8)[:-1]
+        self.leftovers = [Leftovers(), *[Leftovers(size // DEVICE_AHEAD) for size in sizes]]
+        """by memory: the host arena, then each device"""
         self.familiar = Familiar()
         self.tally = Tally()
         self.leases, self.permits = InHand(), InHand()
@@ -190,17 +192,25 @@ class Session:
         """Granted extents that are not written: for the next put, or back to the peer. Those that
         were written stay mapped, for as long as the peer is there."""
         self.tend()
-        if self.devices is not None:
-            on_device = extents["offset"] >= self.arena_bytes
-            if on_device.any():
-                self.due.put(GiveBack(extents[on_device].tobytes()))
-                extents = extents[~on_device]
-                self.bell.ring()
-        if len(extents):
-            excess = self.leftovers.keep(extents)
-            if len(excess):
-                self.due.put(GiveBack(excess.tobytes()))
+        for leftovers, part in self._by_memory(extents):
+            self.give_back(leftovers.keep(part))
             self.bell.ring()
+
+    def give_back(self, extents: npt.NDArray[Any]) -> None:
+        """Ahead of the next call."""
+        if len(extents):
+            self.due.put(GiveBack(extents.tobytes()))
+
+    def _by_memory(self, extents: npt.NDArray[Any]) -> list[tuple[Leftovers, npt.NDArray[Any]]]:
+        if len(self.leftovers) == 1:
+            return [(self.leftovers[0], extents)] if len(extents) else []
+        memory = self._device_bases.searchsorted(extents["offset"], "right")
+        return [(self.leftovers[n], extents[memory == n]) for n in np.unique(memory).tolist()]
+
+    def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
+        """What goes back of all memories, where no put has used any of one for so long."""
+        idle = [leftovers.take_idle(idle_s) for leftovers in self.leftovers]
+        return [GiveBack(extents.tobytes()) for extents in idle if len(extents)]
 
     def keep_when_finished(self, extents: npt.NDArray[Any], copies: object) -> None:
         """Granted extents that a device may still write into go back when it does not any more.
@@ -288,7 +298,7 @@ class Session:
     def peer_is_gone(self) -> None:
         """The peer died, and its arena is nobody's: of that only what is under live views stays
         mapped, so that its memory can go to the next peer."""
-        self.leftovers.take_idle(0)
+        self.idle_grants(0)
         self.direct.close()
         self.writes.close()
         self.reads.close()
@@ -298,7 +308,8 @@ class Session:
         """In a forked child: nothing of the parent's session may be used. Its granted
         extents are not even mapped here, and its locks may be held for ever."""
         self._lock = threading.Lock()
-        self.leftovers, self.familiar, self.tally = Leftovers(), Familiar(), Tally()
+        self.leftovers = [Leftovers() for _ in self.leftovers]
+        self.familiar, self.tally = Familiar(), Tally()
         self.devices = None
         self.direct.poison()
         self.closed = (
@@ -308,7 +319,8 @@ class Session:
         self.connections.close(self.closed)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._pins} pins, {self.leftovers.nbytes} B granted"
+        granted = sum(leftovers.nbytes for leftovers in self.leftovers)
+        state = "closed" if self.closed else f"{self._pins} pins, {granted} B granted"
         return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
@@ -78,8 +78,10 @@ class Grants:
             self.host.shard(body.partition, body.generation)
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         units = [column(unit, U8) for unit in body.units]
-        if not body.device and not body.digests:
-            granted = self.room.at_once(session.id, kind, units)
+        if not body.digests:
+            asked = session.id, kind, units
+            device = body.device
+            granted = self.devices.at_once(device, *asked) if device else self.room.at_once(*asked)
             if granted is not None:
                 return Reserved(granted[0], granted[1].tobytes())
         return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
@@ -87,7 +89,7 @@ class Grants:
     async def _reserve_in_turn(
         self, session: Session, body: Reserve, kind: Admission, units: Units, timeout_s: float
     ) -> Body:
-        """Known digests come back pinned, for comparison."""
+        """In the host arena. Known digests come back pinned, for comparison."""
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
@@ -100,18 +102,17 @@ class Grants:
             pin = space.pin(session.id, known[found])
             places = np.zeros(len(known), EXTENT)
             places[found] = space.ranges.extents(known[found])
-        asked = session.id, kind, units, timeout_s
-        reserve = (
-            self.devices.reserve(body.device, *asked) if body.device else self.room.reserve(*asked)
-        )
         session.waiting += 1
         try:
-            count, extents = await reserve
+            count, extents = await self.room.reserve(session.id, kind, units, timeout_s)
         except BaseException:
             space.unpin(session.id, [pin])
             raise
         finally:
             session.waiting -= 1
+        if body.device:
+            overflowed = sum(int(unit.sum()) for unit in units[:count])
+            self.devices.arenas[body.device - 1].overflowed_bytes += overflowed
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
@@ -172,12 +173,15 @@ class Grants:
         if len(committed.ranges) and self.host.space.release(committed.ranges, committed.counts):
             self.room.pump()
 
-    def ahead(self, session: Session, want_bytes: int) -> bytes:
-        """The next extents, unless somebody waits for room."""
-        if not want_bytes or len(self.room):
-            return b""
-        nbytes = min(want_bytes, MAX_AHEAD_BYTES)
-        return self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
+    def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
+        """The next extents, of the host arena unless somebody waits for room there."""
+        granted = b""
+        if want_bytes and not len(self.room):
+            nbytes = min(want_bytes, MAX_AHEAD_BYTES)
+            granted = self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
+        for arena, wanted in zip(self.devices.arenas, on_devices, strict=False):
+            granted += arena.space.grant(session.id, Admission.OPEN, wanted).tobytes()
+        return granted
 
     def keep_where_full(
         self, session: Session, committed: Committed, failure: BaseException

@@ -123,7 +123,8 @@ class Writing:
             )
         if body.pin:
             space.unpin(session.id, [body.pin])
-        return PutDone(self.grants.ahead(session, body.want_bytes), gone=gone)
+        ahead = self.grants.ahead(session, body.want_bytes, body.want_on_devices)
+        return PutDone(ahead, gone=gone)
 
     def _put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)

@@ -16,7 +16,7 @@ from dataplane.errors import DeviceMissing, ProtocolError, ValueTooLarge
 from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
 from dataplane.memory.device import Device
-from dataplane.memory.host_memory import HostMemory
+from dataplane.memory.host_memory import DeviceArena, HostMemory
 from dataplane.memory.space import Space
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
@@ -76,28 +76,22 @@ class Devices:
     def __repr__(self) -> str:
         return f"<Devices {self._memory.devices if self._memory else []}>"
 
-    async def reserve(
-        self,
-        number: int,
-        holder: int,
-        admission: Admission,
-        units: Units,
-        timeout_s: float,
-    ) -> tuple[int, npt.NDArray[Any]]:
-        """As `Room.reserve`, on the device of this number, 1 is the first; in the host arena where
-        the device has no room now, or never."""
-        devices = self._memory.devices if self._memory is not None else []
-        if not 0 < number <= len(devices):
-            raise ProtocolError(f"this peer has no device arena {number}: it has {len(devices)}")
-        device = devices[number - 1]
+    @property
+    def arenas(self) -> list[DeviceArena]:
+        return self._memory.devices if self._memory is not None else []
+
+    def at_once(
+        self, number: int, holder: int, admission: Admission, units: Units
+    ) -> tuple[int, npt.NDArray[Any]] | None:
+        """As `Room.at_once`, on the device of this number, 1 is the first; None where that has no
+        room now, or never."""
+        if not 0 < number <= len(self.arenas):
+            raise ProtocolError(f"this peer has no device arena {number}: it has {self.arenas}")
         try:
-            count, extents = device.space.reserve(holder, admission, units)
+            count, extents = self.arenas[number - 1].space.reserve(holder, admission, units)
         except ValueTooLarge:
-            count = 0
-        if not count:
-            count, extents = await self._room.reserve(holder, admission, units, timeout_s)
-            device.overflowed_bytes += sum(int(unit.sum()) for unit in units[:count])
-        return count, extents
+            return None
+        return (count, extents) if count else None
 
     async def read(self, ranges: npt.NDArray[Any], dest: npt.NDArray[Any]) -> None:
         """All bytes of these ranges, to these places of the host arena. RowsGone, DeviceMissing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -58,6 +57,47 @@ def test_what_a_full_device_has_no_room_for_goes_to_host_memory_and_stats_say_so
     assert on_device(plane)["granted_bytes"] == 0
 
 
+def reserved(plane: dataplane.Plane) -> int:
+    """How often clients asked for room."""
+    return int(plane.stats()["messages"]["local"].get("Reserved", 0))
+
+
+def test_room_that_is_kept_ahead_makes_the_next_put_one_exchange_in_both_memories(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", stages={"s": ["x", "y"]})
+    for turn in range(8):
+        arrays, beside = values(8, 4096, first=turn), values(8, 9000, first=turn)
+        part.put({"x": given(device, arrays), "y": beside})
+        with part.claim("s", rows=8, timeout=10) as batch:
+            assert same(batch["x"], arrays) and same(batch["y"], beside)
+            assert all(isinstance(one, TwinArray) for one in batch["x"])
+    assert reserved(plane) == 2, "one in each memory, at first"
+    part.put({"x": given(device, values(8, 200_000)), "y": values(8, 9000)})
+    assert reserved(plane) == 3, "for more than any put of late"
+    assert on_device(plane)["granted_bytes"] > 0
+    part.drop()
+    del batch
+    all_free(plane)  # what nobody uses for a while goes back
+
+
+def test_what_a_client_keeps_ahead_is_in_the_way_of_none_of_its_puts(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    """Groups may be opened in 70 % of 32 MiB: nothing else than all of that is room enough."""
+    part = plane.partition("p", free="drop")
+    part.put({"x": given(device, [np.zeros(3 * MIB, np.uint8)])}, key=["first"])
+    assert on_device(plane)["granted_bytes"] == 3 * MIB, "as much again is kept"
+    part.put({"x": given(device, [np.zeros(19 * MIB, np.uint8)])}, key=["second"])
+    figures = on_device(plane)
+    assert (figures["used_bytes"], figures["overflowed_bytes"]) == (22 * MIB, 0)
+    part.put({"x": given(device, [np.zeros(MIB, np.uint8)])}, key=["third"])
+    assert on_device(plane)["overflowed_bytes"] == MIB, "no room is kept where there is none"
+    part.put({"y": given(device, [np.zeros(4 * MIB, np.uint8)])}, key=["first"])
+    figures = on_device(plane)
+    assert (figures["used_bytes"], figures["overflowed_bytes"]) == (26 * MIB, MIB)
+
+
 def test_dropping_most_rows_of_a_group_frees_their_part_of_the_device(
     plane: dataplane.Plane, device: TwinDevice
 ) -> None:
@@ -103,7 +143,7 @@ def test_room_that_a_stream_may_still_write_into_is_given_to_nobody(
     assert part.stats()["rows"] == 0
 
 
-@pytest.mark.parametrize("what", ["views", "copies"])
+@pytest.mark.parametrize("what", ["views", "copies", "room"])
 def test_a_client_killed_with_views_or_in_the_middle_of_a_put_leaves_the_pool_exact(
     plane: dataplane.Plane, cluster: Cluster, device: TwinDevice, what: str
 ) -> None:
@@ -122,6 +162,18 @@ def test_a_client_killed_with_views_or_in_the_middle_of_a_put_leaves_the_pool_ex
         )
         assert line(worker) == "TwinArray"
         assert on_device(plane)["pinned_bytes"] >= 4 * MIB
+    elif what == "room":
+        worker = cluster.worker(
+            HOLDING
+            + """
+    array = device.array(np.ones(1 << 20, np.uint8))
+    while plane.stats()["devices"][0]["granted_bytes"] < 1 << 20:  # a second later it goes back
+        part.put({"x": [array]})
+        part.claim("s", rows=1, timeout=20).ack()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+        )
+        assert worker.wait(20) == -signal.SIGKILL
     else:
         worker = cluster.worker(
             HOLDING
@@ -136,7 +188,7 @@ def test_a_client_killed_with_views_or_in_the_middle_of_a_put_leaves_the_pool_ex
         )
         line(worker)
         until(lambda: on_device(plane)["granted_bytes"] == 3 * MIB, "it copies")
-    os.kill(worker.pid, signal.SIGKILL)
+    worker.kill()
     all_free(plane)
     assert on_device(plane)["quarantined_bytes"] == 0 and part.stats()["rows"] == 0
     part.put({"x": given(device, values(4, MIB))})

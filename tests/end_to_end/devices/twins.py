@@ -12,6 +12,7 @@ from tests.end_to_end.conftest import until
 
 MIB = 1 << 20
 HOLDING = """
+    import os
     import signal
     import numpy as np
     import dataplane
